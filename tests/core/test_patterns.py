@@ -58,9 +58,9 @@ def test_a_name_means_what_is_below_it_in_a_rename_as_well():
 
 
 def _seconds(work):
-    begin = time.perf_counter()
+    begin = time.thread_time()  # other loads do not count
     work()
-    return time.perf_counter() - begin
+    return time.thread_time() - begin
 
 
 @pytest.mark.parametrize("pattern", ["*a*a*a*a*a*a*b", "*[a-c]*{0..99}*?*[!b]*c", "{a,aa}*{a,aa}*{a,aa}*b"])

@@ -15,7 +15,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.plan.saves import Data, FilePlan, Late, Literal
+from holdfast.plan.saves import Data, FilePlan, Gathered, Late, Literal
 from holdfast.rewrite.formats import Options, plan_save
 from holdfast.stores.memory import MemoryStore
 
@@ -55,6 +55,9 @@ def write_holes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = 
 def write_around(path: Path, file: FilePlan) -> int:
     """Everything of a file but its data."""
     crcs = {s.label: zeros_crc(s.nbytes) for s in file.segments if isinstance(s, Data)}
+    for segment in file.segments:
+        if isinstance(segment, Gathered):
+            crcs |= {label: zeros_crc(nbytes) for label, nbytes in zip(segment.labels, segment.lengths, strict=True)}
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         os.ftruncate(descriptor, file.nbytes)

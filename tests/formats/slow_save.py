@@ -21,7 +21,7 @@ from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import name_tensors
 from holdfast.engine.source import OpenSource
 from holdfast.formats.detect import detect
-from holdfast.plan.saves import Data, Late, Literal, SavePlan
+from holdfast.plan.saves import Data, Gathered, Late, Literal, SavePlan
 from holdfast.stores.memory import MemoryStore
 
 
@@ -49,6 +49,11 @@ def execute(plan: SavePlan) -> dict[str, bytes]:
                     assert len(data) == segment.nbytes
                     assert segment.label not in crcs
                     crcs[segment.label] = zlib.crc32(data)
+                    parts.append(data)
+                case Gathered():
+                    data, sums = segment.make()
+                    assert crcs.keys().isdisjoint(sums)
+                    crcs |= sums
                     parts.append(data)
                 case Late():
                     parts.append(segment)

@@ -10,6 +10,7 @@ sharing                which tensors share memory: groups, twins, islands, overl
 tiling                 do boxes cover a tensor exactly once; how the boxes of one holder lie to each other
 dtype, crc, digest     element types; checksums, and what a tensor holds in a few bytes
 content_hash           what identifies the bytes of a chunk, so that they need not be written twice
+leaves                 the tensors of a nested state and their names, found by one walk
 tree, opaque           nested states, and what stands in them for values that are not built: globals, objects, sizes, devices
 patterns, order        globs on dotted names: which are meant, what they become; the order in which people read them
 placement_rules        which dimension of a tensor each axis of a mesh shards, by globs

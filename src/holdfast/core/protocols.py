@@ -21,6 +21,7 @@ from holdfast.errors import Corrupted
 
 if TYPE_CHECKING:
     from holdfast.core.dtype import DType
+    from holdfast.core.leaves import Leaves
     from holdfast.core.placement_rules import PlacementRule
     from holdfast.core.tensor import LazyTensor
 
@@ -246,7 +247,8 @@ class State(Value, frozen=True):
     """What is to be saved: the same two views of it that a `Description` gives, made by `api.state.describe_state`."""
 
     tree: object
-    """The nested state; every tensor in it is a `LazyTensor` (or a `Composite` of them), whatever it was before."""
+    """The nested state; every tensor in it is a `LazyTensor` (or a `Composite` of them), whatever it was before. With `leaves`, the
+    caller's own containers and tensors."""
 
     tensors: Mapping[str, LazyTensor]
     """Every tensor under its dotted name. Two names with one storage are aliases."""
@@ -259,6 +261,9 @@ class State(Value, frozen=True):
 
     notes: tuple[str, ...] = ()
     """What the tensors of the caller are, and no format is told of."""
+
+    leaves: Leaves | None = None
+    """The tensors in the tree, where that is the caller's own."""
 
 
 class Format(Protocol):

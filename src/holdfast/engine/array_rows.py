@@ -69,6 +69,21 @@ def ask_arrays(values: list[object]) -> TensorRows | None:
     return TensorRows(own, kinds, table, range(len(arrays)), nbytes, None, held.read, held.alone)
 
 
+def ordinary_arrays(values: list[object]) -> list[bool]:
+    """Whether each of some arrays is ordinary."""
+    arrays = cast("list[np.ndarray]", values)
+    known: dict[AnyDType, bool] = {}
+    for dtype in {*map(DTYPE, arrays)}:
+        row = DTYPES.numpy(dtype) if dtype.isnative and not dtype.hasobject else None
+        known[dtype] = row is not None and not row.packed
+    return [known[one.dtype] and one.base is None and one.flags.c_contiguous and one.flags.owndata for one in arrays]
+
+
+def array_addresses(values: list[object]) -> list[int]:
+    """Where the memory of each of some arrays begins."""
+    return [array.__array_interface__["data"][0] for array in cast("list[np.ndarray]", values)]
+
+
 def _kind(dtype: DType, shape: tuple[int, ...]) -> RowKind:
     count = 1
     for n in shape:

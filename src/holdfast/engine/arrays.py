@@ -22,6 +22,10 @@ class Resident:
         self._source = OpenSource(self._store, mapped=True)
         self._storages: dict[tuple[int, int], Storage] = {}
 
+    def addresses(self) -> set[int]:
+        """Where the memory of each storage begins that has any."""
+        return {address for address, nbytes in self._storages if nbytes}
+
     def array(self, array: np.ndarray) -> LazyTensor:
         """A numpy array as a lazy tensor over the buffer that owns its memory."""
         if array.dtype.byteorder == ">":

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
+from xxhash import xxh3_128_intdigest
+
 from holdfast.core.content_hash import HEAD_NBYTES, ContentHash, Hashed, hash_bytes
 from holdfast.core.crc import crc32
 from holdfast.core.tensor import LazyTensor
@@ -19,9 +21,13 @@ from holdfast.engine.blocks import Slab, mapped_bytes, slab_block, slab_bytes, s
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
+from holdfast.plan.table import Table
 
 BLOCK_NBYTES = 4 << 20
 """Bytes that a thread reads or looks at in one task."""
+
+BATCH = 4096
+"""Rows of a table that are one task."""
 
 TOGETHER = 256
 """Small tensors that are one task."""
@@ -39,6 +45,19 @@ def unchanged(
     likely = {name: tensors[name] for name, known in recorded.items() if name not in changed and known.hash is not None}
     found = tensor_hashes(likely, threads=threads, block=block)
     return {name for name, hashed in found.items() if hashed.hash == recorded[name].hash}, changed
+
+
+def unchanged_rows(table: Table, recorded: Mapping[int, int], *, threads: int | None = None) -> set[int]:
+    """The plain rows of a table, none longer than a head, that have the hash that is recorded for them."""
+    found: set[int] = set()
+    rows = [*recorded]
+
+    def compare(some: Sequence[int]) -> None:
+        found.update(row for row, piece in zip(some, table.read(some), strict=True) if xxh3_128_intdigest(piece) == recorded[row])
+
+    work = [partial(compare, rows[first : first + BATCH]) for first in range(0, len(rows), BATCH)]
+    run_reads(work, threads or default_threads(), stores=table.stores)
+    return found
 
 
 def tensor_hashes(tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None) -> dict[str, Hashed]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Span, Sweep
@@ -11,7 +12,7 @@ from holdfast.engine.digest import recorded_crc
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.write import Block
 from holdfast.errors import Corrupted, NotCommitted
-from holdfast.plan.saves import Data, FilePlan, Hole
+from holdfast.plan.saves import Data, FilePlan, Gathered, Hole
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
 
@@ -91,11 +92,14 @@ def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) ->
     """The CRC-32 of every data segment, from the bytes of an open file that has this layout."""
     written = Virtual("<written>")
     key = written.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
-    segments = [
-        (s.label, Span(key, offset, s.nbytes))
-        for s, offset in zip(plan.segments, plan.offsets(), strict=True)
-        if isinstance(s, Data)
-    ]
+    segments: list[tuple[str, Span]] = []
+    for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
+        if isinstance(segment, Data):
+            segments.append((segment.label, Span(key, offset, segment.nbytes)))
+        elif isinstance(segment, Gathered) and segment.lengths is not None:
+            starts = accumulate(segment.lengths, initial=offset)
+            each = zip(segment.labels, starts, segment.lengths, strict=False)
+            segments += [(label, Span(key, start, nbytes)) for label, start, nbytes in each]
     sweep = Sweep(written, (span for _, span in segments))
     run_all(sweep.tasks(), threads or default_threads())
     return {label: sweep.crc32(number, name=label) for number, (label, _) in enumerate(segments)}

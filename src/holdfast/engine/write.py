@@ -187,7 +187,7 @@ def _tasks(
     for segment, offset in zip(plan.segments, offsets, strict=True):
         wished = _wished_nbytes(segment)
         large = segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(segment, Data | Memory | Hole)
-        if large or isinstance(segment, Gathered):
+        if large or (isinstance(segment, Gathered) and (segment.nbytes > GATHER_NBYTES or not segment.bare)):
             if stretch:
                 yield _stretch(stretch, sink, written, progress)
                 stretch, size, most = [], 0, GATHER_NBYTES
@@ -293,6 +293,11 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
                     data = segment.content if isinstance(segment, Memory) else fetched.get(segment.label) or small_bytes(segment)
                 here[segment.label] = written.add(segment, 0, data)
                 buffer[at:end] = data
+            elif isinstance(segment, Gathered):
+                content, sums = gather(segment)
+                written.gathered.update(sums)
+                here.update(sums)
+                buffer[at:end] = content
             elif isinstance(segment, Late) and segment.needs in here:
                 buffer[at:end] = segment.make(here)
                 written.made.add(offset)

@@ -26,6 +26,7 @@ from holdfast.formats.safetensors.schema import ADDRESSABLE
 from holdfast.formats.strict_json import kind, pointer, quoted
 from holdfast.formats.tree_json.decode import decode_tree
 from holdfast.formats.tree_json.encode import flat_tree
+from holdfast.plan.table import Table
 
 LARGEST_STORAGE_RATIO = 2
 """A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""
@@ -59,6 +60,32 @@ class Sharing(Struct):
         if shared:
             notes.append(f"{shared:,} tensors are views of shared storages; each is written as a copy, and the views are noted")
         return notes
+
+
+class Shared(Value, frozen=True, eq=False):
+    """Which rows of a table are written, and what is noted beside them."""
+
+    rows: Sequence[int]
+    """Those that get bytes, in the order of the table."""
+    sharing: Sharing = field(default_factory=Sharing)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return self.sharing.aliases
+
+    def notes(self) -> list[str]:
+        """Sentences about it for people."""
+        return self.sharing.notes()
+
+
+def share(table: Table) -> Shared:
+    """Compare where the odd rows of a table lie (`find_sharing`); a plain row shares with nobody."""
+    if not table.odd:
+        return Shared(range(len(table)))
+    names = table.names
+    found = find_sharing({names[row]: table.odd[row] for row in sorted(table.odd)})
+    dropped = {row for row in table.odd if names[row] not in found.written}
+    return Shared([row for row in range(len(names)) if row not in dropped] if dropped else range(len(names)), found)
 
 
 def find_sharing(tensors: Mapping[str, LazyTensor]) -> Sharing:
@@ -150,8 +177,9 @@ class Recorded(Value, frozen=True):
         return self.changes_tensors or not self.flat
 
 
-def sharing_fields(sharing: Sharing) -> dict[str, object]:
+def sharing_fields(shared: Shared) -> dict[str, object]:
     """The fields `aliases` and `views` of a document; only those that say something."""
+    sharing = shared.sharing
     fields: dict[str, object] = {}
     if sharing.aliases:
         fields["aliases"] = sharing.aliases

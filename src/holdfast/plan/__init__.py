@@ -4,5 +4,6 @@ runs             the byte ranges that a chunk touches, as a comb
 coalesce         which neighbouring ranges are read together: for everybody, by a policy for each medium
 reads            the plan of a read
 saves            the plan of a save: every file as segments
-rows             very many tensors on their way to a file, as rows
+table            the tensors of a state on their way to a file, as columns
+rows             very many tensors of one library or file, asked in columns
 """

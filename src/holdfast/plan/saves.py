@@ -93,6 +93,17 @@ class Gathered(Value, frozen=True, eq=False):
     """Of the pieces that are not empty, each as for `Data`."""
     make: Callable[[], tuple[bytes, Mapping[str, int]]]
     """Fetches the pieces: exactly `nbytes` bytes, and the CRC-32 of each piece by its label. It may say more (`MISTAKEN_KEY`)."""
+    lengths: Sequence[int] | None = None
+    """Of the pieces, where there is nothing between them."""
+    tensors: Callable[[], Sequence[LazyTensor]] = tuple
+    """The pieces one by one, where they are tensors of a table."""
+    hashed: bool = False
+    """Whether pieces are hashed, too."""
+
+    @property
+    def bare(self) -> bool:
+        """Whether there is nothing between the pieces."""
+        return self.lengths is not None
 
 
 class Hole(Value, frozen=True):
@@ -122,6 +133,8 @@ def known_later(segments: Iterable[Segment]) -> list[str]:
     for segment in segments:
         if isinstance(segment, Gathered):
             keys += segment.labels
+            if segment.hashed:
+                keys += [label + key for label in segment.labels for key in (HASH_KEY, HEAD_KEY)]
         elif isinstance(segment, Data | Memory):
             keys.append(segment.label)
             if isinstance(segment, Data) and segment.hashed:
@@ -193,7 +206,13 @@ class SavePlan(Value, frozen=True):
 
     def tensors(self) -> Sequence[LazyTensor]:
         """Every tensor that is written, in the order of the files."""
-        return [s.tensor for f in (*self.files, *self.index) for s in f.segments if isinstance(s, Data)]
+        found: list[LazyTensor] = []
+        for segment in (segment for file in (*self.files, *self.index) for segment in file.segments):
+            if isinstance(segment, Data):
+                found.append(segment.tensor)
+            elif isinstance(segment, Gathered):
+                found += segment.tensors()
+        return found
 
     def explain(self) -> str:
         """The plan in words: files and their sizes."""

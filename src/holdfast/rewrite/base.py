@@ -20,7 +20,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.hashes import tensor_hashes, unchanged
+from holdfast.engine.hashes import tensor_hashes, unchanged, unchanged_rows
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadArgument, HoldfastError, Unsupported
 from holdfast.formats.native.base import Base, Place, Reuse, recorded_chunks
@@ -30,6 +30,7 @@ from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
+from holdfast.plan.table import Table
 from holdfast.stores.remote.url import Url
 
 
@@ -49,20 +50,24 @@ class OpenBase(Value, frozen=True):
     threads: int | None = None
     block: int | None = None
 
-    def take_over(self, tensors: Mapping[str, LazyTensor]) -> Reuse[str]:
-        """What of these tensors the base has already. Reads as much of them as is needed to know."""
+    def take_over(self, table: Table, rows: Sequence[int]) -> Reuse[str]:
+        """What of these rows the base has already. Reads as much of them as is needed to know."""
         if self.base is None:
             return Reuse(notes=self.notes)
+        short = self.base.short(table, rows)
+        same = {table.names[row] for row in unchanged_rows(table, short, threads=self.threads)}
+        rest = {table.names[row]: table.lazy(row) for row in rows if row not in short}
         pieces: dict[str, LazyTensor] = {}
         recorded: dict[str, Hashed] = {}
         of: dict[str, str] = {}
-        for name, number, piece, hashed in self.base.candidates(tensors):
+        for name, number, piece, hashed in self.base.candidates(rest):
             # No name has half of a surrogate pair.
             key = f"{name}\udc00{number}" if number else name
             pieces[key], recorded[key], of[key] = piece, hashed, name
         found, changed = unchanged(pieces, recorded, threads=self.threads, block=self.block)
         others = {of[key] for key in pieces if key not in found}
-        return replace(self.base.reuse(set(of.values()) - others), changed=frozenset(of[key] for key in changed))
+        same |= {*of.values()} - others
+        return replace(self.base.reuse(same), changed=frozenset(of[key] for key in changed))
 
     def take_over_boxes(self, boxes: Sequence[BoxToWrite]) -> Reuse[Place]:
         """What of these boxes of one rank the base has already."""

@@ -14,7 +14,7 @@ puts the new one there: a reader sees the old or the new, and a failure leaves t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,13 +36,13 @@ from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.open import Openable
 from holdfast.plan.reads import plan_reads
 from holdfast.plan.rows import BLOCK_NBYTES, TensorRows
-from holdfast.plan.saves import SavePlan
+from holdfast.plan.saves import Data, Gathered, SavePlan
 from holdfast.rewrite.companions import CopyConfig
-from holdfast.rewrite.formats import Options, format_for, plan_save, without_origin
+from holdfast.rewrite.formats import TABULAR, Options, format_for, plan_save, without_origin
 from holdfast.rewrite.models import Selection, select
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
 from holdfast.rewrite.small import FEW, plan_small
-from holdfast.rewrite.state import OWN_METADATA, describe_state
+from holdfast.rewrite.state import OWN_METADATA, describe_state, tabulate_state
 from holdfast.rewrite.transform import Edits, Losses, casts_of, left_out, transform
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of
@@ -170,27 +170,41 @@ def lay_out_conversion(
     limits: Limits | None = None,
 ) -> Planned[Conversion]:
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
-    target, within = where.path, where.writing.budget
-    # Of limits, only how deep a state may nest is asked for here: that of rows is less than any file may unless it is said.
-    usual = limits is None or limits.depth >= DEFAULTS.depth
-    if not edits and not metadata and selection in (None, Selection()) and usual:
-        small = _lay_out_rows(source, where, options=where.options(options))
+    target = where.path
+    options = where.options(options)
+    found = format_for(target, where.format, options)
+    as_it_is = not edits and not metadata and selection in (None, Selection()) and source.format != "pt2" and not source.beside
+    if as_it_is and found == "torch-zip":
+        small = _lay_out_rows(source, where, limits, options=options)
         if small is not None:
             return small
+    if as_it_is and found in TABULAR:
+        described = tabulate_state(source, limits=limits)
+        plan = _plan(target, described, found, options=options, tensors_only=False)
+        return _planned(source, where, plan, described, (), {})
     described = describe_state(source, limits=limits, whole=bool(edits.keep))
     chosen, left = select(source, described, selection or Selection())
     losses: dict[DType, Losses] = {}
-    options = where.options(options)
     state = transform(chosen, edits, limits, losses=losses)
-    found = format_for(target, where.format, options)
     if metadata:
         state = _with_metadata(state, metadata, found, path=source.path)
     plan = _plan(target, state, found, options=options, tensors_only=edits.tensors_only)
-    plan = replace(plan, notes=(*source.notes, *described.notes, *left, *left_out(chosen.tree, edits), *plan.notes))
-    tensors = plan.tensors()
+    return _planned(source, where, plan, described, (*left, *left_out(chosen.tree, edits)), losses)
+
+
+def _planned(
+    source: Checkpoint, where: Destination, plan: SavePlan, described: State, left: Sequence[str], losses: Mapping[DType, Losses]
+) -> Planned[Conversion]:
+    """A conversion that is laid out; `left` is said of what is left out."""
+    plan = replace(plan, notes=(*source.notes, *described.notes, *left, *plan.notes))
+    within = where.writing.budget
+    segments = [segment for file in plan.files for segment in file.segments]
+    gathered = [segment for segment in segments if isinstance(segment, Gathered)]
+    tensors = [segment.tensor for segment in segments if isinstance(segment, Data)]
     reads = [_read_cost(tensor) for tensor in tensors]
     report = Conversion(
-        **planned_fields(plan, target), source=source.path, tensors=len(tensors), read_nbytes=sum(read for read, _ in reads),
+        **planned_fields(plan, where.path), source=source.path, tensors=len(tensors) + sum(len(one.labels) for one in gathered),
+        read_nbytes=sum(read for read, _ in reads) + sum(one.nbytes for one in gathered),
         over_read_nbytes=sum(over for _, over in reads), peak_nbytes=None if within is None else within.peak_nbytes,
     )  # fmt: skip
 
@@ -201,8 +215,11 @@ def lay_out_conversion(
     return Planned(plan, report, where.writing, reads=stores_of(described), finish=finish)
 
 
-def _lay_out_rows(source: Checkpoint, where: Destination, *, options: Options) -> Planned[Conversion] | None:
-    """A conversion of very many tensors as they are, by rows (`rewrite/small.py`); None where the way of objects has to do it."""
+def _lay_out_rows(source: Checkpoint, where: Destination, limits: Limits | None, *, options: Options) -> Planned[Conversion] | None:
+    """A torch file of very many tensors as they are, by rows (`rewrite/small.py`); None where the way of objects has to do it."""
+    # Of limits, only how deep a state may nest is asked for here: that of rows is less than any file may unless it is said.
+    if limits is not None and limits.depth < DEFAULTS.depth:
+        return None
     target, writing, within = where.path, where.writing, where.writing.budget
     # Blocks of rows have one size, and what is resumed or far away is compared tensor by tensor.
     roomy = within is None or within.block >= BLOCK_NBYTES

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
+from holdfast.core.columns import outlines
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Outlined, State, Store
@@ -33,9 +34,11 @@ from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.write import lay_out_safetensors
 from holdfast.formats.seal import SEAL
 from holdfast.formats.torch.write import archive_name, lay_out_torch_zip
-from holdfast.plan.saves import SavePlan
+from holdfast.plan.saves import Data, Gathered, Memory, SavePlan
+from holdfast.plan.table import Table, table_of
 from holdfast.rewrite.base import OpenBase
 from holdfast.rewrite.rejoin import rejoin
+from holdfast.rewrite.state import describe_state
 from holdfast.stores.remote.url import Url
 
 NAMES = {
@@ -123,7 +126,58 @@ def check_sparse(path: str, format: str, sparse: str) -> None:
 def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     """Lay out a state, so that it opens again. Raises `CannotHold` with every problem when the format cannot hold it."""
     check_sparse(path, format, options.sparse)
-    return rehearse(replace(_lay_out(path, state, format, options=options), holds=state.tensors), path)
+    if format not in TABULAR:
+        return rehearse(replace(_lay_out(path, state, format, options=options), holds=state.tensors), path)
+    state = replace(state, tensors=table_of(state))
+    plan = replace(_lay_out(path, state, format, options=options), holds=state.tensors)
+    return _rehearse_kinds(plan, path, state, format, options)
+
+
+TABULAR = frozenset({"safetensors", "safetensors-dir", "native"})
+"""Formats whose writers take a table."""
+
+
+def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, options: Options) -> SavePlan:
+    """The same plan, known to open: a state with one tensor of each of its kinds, laid out in the same way, does.
+
+    Of fifty thousand tensors the reader would read the same header fields fifty thousand times. What it counts is compared with
+    its limits by the layout. Where most tensors are of a kind of their own, or where the whole comes near to a limit, the reader
+    opens the plan itself (docs/design/028-table.md).
+    """
+    table, leaves = table_of(state), state.leaves
+    rows = sorted({*_of_each_kind(table), *table.odd})
+    if leaves is None or 2 * len(rows) >= len(table) or _near_limits(plan, table):
+        return rehearse(plan, path)
+    sample: dict[str, object] = {f"{at}": table.lazy(row) for at, row in enumerate(rows)}
+    if not leaves.flat:
+        sample["containers"] = {f"{at}": container for at, container in enumerate(leaves.samples())}
+    described = describe_state(sample, metadata=state.metadata)
+    alike = replace(options, base=None if options.base is None else OpenBase())
+    rehearse(replace(_lay_out(path, described, format, options=alike), holds=described.tensors), path)
+    return replace(plan, opens=True)
+
+
+def _of_each_kind(table: Table) -> Iterable[int]:
+    """A row of each kind, where kinds that differ in the lengths of their dimensions alone are one."""
+    first = dict(zip(reversed(table.kind), range(len(table) - 1, -1, -1), strict=True))
+    alike: dict[object, int] = {}
+    for number, row in first.items():
+        kind = table.kinds[number]
+        traits = kind.traits
+        marks = (traits.requires_grad, traits.parameter, traits.buffer)
+        alike[kind.dtype.name, len(kind.shape), kind.nbytes == 0, marks] = row
+    return alike.values()
+
+
+def _near_limits(plan: SavePlan, table: Table) -> bool:
+    """Whether a plan has so many files, or so long a text, that a reader may refuse it."""
+    limits = Limits()
+    data = sum(segment.nbytes for file in plan.files for segment in file.segments if isinstance(segment, Data | Memory | Gathered))
+    return len(plan.listed) > limits.files or 4 * (plan.nbytes - data + CHARACTERS * len(table)) > limits.tree_nbytes
+
+
+CHARACTERS = 256
+"""Of a tensor, where a state is written out, at the most; but for its name."""
 
 
 def without_origin(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -197,7 +251,7 @@ def rehearse(plan: SavePlan, path: str) -> SavePlan:
             lost = [str(one.what) for one in found.foreign if one.uses != ("mention",)]
             if lost:
                 raise CannotHold(WHAT, [f"{what}: it would not be built" for what in lost], file=path)
-            check_holds(found.tensors, {name: (tensor.dtype, tensor.shape) for name, tensor in plan.holds.items()}, path)
+            check_holds(found.tensors, dict(zip(plan.holds, outlines(plan.holds, [*plan.holds]), strict=True)), path)
         del found
     return replace(plan, opens=True)
 

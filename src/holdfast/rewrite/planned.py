@@ -38,6 +38,7 @@ from holdfast.errors import CannotHold, StoreError, Unsupported
 from holdfast.formats.seal import SUFFIX
 from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan, without_hashes
+from holdfast.plan.table import table_of
 from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
 from holdfast.rewrite.renewal import NOTHING, Renewal, find_seals
@@ -370,7 +371,7 @@ def _destination(
 
 def stores_of(state: State) -> tuple[Store, ...]:
     """What the tensors of a state are read from."""
-    return tuple(dict.fromkeys(tensor.source.store for tensor in state.tensors.values()))
+    return table_of(state).stores
 
 
 def unchanged(stores: Iterable[Store], target: str) -> None:

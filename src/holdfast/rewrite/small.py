@@ -17,26 +17,19 @@ that its limits count are compared here (docs/design/024-many-and-small.md).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from holdfast.core.arrays import are_apart
 from holdfast.core.limits import Limits
-from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.errors import HoldfastError
-from holdfast.formats.native.rows import lay_out_native_rows
-from holdfast.formats.recorded import Sharing, order_fields, sharing_fields
-from holdfast.formats.safetensors.rows import row_file
-from holdfast.formats.safetensors.write import file_order_notes
 from holdfast.formats.torch.rows import CONTAINERS, RowPickle, leaves
 from holdfast.formats.torch.write import archive_name, lay_out_container
-from holdfast.formats.tree_json.rows import Leaves, encode_rows, find_leaves, traits_text
 from holdfast.formats.zip.numbered import Numbered
 from holdfast.plan.rows import RowKind, TensorRows, joined
 from holdfast.plan.saves import FilePlan, SavePlan
-from holdfast.rewrite.formats import Options, check_holds, described, plan_save
+from holdfast.rewrite.formats import Options, described, plan_save
 from holdfast.rewrite.state import Asking, asking, describe_state
 
 FEW = 64
@@ -66,9 +59,8 @@ def plan_small(
     texts = {*map(type, plain), *map(type, plain.values())}
     if type(state) not in CONTAINERS or texts - {str} or options != Options(keep_tree=options.keep_tree):
         return None
-    lay_out = LAYOUTS.get(format)
     try:
-        return None if lay_out is None else lay_out(state, target, plain, options, known=known or asking())
+        return None if format != "torch-zip" else _torch(state, target, plain, options, known=known or asking())
     except HoldfastError:
         return None
 
@@ -121,121 +113,6 @@ def _characters(value: object, prefix: int, most: int) -> int:
         if total > most:
             break
     return total
-
-
-class _Told(Value, frozen=True, eq=False):
-    """A state for a format that has tensors under names, and notes what it is beyond that."""
-
-    leaves: Leaves
-    kinds: list[int]
-    """Of each of the leaves, as a position in the table of `rows`."""
-    names: Sequence[str]
-    """Of what is written: the first name of each storage."""
-    rows: TensorRows
-    """What is written."""
-    fields: dict[str, object]
-    """What is noted (`formats.recorded`)."""
-    aliases: Collection[str]
-    """The other names."""
-    notes: list[str]
-    like: list[object]
-    """A leaf of each kind."""
-
-
-def _told(state: object, known: Sequence[Asking], *, values: bool) -> _Told | None:
-    """What a state is; `values`: whether it may be more than dicts of tensors."""
-    leaves = find_leaves(state, [kind for kinds, _ in known for kind in kinds], DEPTH)
-    if leaves is None or len(leaves.names) < FEW or (leaves.beyond and not values):
-        return None
-    found = leaves.values
-    apart = are_apart(np.fromiter(map(id, found), np.int64, len(found)))
-    once = found if apart else [*{id(value): value for value in found}.values()]
-    rows = _asked(once, known)
-    sharing = Sharing()
-    tied = None if rows is None else _tied(leaves, once, rows, sharing)
-    if rows is None or tied is None:
-        return None
-    names, kinds, written = tied
-    traits = [traits_text(requires_grad=kind.requires_grad, parameter=kind.parameter) for kind in rows.table]
-    fields, notes = sharing_fields(sharing), sharing.notes()
-    if type(state) is not dict or leaves.nested or leaves.beyond or len({*traits, traits_text()}) > 1:
-        encoded = encode_rows(state, leaves, [traits[kind] for kind in kinds])
-        if encoded.problems:
-            return None
-        fields["tree"], notes = encoded.value, [*notes, *encoded.notes]
-    last = dict(zip(kinds, found, strict=True))
-    return _Told(leaves, kinds, names, written, fields, sharing.aliases, notes, [last[kind] for kind in range(len(rows.table))])
-
-
-def _tied(
-    leaves: Leaves, once: Sequence[object], rows: TensorRows, sharing: Sharing
-) -> tuple[Sequence[str], list[int], TensorRows] | None:
-    """What is written, the kind of each leaf, and the rows of what is written; second names go to `sharing`.
-
-    None where tensors of one storage are not the same.
-    """
-    names, kinds = leaves.names, [*rows.kinds]
-    if len(rows.nbytes) == len(names):
-        return names, kinds, rows
-    position = {id(value): row for row, value in enumerate(once)}
-    places = [position[id(value)] for value in leaves.values]
-    kinds = [kinds[row] for row in places]
-    firsts: dict[int, int] = {}
-    seconds: list[tuple[int, int]] = []
-    for place, row in enumerate(places):
-        first = firsts.setdefault(rows.records[row], place)
-        if first != place:
-            one, other = rows.table[kinds[first]], rows.table[kinds[place]]
-            if (one.dtype, one.shape) != (other.dtype, other.shape) or not rows.nbytes[rows.records[row]]:
-                return None
-            seconds.append((first, place))
-    sharing.aliases.update((names[place], names[first]) for first, place in sorted(seconds))
-    # New storages have the next number, so they are in this order.
-    first_places = [*firsts.values()]
-    written = replace(rows, kinds=[kinds[place] for place in first_places], records=range(len(first_places)))
-    return [names[place] for place in first_places], kinds, written
-
-
-def _safetensors(
-    state: object, target: str, metadata: dict[str, str], options: Options, *, known: Sequence[Asking]
-) -> SavePlan | None:
-    told = _told(state, known, values=options.keep_tree)
-    laid = None if told is None else row_file("", told.names, told.rows, metadata=metadata, fields=told.fields)
-    if told is None or laid is None:
-        return None
-    # Only a recorded tree remembers another order than that of the file.
-    written = [*(told.names[row] for row in laid.order), *told.aliases]
-    order = [] if "tree" in told.fields else file_order_notes(written, [*told.leaves.names])
-    plan = SavePlan("safetensors", (laid.plan,), (*told.notes, *order))
-    return _rehearsed(plan, told, target=target, metadata=metadata, options=options)
-
-
-def _native(state: object, target: str, metadata: dict[str, str], options: Options, *, known: Sequence[Asking]) -> SavePlan | None:
-    told = _told(state, known, values=True)
-    if told is None:
-        return None
-    if "tree" not in told.fields:
-        told.fields.update(order_fields(told.leaves.names, told.aliases))
-    plan = lay_out_native_rows(told.names, told.rows, metadata, fields=told.fields)
-    if plan is None:
-        return None
-    return _rehearsed(replace(plan, notes=tuple(told.notes)), told, target=target, metadata=metadata, options=options)
-
-
-LAYOUTS = {"torch-zip": _torch, "safetensors": _safetensors, "native": _native}
-
-
-def _rehearsed(plan: SavePlan, told: _Told, *, target: str, metadata: dict[str, str], options: Options) -> SavePlan:
-    """The same plan, known to open; raises what says that it would not."""
-    plan = replace(plan, opens=True)
-    if len(told.leaves.names) > REHEARSED:
-        containers = told.leaves.samples() if "tree" in told.fields else []
-        _rehearse_sample(told.like, told.rows.table, target, plan.format, metadata=metadata, options=options, containers=containers)
-        return plan
-    outlines = [(kind.dtype, kind.shape) for kind in told.rows.table]
-    found = described(PlannedStore((*plan.files, *plan.index), name=target), (plan.format,))
-    check_holds(found.tensors, {name: outlines[kind] for name, kind in zip(told.leaves.names, told.kinds, strict=True)}, target)
-    return plan
 
 
 def _rehearse_sample(

@@ -15,26 +15,37 @@ they are taken wherever they stand, a state dict that holds more of them include
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, cast
 
 import numpy as np
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.leaves import DEPTH as LEAF_DEPTH
+from holdfast.core.leaves import Leaves, find_leaves
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
-from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.rows import RowTensor
+from holdfast.core.tensor import PLAIN as NO_TRAITS
+from holdfast.core.tensor import Composite, LazyTensor, Part, Traits
 from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
-from holdfast.core.value import replace
-from holdfast.engine.array_rows import TYPES, Ask, ask_arrays
+from holdfast.core.value import Value, replace
+from holdfast.engine.array_rows import TYPES, Ask, array_addresses, ask_arrays, ordinary_arrays
 from holdfast.engine.arrays import Resident
 from holdfast.errors import CannotHold, Unsupported
+from holdfast.formats.tree_json.encode import is_marked
+from holdfast.plan.rows import RowKind, TensorRows
+from holdfast.plan.table import ODD, Kind, Table, lazy_table
 from holdfast.stores.paths import content_and_path
+
+LAZY_TYPES = (LazyTensor, RowTensor, Part)
+"""By exact class."""
 
 MOST_VISITS = 100_000
 """Visits of shared containers, beyond the first of each, while names are given. A file of a few hundred bytes can ask for 2^64."""
@@ -72,7 +83,7 @@ def describe_state(
             state, arrays = state.tree, "values"
     else:
         state = state_dicts(state)
-    walk = StateWalk(_leaf(arrays), limits, _remarks())
+    walk = StateWalk(_leaf(arrays, Resident()), limits, _remarks())
     tree = walk.convert(state, (), frozenset())
     if walk.problems:
         raise CannotHold("this state cannot be saved", walk.problems)
@@ -80,9 +91,208 @@ def describe_state(
     return State(tree, named.tensors, named.paths, dict(metadata or {}), (*left, *walk.notes()))
 
 
-def _leaf(arrays: Arrays) -> Leaf:
+def tabulate_state(
+    state: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None, whole: bool = False
+) -> State:
+    """`describe_state` for a layout that takes a table: tensors are rows, and the tree is the caller's own where that is usual."""
+    limits = limits or Limits()
+    given, resident = state, Resident()
+    arrays: Arrays = "tensors"
+    texts = dict(metadata or {})
+    if isinstance(given, Checkpoint):
+        if given.beside and not whole:
+            return describe_state(state, metadata=metadata, limits=limits)
+        texts = {**(given.metadata if given.format in OWN_METADATA else {}), **texts}
+        given, arrays = given.tree, "values"
+    else:
+        given = state_dicts(given)
+    leaf, sides = _leaf(arrays, resident), _sides(arrays)
+    kinds = [kind for side in sides for kind in side.types] + [*LAZY_TYPES]
+    leaves = find_leaves(given, kinds, leaf) if limits.depth >= LEAF_DEPTH else None
+    try:
+        table = None if leaves is None else _Tabulating(leaves, leaf, resident, sides).table()
+    except Unsupported:
+        table = None
+    if leaves is None or table is None:
+        return describe_state(state, metadata=metadata, limits=limits, whole=whole)
+    leaves.marked = any(is_marked(kind.traits) for kind in table.kinds)
+    return State(given, table, {}, texts, _unkept_notes(leaves, table), leaves)
+
+
+def _unkept_notes(leaves: Leaves, table: Table) -> tuple[str, ...]:
+    """Sentences about what is not kept of leaves that are no plain tensors."""
+    remarks, unkept = _remarks(), Unkept()
+    for name, value in (*leaves.places, *((table.names[row], leaves.values[row]) for row in sorted(table.odd))):
+        for what in remarks(value):
+            unkept.add(what, name)
+    return unkept.notes()
+
+
+class Side(Value, frozen=True, eq=False):
+    """Tensors of one library, and how they are asked in columns."""
+
+    types: tuple[type, ...]
+    ask: Ask
+    ordinary: Callable[[list[object]], list[bool]]
+    addresses: Callable[[TensorRows, list[object]], list[int]]
+
+
+def _sides(arrays: Arrays) -> list[Side]:
+    """The kinds of tensors that may be rows: numpy's, and torch's where the caller has torch."""
+    found = []
+    if arrays == "tensors":
+        found.append(Side(TYPES, ask_arrays, ordinary_arrays, lambda rows, values: array_addresses(values)))
+    if "torch" in sys.modules:
+        from holdfast.torch.tensors.rows import TYPES as OTHERS
+        from holdfast.torch.tensors.rows import ask_whole, ordinary
+
+        found.append(Side(OTHERS, ask_whole, ordinary, lambda rows, values: np.asarray(rows.addresses).tolist()))
+    return found
+
+
+Asked = tuple[list[int], TensorRows, Side]
+"""Rows of ordinary tensors of one library, their columns, and the library."""
+
+
+class _Tabulating:
+    """Makes the table of a state's leaves: rows of each library by columns, and lazy tensors for what is left."""
+
+    def __init__(self, leaves: Leaves, leaf: Leaf, resident: Resident, sides: Sequence[Side]) -> None:
+        self._leaves, self._leaf, self._resident, self._sides = leaves, leaf, resident, sides
+        self._odd: dict[int, LazyTensor] = {}
+
+    def table(self) -> Table:
+        values = self._leaves.values
+        if {*map(type, values)} <= {*LAZY_TYPES}:
+            return lazy_table(self._leaves.names, cast("list[LazyTensor]", values))
+        asked = self._describe_others(self._ask())
+        return self._joined(self._without_shared(asked))
+
+    def _ask(self) -> list[Asked]:
+        """Of each library: the rows of ordinary tensors, and their columns."""
+        values = self._leaves.values
+        identities = [*map(id, values)]
+        twice = {one for one, count in Counter(identities).items() if count > 1} if len({*identities}) < len(identities) else set()
+        found = []
+        for side in self._sides:
+            types = {*side.types}
+            rows = [row for row, value in enumerate(values) if type(value) in types]
+            if twice:
+                rows = [row for row in rows if identities[row] not in twice]
+            asked = side.ask([values[row] for row in rows]) if rows else None
+            if rows and (asked is None or len(asked.nbytes) < len(rows)):
+                rows = [row for row, fine in zip(rows, side.ordinary([values[row] for row in rows]), strict=True) if fine]
+                asked = side.ask([values[row] for row in rows]) if rows else None
+            if rows and asked is not None and len(asked.nbytes) == len(rows):
+                found.append((rows, asked, side))
+        return found
+
+    def _describe_others(self, asked: list[Asked]) -> list[Asked]:
+        """Lazy tensors for all other rows. A composite is several rows, and moves those behind it."""
+        leaves, made = self._leaves, dict[int, object]()
+        plain = {row for rows, _, _ in asked for row in rows}
+        found: dict[int, LazyTensor] = {}
+        wholes: dict[int, Composite] = {}
+        for row, value in enumerate(leaves.values) if len(plain) < len(leaves.values) else ():
+            if row in plain:
+                continue
+            if id(value) not in made:
+                made[id(value)] = value if isinstance(value, LazyTensor) else self._leaf(value, ())
+            lazy = made[id(value)]
+            if isinstance(lazy, Composite):
+                wholes[row] = lazy
+            else:
+                found[row] = cast("LazyTensor", lazy)
+        if not wholes:
+            self._odd = found
+            return asked
+        grown = np.ones(len(leaves.values), np.int64)
+        for row, whole in wholes.items():
+            grown[row] = len(whole.parts)
+        place = (np.cumsum(grown) - grown).tolist()
+        self._odd = {place[row]: tensor for row, tensor in found.items()}
+        for row, whole in wholes.items():
+            self._odd |= {place[row] + at: tensor for at, (_, tensor) in enumerate(whole.children())}
+        leaves.take_apart(wholes)
+        return [([place[row] for row in rows], part, side) for rows, part, side in asked]
+
+    def _without_shared(self, asked: list[Asked]) -> list[Asked]:
+        """The same without rows over memory that an odd one has, or a row of another library."""
+        taken = self._resident.addresses()
+        if not taken and len(asked) < 2:
+            return asked
+        values = self._leaves.values
+        places = [side.addresses(rows, [values[row] for row in own]) for own, rows, side in asked]
+        counts = Counter(address for column in places for address in column)
+        found = []
+        for (own, rows, side), column in zip(asked, places, strict=True):
+            lengths = rows.nbytes.tolist()
+            shared = [
+                length > 0 and (address in taken or counts[address] > 1) for address, length in zip(column, lengths, strict=True)
+            ]
+            if any(shared):
+                self._odd |= {
+                    row: cast("LazyTensor", self._leaf(values[row], ())) for row, one in zip(own, shared, strict=True) if one
+                }
+                own = [row for row, one in zip(own, shared, strict=True) if not one]
+                fresh = side.ask([values[row] for row in own]) if own else None
+                if fresh is None:
+                    if own:
+                        raise Unsupported("tensors that are ordinary by themselves, and not together")
+                    continue
+                rows = fresh
+            found.append((own, rows, side))
+        return found
+
+    def _joined(self, asked: Sequence[Asked]) -> Table:
+        names, values = self._leaves.names, self._leaves.values
+        kinds: list[Kind] = []
+        kind, storages = [0] * len(names), [ODD] * len(names)
+        before = 0
+        for own, rows, _ in asked:
+            first = len(kinds)
+            kinds += [_kind_of(one) for one in rows.table]
+            if len(own) == len(names) and not first:
+                kind, storages = [*rows.kinds], [*range(len(names))]
+                continue
+            for number, (row, one) in enumerate(zip(own, rows.kinds, strict=True), before):
+                kind[row], storages[row] = first + one, number
+            before += len(own)
+        odd: dict[int, LazyTensor] = {}
+        for row in sorted(self._odd):
+            tensor = self._odd[row]
+            self._leaves.odd[id(values[row])] = tensor
+            odd[row] = tensor if tensor.name == names[row] else tensor.renamed(names[row])
+            kind[row] = len(kinds)
+            kinds.append(Kind.of(tensor))
+        made: dict[int, LazyTensor] = {}
+
+        def lazy(row: int) -> LazyTensor:
+            if row not in made:
+                made[row] = cast("LazyTensor", self._leaf(values[row], ())).renamed(names[row])
+            return made[row]
+
+        parts = [rows for _, rows, _ in asked]
+        stores = tuple(dict.fromkeys(tensor.source.store for tensor in odd.values()))
+        return Table(names, kinds, kind, parts=parts, storages=storages, odd=odd, lazy=lazy, stores=stores)
+
+
+TRAITS = {
+    (False, False): NO_TRAITS,
+    (False, True): Traits(parameter=True),
+    (True, False): Traits(requires_grad=True),
+    (True, True): Traits(requires_grad=True, parameter=True),
+}
+"""Of rows, by whether they want a gradient and are Parameters."""
+
+
+def _kind_of(kind: RowKind) -> Kind:
+    nbytes = kind.dtype.nbytes(math.prod(kind.shape))
+    return Kind(kind.dtype, kind.shape, TRAITS[kind.requires_grad, kind.parameter], nbytes)
+
+
+def _leaf(arrays: Arrays, resident: Resident) -> Leaf:
     """The function that turns a leaf into a lazy tensor, or gives it back."""
-    resident = Resident()
     foreign: Leaf | None = None
     if "torch" in sys.modules:
         # Only where the caller has torch can there be a torch tensor.
@@ -139,14 +349,32 @@ def _remarks() -> Remarks:
 PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
+class Unkept:
+    """What is not kept of tensors."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}
+        """By what it is: the tensors that have it."""
+
+    def add(self, what: str, name: str) -> None:
+        self._names.setdefault(what, []).append(name)
+
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about it."""
+        said = []
+        for what, names in self._names.items():
+            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+            said.append(f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace("its hooks is", "hooks are"))
+        return tuple(said)
+
+
 class StateWalk:
     """Rebuilds a nested state, container by container, and collects everything that stands in the way."""
 
     def __init__(self, leaf: Leaf, limits: Limits, remarks: Remarks) -> None:
         self._leaf = leaf
         self._remarks = remarks
-        self._unkept: dict[str, list[str]] = {}
-        """By what is not kept: the tensors that have it."""
+        self._unkept = Unkept()
         self._limits = limits
         self._made: dict[int, tuple[object, object]] = {}
         """By identity: what was met and what was made of it. What stands in two places is made once and stays one."""
@@ -154,11 +382,7 @@ class StateWalk:
 
     def notes(self) -> tuple[str, ...]:
         """Sentences about what is not kept."""
-        said = []
-        for what, names in self._unkept.items():
-            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-            said.append(f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace("its hooks is", "hooks are"))
-        return tuple(said)
+        return self._unkept.notes()
 
     def convert(self, value: object, path: Path, above: frozenset[int]) -> object:
         if isinstance(value, PLAIN):
@@ -191,7 +415,7 @@ class StateWalk:
         try:
             made = self._leaf(value, path)
             for what in self._remarks(value):
-                self._unkept.setdefault(what, []).append(dotted(path))
+                self._unkept.add(what, dotted(path))
             return made
         except Unsupported as error:
             self.problems.append(f"{dotted(path) or 'the state'}: {error.message}")
@@ -309,6 +533,8 @@ class Taking:
     def __init__(self) -> None:
         self._made: dict[int, tuple[object, object]] = {}
         """By identity: what was met, which is kept so that its number stays its own, and what stands for it."""
+        self._leaves = {*NO_STATEFUL, *LAZY_TYPES, *(kind for side in _sides("tensors") for kind in side.types)}
+        """Types of which none keeps a state, and which hold nothing that does."""
 
     def take(self, value: object, above: frozenset[int]) -> object:
         if isinstance(value, NO_STATEFUL) or id(value) in above or len(above) > DEPTH:
@@ -321,11 +547,15 @@ class Taking:
         if is_stateful(value):
             return self.take(plainly_named(cast(Stateful, value)).state_dict(), inside)
         if isinstance(value, Mapping):
+            if self._leaves.issuperset(map(type, value.values())):
+                return value
             asked = {key: self.take(value[key], inside) for key in stateful_keys(value)}
             inner = {key: asked[key] if key in asked else self.take(item, inside) for key, item in value.items()}
             if isinstance(value, dict):
                 return rebuilt(value, list(inner.values()))
             return value if all(inner[key] is item for key, item in value.items()) else inner
         if type(value) is list or type(value) is tuple:
+            if self._leaves.issuperset(map(type, value)):
+                return value
             return rebuilt(value, [self.take(item, inside) for item in value])
         return value

@@ -9,7 +9,8 @@ import textwrap
 SCRIPT = """
 import collections, pathlib, pickle, random, sys, types
 import numpy as np
-import holdfast.formats.pickle as hp
+from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.pickle.plain import PlainTable
 from holdfast.core.limits import Limits
 
 class Payload:
@@ -30,9 +31,9 @@ def hook(event, args):
 
 sys.addaudithook(hook)
 before = set(sys.modules)
-table, limits = hp.PlainTable(), Limits()
+table, limits = PlainTable(), Limits()
 on = True
-results = [hp.interpret_whole(s, table, limits=limits) for s in streams]
+results = [interpret_whole(s, table, limits=limits) for s in streams]
 on = False
 allowed = {"builtins.id"}
 bad = [e for e in seen if e[0] not in allowed]

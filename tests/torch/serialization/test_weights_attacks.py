@@ -47,7 +47,7 @@ from tests.hostile.craft_pickle import (
 )
 from tests.hostile.craft_torch import state, storage, tensor, torch_zip, weight
 from tests.hostile.harness import SECONDS_FLOOR, SECONDS_PER_BYTE, WATCH
-from tests.support import torch_bytes
+from tests.support import nested_allowed, torch_bytes
 from tests.torch.serialization.zip_storages import ZipStorages, load
 
 HOOKS = FALSE + call("collections", "OrderedDict")
@@ -88,7 +88,9 @@ def warm():
     dense = torch.eye(3)
     quantized = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    load(torch_bytes([dense, dense.to_sparse(), dense.to_sparse_csr(), quantized, nested, torch.nn.Parameter(dense), {1, 2}, b"x"]))
+    values = [dense, dense.to_sparse(), dense.to_sparse_csr(), quantized, nested, torch.nn.Parameter(dense), {1, 2}, b"x"]
+    with nested_allowed():
+        load(torch_bytes(values))
     load(torch_zip(state()))
 
 

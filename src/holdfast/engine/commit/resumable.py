@@ -19,7 +19,7 @@ from holdfast.engine.commit.target import refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.engine.readback import file_crcs
 from holdfast.errors import HoldfastError
-from holdfast.plan.saves import Data, FilePlan, SavePlan
+from holdfast.plan.saves import Data, FilePlan, Gathered, SavePlan
 from holdfast.stores.files import Files, split_path
 from holdfast.stores.local import LocalStore
 from holdfast.stores.path_files import system_files
@@ -33,7 +33,12 @@ def fingerprint(plan: SavePlan) -> str:
     lines: list[object] = [plan.format]
     for file in plan.files:
         lines.append([file.key, file.nbytes])
-        lines += [[segment.label, tensor_stamp(segment.tensor)] for segment in file.segments if isinstance(segment, Data)]
+        for segment in file.segments:
+            if isinstance(segment, Data):
+                lines.append([segment.label, tensor_stamp(segment.tensor)])
+            elif isinstance(segment, Gathered):
+                tensors = zip(segment.labels, segment.tensors(), strict=True)
+                lines += [[label, tensor_stamp(tensor)] for label, tensor in tensors]
     return hashlib.blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest()
 
 

@@ -3,6 +3,5 @@
 read, write    the format          schema    the manifest, its text and the way back
 tensors        the tensors of a manifest, as columns     check    whether the data files say what the manifest says
 chunks         a chunk in the manifest; one that is stored packed, as a file of its own with the dense bytes
-rows           the format, written from very many tensors as rows
 base           what a new directory takes over from an older one: which files are linked, which chunks move
 """

@@ -26,12 +26,13 @@ import msgspec
 from msgspec import field
 
 from holdfast.core.box import Box
-from holdfast.core.content_hash import HASH, Hashed
+from holdfast.core.content_hash import HASH, HEAD_NBYTES, Hashed
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk, StoredPart
 from holdfast.plan.saves import LinkedFile
+from holdfast.plan.table import Table
 
 MANY = 16
 """Small files that a directory may have of older steps."""
@@ -102,6 +103,22 @@ class Base(Value, frozen=True):
             if known is not None:
                 for number, (chunk, hashed) in enumerate(zip(stored.chunks, known, strict=True)):
                     yield name, number, _elements(tensor, chunk), hashed
+
+    def short(self, table: Table, rows: Sequence[int]) -> dict[int, int]:
+        """Plain rows that are no longer than a head and may be what they were, in one chunk each; and the hash that each had."""
+        if self.manifest.hash != HASH:
+            return {}
+        found: dict[int, int] = {}
+        stored, names, kind, odd = self.manifest.tensors, table.names, table.kind, table.odd
+        outlines = [(one.dtype.name, one.shape) if one.nbytes <= HEAD_NBYTES else None for one in table.kinds]
+        for row in rows:
+            then = stored.get(names[row])
+            if then is None or row in odd or outlines[kind[row]] != (then.dtype, then.shape) or len(then.chunks) > 1:
+                continue
+            (chunk,) = then.chunks
+            if chunk.hash is not None and chunk.start is None:
+                found[row] = int(chunk.hash, 16)
+        return found
 
     def boxes(self, boxes: Mapping[Place, tuple[str, tuple[int, ...]]]) -> tuple[dict[Place, StoredChunk], set[int]]:
         """Of these boxes of a rank, each with dtype and shape of its tensor, those that the base has; and files of no others."""

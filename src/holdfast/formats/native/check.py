@@ -22,8 +22,9 @@ from holdfast.formats.native.tensors import ManifestTensors, box_of, dtype_named
 from holdfast.formats.native.write import carried
 from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.safetensors.write import HeaderTensor
+from holdfast.formats.safetensors.write import HeaderKind
 from holdfast.formats.strict_json import hexadecimal
+from holdfast.plan.table import Kind
 
 NOT_NEEDED = "nothing in it is needed to open the checkpoint"
 
@@ -73,12 +74,12 @@ def _differing_rows(tensors: ManifestTensors, header: Header, rows: Ints, names:
     """The first of these ordinary tensors that the header does not have so."""
     begins = tensors.starts[rows] - header.data_start
     columns = rows.tolist(), tensors.kind_of[rows].tolist(), begins.tolist(), (begins + tensors.nbytes[rows]).tolist()
-    pieces: dict[int, HeaderTensor] = {}
+    pieces: dict[int, HeaderKind] = {}
     """How a header says what tensors of a kind are."""
     for row, kind, begin, end in zip(*columns, strict=True):
         entry, piece = header.entries.get(names[row]), pieces.get(kind)
         if piece is None:
-            piece = pieces[kind] = carried("", tensors[names[row]])
+            piece = pieces[kind] = carried(Kind.of(tensors[names[row]]))
         if entry is None or entry.data_offsets != (begin, end) or entry.dtype != piece.code or entry.shape != piece.shape:
             yield row
             return
@@ -101,7 +102,7 @@ def _odd_parts(tensors: ManifestTensors, names: list[str]) -> Iterator[Part]:
                 continue
             tensor = tensors[name] if len(stored.chunks) == 1 else tensors[name][box.slices]
             for at, part in zip(parts_of(chunk), _stored_parts(tensor), strict=True):
-                piece = carried(part.name, part)
+                piece = carried(Kind.of(part))
                 yield row, at.file, part.name, piece.code, piece.shape, at.bytes
 
 

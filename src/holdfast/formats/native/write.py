@@ -23,11 +23,17 @@ What did not change since another directory is taken over from there (`formats.n
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import repeat
 
 import msgspec
+import numpy as np
 from msgspec import field
 
+from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.content_hash import HASH, Hashed
 from holdfast.core.crc import crc32
@@ -52,19 +58,23 @@ from holdfast.formats.native.schema import (
     StoredTensor,
     encode_manifest,
 )
-from holdfast.formats.recorded import PAIRS, Sharing, find_sharing, order_fields, sharing_fields
-from holdfast.formats.safetensors.record import MANIFEST, SHARDING_INFO
+from holdfast.formats.recorded import PAIRS, Shared, order_fields, share, sharing_fields
+from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST, SHARDING_INFO, checksum_digits
 from holdfast.formats.safetensors.write import (
     FileLayout,
-    HeaderTensor,
+    HeaderKind,
     fill_shards,
     index_file,
     is_flat,
     metadata_problems,
+    plain_index,
     plan_file,
 )
-from holdfast.formats.tree_json.encode import encode_tree
+from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
+from holdfast.formats.tree_json.encode import encode_state
+from holdfast.plan.rows import BATCH
 from holdfast.plan.saves import FilePlan, Hashing, Late, Literal, SavePlan, known_later
+from holdfast.plan.table import Kind, Table, table_of
 
 SHARD_NBYTES = 5 << 30
 """Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""
@@ -88,8 +98,8 @@ Pack = Callable[[Mapping[str, LazyTensor]], Mapping[str, SparseParts]]
 HashAll = Callable[[Mapping[str, LazyTensor]], Mapping[str, Hashed]]
 """Hashes tensors now: those that are stored packed, whose elements do not pass by when they are written."""
 
-TakeOver = Callable[[Mapping[str, LazyTensor]], Reuse[str]]
-"""From the tensors that would be written to those that are there already."""
+TakeOver = Callable[[Table, Sequence[int]], Reuse[str]]
+"""From the rows of a table that would be written to those that are there already."""
 
 
 def data_name(number: int, count: int, save: str = "") -> str:
@@ -118,43 +128,47 @@ def lay_out_native(
 
     Raises `CannotHold` with every problem: Python objects that have no form in the manifest, names that are no Unicode.
     """
-    kept = _what_is_kept(state)
-    written = kept.sharing.written
-    reuse = take_over(written) if take_over else NOTHING
-    there = reuse.chunks
-    new = {name: tensor for name, tensor in written.items() if name not in there}
-    packed = without_clashes(pack(new), list(written)) if pack else {}
-    known = hashes({name: new[name] for name in packed}) if hashes else {}
-    hashing = {name: "head" if name in reuse.changed else "hash" for name in new if name not in packed} if hashes else {}
+    table = table_of(state)
+    kept = _what_is_kept(state, table)
+    rows = kept.sharing.rows
+    reuse = take_over(table, rows) if take_over else NOTHING
+    names = table.names
+    new = [row for row in rows if names[row] not in reuse.chunks] if reuse.chunks else rows
+    packed = without_clashes(pack({names[row]: table.lazy(row) for row in new}), [names[row] for row in rows]) if pack else {}
+    known = hashes({name: table[name] for name in packed}) if hashes else {}
+    hashing = (
+        {names[row]: "head" if names[row] in reuse.changed else "hash" for row in new if names[row] not in packed} if hashes else {}
+    )
 
-    def shards_of(names: Iterable[str]) -> list[list[HeaderTensor]]:
-        entries = (entries_of(name, new[name], packed.get(name)) for name in names)
-        pieces = [carried(entry, part) for given in entries for entry, part in given.items()]
-        return fill_shards(pieces, max_shard_size or SHARD_NBYTES) if pieces else []
+    def shards_of(own: Sequence[int]) -> list[tuple[Table, Sequence[int]]]:
+        if not own:
+            return []
+        part, inside = table, own
+        if packed:
+            entries = {row: entries_of(names[row], table.lazy(row), packed[names[row]]) for row in own if names[row] in packed}
+            part = table.with_entries(own, entries)
+            inside = range(len(part))
+        return [(part, [inside[at] for at in some]) for some in fill_shards(part.nbytes_of(inside), max_shard_size or SHARD_NBYTES)]
 
     # What only moved is expected to stay. It is not mixed with what changes, and has the lower numbers, which the next step keeps.
-    shards = shards_of(name for name in new if name in reuse.moved) + shards_of(name for name in new if name not in reuse.moved)
+    moved = [row for row in new if names[row] in reuse.moved] if reuse.moved else []
+    shards = shards_of(moved) + shards_of([row for row in new if names[row] not in reuse.moved] if moved else new)
     if not shards and not reuse.linked:
-        shards = [[]]
+        shards = [(table, [])]
     keys = [data_name(i, len(shards), save) for i in range(len(shards))] if save else reuse.names(len(shards))
-    files = [plan_file(key, shard, {}, fields=OWN, hashed=hashing) for key, shard in zip(keys, shards, strict=True)]
-    first = len(reuse.linked)
-    places = {entry: (number, place) for number, file in enumerate(files, first) for entry, place in file.places.items()}
-
-    # Asked for three times, a hundred thousand of them.
-    nbytes = {entry: stop - start for entry, (_, (start, stop)) in places.items()} if hashes else {}
-
-    def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
-        for name in written:
-            if name in there:
-                yield from ((name, chunk) for chunk in there[name])
-                continue
-            hashed = known.get(name)
-            if hashed is None and hashes:
-                hashed = hash_in(crcs, name, nbytes[name], head_alone=hashing[name] == "head")
-            yield name, stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name), hashed=hashed)
-
-    return _whole_plan(state, kept, files, chunks=chunks, reuse=reuse, alone=bool(save))
+    files = [
+        plan_file(key, part, inside, [carried(kind) for kind in part.kinds], {}, fields=OWN, hashed=hashing)
+        for key, (part, inside) in zip(keys, shards, strict=True)
+    ]
+    most = Limits().header_nbytes
+    if any(file.header_nbytes > most for file in files):
+        raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
+    listed = [*reuse.files, *(DataFile(file.plan.key, file.plan.nbytes) for file in files)]
+    places = _places(files, len(reuse.linked), table, packed)
+    text = ManifestText(table, rows, places, reuse.chunks, packed, known, hashing)
+    index = lay_out_manifest(text, listed, fields=kept.fields, metadata=state.metadata, alone=bool(save))
+    plans, notes = tuple(file.plan for file in files), (*kept.notes, *reuse.notes)
+    return SavePlan("native", plans, notes, directory=True, index=index, linked=reuse.linked)
 
 
 def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str = "") -> SavePlan:
@@ -162,8 +176,9 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str
 
     Tensors that share memory are stored once, under the first of their names; boxes of the others are left out.
     """
-    kept = _what_is_kept(state)
-    written = kept.sharing.written
+    table = table_of(state)
+    kept = _what_is_kept(state, table)
+    written = {table.names[row]: table.lazy(row) for row in kept.sharing.rows}
     files = []
     for rank, boxes in enumerate(parts):
         own = {name: box for name, box in boxes.items() if name in written}
@@ -174,25 +189,231 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str
         for number, file in enumerate(files):
             yield from file.chunks(crcs, number)
 
-    return _whole_plan(state, kept, [file.layout for file in files], chunks=chunks, alone=bool(save))
+    most = Limits().header_nbytes
+    if any(file.layout.header_nbytes > most for file in files):
+        raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
+    listed = [DataFile(file.layout.plan.key, file.layout.plan.nbytes) for file in files]
+    tensors = {name: (tensor.dtype.name, tensor.shape) for name, tensor in written.items()}
+    labels = [key for file in files for key in known_later(file.layout.plan.segments)]
+    index = lay_out_index(listed, tensors, chunks, labels=labels, fields=kept.fields, metadata=state.metadata, alone=bool(save))
+    plans = tuple(file.layout.plan for file in files)
+    return SavePlan("native", plans, tuple(kept.notes), directory=True, index=index)
 
 
 NOTHING: Reuse[str] = Reuse()
 
+Entries = dict[str, tuple[int, tuple[int, int]]]
+"""By the name of an entry: the number of its file, its first byte there and the byte after its last."""
 
-def _whole_plan(
-    state: State, kept: _Kept, files: Sequence[FileLayout], *, chunks: Chunks, reuse: Reuse[str] = NOTHING, alone: bool
-) -> SavePlan:
-    """The plan of a directory of which this process writes everything; `alone`, without an index for others (`lay_out_index`)."""
-    most = Limits().header_nbytes
-    if any(file.header_nbytes > most for file in files):
-        raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
-    listed = [*reuse.files, *(DataFile(file.plan.key, file.plan.nbytes) for file in files)]
-    tensors = {name: (tensor.dtype.name, tensor.shape) for name, tensor in kept.sharing.written.items()}
-    labels = [key for file in files for key in known_later(file.plan.segments)]
-    index = lay_out_index(listed, tensors, chunks, labels=labels, fields=kept.fields, metadata=state.metadata, alone=alone)
-    plans, notes = tuple(file.plan for file in files), (*kept.notes, *reuse.notes)
-    return SavePlan("native", plans, notes, directory=True, index=index, linked=reuse.linked)
+
+class Places(Value, frozen=True, eq=False):
+    """Where the rows of a table lie in data files; what is stored packed, by the names of its entries."""
+
+    file: Ints
+    start: Ints
+    stop: Ints
+    entries: Entries
+
+
+def _places(files: Sequence[FileLayout], first: int, table: Table, packed: Mapping[str, SparseParts]) -> Places:
+    """The places in files of which the first has the number `first`."""
+    columns = np.zeros((3, len(table)), np.int64)
+    entries: Entries = {}
+    for number, file in enumerate(files, first):
+        starts = file.starts
+        rows, here = list(file.rows), np.arange(len(starts))
+        if packed:
+            spans = zip(file.names, starts.tolist(), file.stops.tolist(), strict=True)
+            entries |= {name: (number, (start, stop)) for name, start, stop in spans}
+            here = np.array([at for at, name in enumerate(file.names) if name in table.rows and name not in packed], np.int64)
+            rows = [table.rows[file.names[at]] for at in here.tolist()]
+        columns[:, rows] = np.stack((np.full(len(here), number), starts[here], file.stops[here]))
+    file_of, starts_of, stops_of = columns
+    return Places(file_of, starts_of, stops_of, entries)
+
+
+class ManifestText(Value, frozen=True, eq=False):
+    """The tensors of a manifest, made from the checksums of their data: by kind, a batch at a time."""
+
+    table: Table
+    rows: Sequence[int]
+    """What the manifest names, in order."""
+    places: Places
+    there: Mapping[str, tuple[StoredChunk, ...]]
+    """What is taken over, by name."""
+    packed: Mapping[str, SparseParts]
+    known: Mapping[str, Hashed]
+    """The hashes of what is stored packed."""
+    hashing: Mapping[str, Hashing]
+    """Which others are hashed, and how."""
+
+    @property
+    def hashed(self) -> bool:
+        """Whether a chunk has a hash."""
+        return bool(self.hashing or self.known) or any(c.hash or c.head for chunks in self.there.values() for c in chunks)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every tensor lies whole in one file, as it is in memory."""
+        return not self.packed and all(
+            len(own) == 1 and own[0].sparse is None and own[0].start is None for own in self.there.values()
+        )
+
+    def weights(self, files: Sequence[DataFile]) -> tuple[list[str], list[str], int]:
+        """The names of all tensors in the order in which they lie in files, the file of each, and the bytes of all together."""
+        places, names, listed = self.places, self.table.names, [file.name for file in files]
+        rows = np.array(self.rows, np.int64)
+        file, start, stop = places.file[rows], places.start[rows], places.stop[rows]
+        if self.there:
+            for at, row in enumerate(self.rows):
+                if names[row] in self.there:
+                    (chunk,) = self.there[names[row]]
+                    file[at], start[at], stop[at] = chunk.file, *chunk.bytes
+        order = np.lexsort((stop, start, file)).tolist()
+        if (start == stop).any():
+            order.sort(key=lambda at: (file[at], start[at], stop[at], names[self.rows[at]]))
+        numbers = file.tolist()
+        return [names[self.rows[at]] for at in order], [listed[numbers[at]] for at in order], int((stop - start).sum())
+
+    def pieces(self, crcs: Mapping[str, int]) -> Iterator[bytes]:
+        """The text, from the first name to the end of the last tensor."""
+        names, kind = self.table.names, self.table.kind
+        quote, keys = as_keys([names[row] for row in self.rows])
+        openings = [f"{quote}{_opening(one.dtype.name, one.shape)}" for one in self.table.kinds]
+        odd = self.there or self.packed
+        for first in range(0, len(self.rows), BATCH):
+            rows = self.rows[first : first + BATCH]
+            here = [names[row] for row in rows]
+            files, starts, stops = (column[rows].tolist() for column in (self.places.file, self.places.start, self.places.stop))
+            sums = DIGITS(_digits_of(crcs, here, starts, stops))
+            tails = self._tails(crcs, rows, here) if self.hashing else repeat("")
+            each = zip(keys[first : first + BATCH], rows, files, starts, stops, sums, tails, strict=False)
+            listed = [
+                f'{key}{openings[kind[row]]}{file},"bytes":[{start},{stop}],"crc32":"{crc}"{tail}}}]}}'
+                for key, row, file, start, stop, crc, tail in each
+            ]
+            if odd:
+                for at, (row, name) in enumerate(zip(rows, here, strict=True)):
+                    if name in self.there or name in self.packed:
+                        listed[at] = f"{keys[first + at]}{quote}:{self._stored(row, name, crcs)}"
+            yield f"{',' * bool(first)}{quote}{f',{quote}'.join(listed)}".encode()
+
+    def measure(self) -> tuple[int, int]:
+        """How long the text will be, and how many lists and objects it will have; whatever the checksums are."""
+        if self.hashing or self.there or self.packed:
+            made = b"".join(self.pieces(NO_SUMS))
+            return len(made), made.count(b"[") + made.count(b"{")
+        names, rows = [self.table.names[row] for row in self.rows], np.array(self.rows, np.int64)
+        quote, keys = as_keys(names)
+        every = "".join(keys)
+        around = [f"{quote}{quote}{_opening(kind.dtype.name, kind.shape)}{CHUNK}" for kind in self.table.kinds]
+        counts = np.bincount(np.array(self.table.kind, np.int64)[rows], minlength=len(around)) if len(rows) else [0] * len(around)
+        length = len(every.encode()) + int(np.dot(counts, [len(text) for text in around])) + max(len(rows) - 1, 0)
+        length += sum(_digits(column[rows]) for column in (self.places.file, self.places.start, self.places.stop))
+        brackets = [text.count("[") + text.count("{") for text in around]
+        return length, int(np.dot(counts, brackets)) + every.count("[") + every.count("{")
+
+    def _tails(self, crcs: Mapping[str, int], rows: Sequence[int], names: Sequence[str]) -> list[str]:
+        """What stands behind the checksum of each: its hash, its head."""
+        kinds, kind, tails = self.table.kinds, self.table.kind, []
+        for row, name in zip(rows, names, strict=True):
+            how = self.hashing.get(name)
+            if how is None:
+                tails.append("")
+                continue
+            hash, head = hash_in(crcs, name, kinds[kind[row]].nbytes, head_alone=how == "head")
+            tail = "" if hash is None else f',"hash":"{hash:032x}"'
+            tails.append(tail if head is None else f'{tail},"head":"{head:08x}"')
+        return tails
+
+    def _stored(self, row: int, name: str, crcs: Mapping[str, int]) -> str:
+        """The text of a tensor that is taken over, or stored packed."""
+        kind = self.table.kinds[self.table.kind[row]]
+        chunks = self.there.get(name)
+        if chunks is None:
+            place = self.places.entries.__getitem__
+            chunks = (stored_chunk(name, place, crcs.__getitem__, parts=self.packed[name], hashed=self.known.get(name)),)
+        return msgspec.json.encode(StoredTensor(kind.dtype.name, kind.shape, chunks)).decode()
+
+
+CHUNK = ',"bytes":[,],"crc32":"%s"}]}' % ("0" * CRC_DIGITS)
+"""The text of a chunk behind the number of its file, without its two places."""
+
+POWERS = 10 ** np.arange(1, 19)
+"""The first number of two digits, of three, and so on."""
+
+
+def _digits(numbers: Ints) -> int:
+    """How many digits numbers have together."""
+    return len(numbers) + int(np.searchsorted(POWERS, numbers, side="right").sum())
+
+
+def _digits_of(crcs: Mapping[str, int], names: Sequence[str], starts: Sequence[int], stops: Sequence[int]) -> str:
+    """The digits of checksums; of what has no bytes, or is not of this plan, zeros."""
+    try:
+        return checksum_digits(crcs, names)
+    except KeyError:
+        known = {name: crcs.get(name, 0) for name in names}
+        return checksum_digits(known, names)
+
+
+@lru_cache(1024)
+def _opening(dtype: str, shape: tuple[int, ...]) -> str:
+    """The text of a tensor behind its name, up to the number of its file."""
+    text = msgspec.json.encode(StoredTensor(dtype, shape, (StoredChunk(0, (0, 0), ""),))).decode()
+    return ":" + text[: text.rindex('"file":') + len('"file":')]
+
+
+DIGITS = re.compile("." * CRC_DIGITS).findall
+"""The digits of many checksums, those of each by themselves."""
+
+
+def lay_out_manifest(
+    text: ManifestText,
+    files: Sequence[DataFile],
+    *,
+    fields: Mapping[str, object],
+    metadata: Mapping[str, str],
+    alone: bool,
+) -> tuple[FilePlan, ...]:
+    """What makes the data files of one process a native directory, in the order in which it is written: the manifest is last.
+
+    There is an index for `transformers` where it could read the files; and not with `alone`, in an object store, where the index
+    would be the one name that two saves at once both write. Raises `CannotHold` where the manifest would be longer than a reader
+    takes.
+    """
+    others = [plain_index(INDEX, *text.weights(files))] if text.whole and not alone else []
+    version, hash = (HASHED_VERSION, HASH) if text.hashed else (VERSION, msgspec.UNSET)
+    version = BESIDE_VERSION if any("/" in file.name for file in files) else version
+    rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
+    manifest = Manifest(FORMAT, version, tuple(files), {}, dict(metadata), others=other_files(others), hash=hash)
+    raw = msgspec.json.encode(msgspec.structs.replace(manifest, **rest))
+    at = raw.index(b'"tensors":{') + len(b'"tensors":{')
+    before, behind = raw[:at], raw[at:-1]
+    length, containers = text.measure()
+    nbytes = max(len(before) + length + len(behind) + SEAL_NBYTES, paid_nbytes(raw, containers))
+    most = Limits().index_nbytes
+    if nbytes > most:
+        raise CannotHold(CANNOT, [f"the manifest would have {nbytes:,} bytes, more than {most:,}"])
+
+    def make(crcs: Mapping[str, int]) -> bytes:
+        pieces = [before, *text.pieces(crcs), behind]
+        crc, done = 0, 0
+        for piece in pieces:
+            crc, done = crc32(piece, crc), done + len(piece)
+        return b"".join([*pieces, sealing(crc, done, nbytes)])
+
+    return (*others, FilePlan(MANIFEST, (Late(nbytes, make),)))
+
+
+class _NoSums(dict[str, int]):
+    """The checksums of data that is not written yet: 0 each."""
+
+    def __missing__(self, label: str) -> int:
+        return 0
+
+
+NO_SUMS = _NoSums()
 
 
 class BoxToWrite(Value, frozen=True):
@@ -226,12 +447,14 @@ class BoxFile(Value, frozen=True):
 
     def chunks(self, crcs: Mapping[str, int], number: int = 0) -> Iterator[tuple[str, StoredChunk]]:
         """The chunks in it, for the manifest in which it is the file of this number; each with its box."""
+        layout = self.layout
+        spans = dict(zip(layout.names, zip(layout.starts.tolist(), layout.stops.tolist(), strict=True), strict=True))
         for one in self.ones:
             yield (
                 one.name,
                 stored_chunk(
                     one.name,
-                    lambda entry: (number, self.layout.places[entry]),
+                    lambda entry: (number, spans[entry]),
                     lambda entry: crcs[self.label + entry],
                     box=one.box,
                     parts=self.packed.get(one.name),
@@ -263,12 +486,13 @@ def box_file(
     """
     packed = without_clashes(pack({one.name: one.tensor for one in ones}), [one.name for one in ones]) if pack else {}
     entries = {entry: part for one in ones for entry, part in entries_of(one.name, one.tensor, packed.get(one.name)).items()}
+    table = table_of(entries)
     known = hashes({one.name: one.tensor for one in ones if one.name in packed}) if hashes else {}
     alone = {one.name for one in ones if (one.name, one.box.start, one.box.stop) in changed}
     named = [one.name for one in ones if one.name not in packed] if hashes else []
     hashing = {name: "head" if name in alone else "hash" for name in named}
-    pieces = [carried(entry, part) for entry, part in entries.items()]
-    layout = plan_file(key, pieces, texts, fields=fields, label=label, hashed=hashing)
+    kinds = [carried(kind) for kind in table.kinds]
+    layout = plan_file(key, table, range(len(table)), kinds, texts, fields=fields, label=label, hashed=hashing)
     return BoxFile(layout, tuple(ones), packed, label, hashing, known)
 
 
@@ -368,7 +592,7 @@ def other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.Un
 class _Kept(Value, frozen=True):
     """What a native directory keeps of a state beside its elements."""
 
-    sharing: Sharing
+    sharing: Shared
     """What is written once."""
     fields: Mapping[str, object]
     """What the manifest says beside the tensors."""
@@ -376,36 +600,36 @@ class _Kept(Value, frozen=True):
     """What a person should know."""
 
 
-def _what_is_kept(state: State) -> _Kept:
+def _what_is_kept(state: State, table: Table) -> _Kept:
     """Raises `CannotHold` with everything that has no place in a native checkpoint."""
-    sharing = find_sharing(state.tensors)
-    problems = metadata_problems(state)
+    sharing = share(table)
+    problems = metadata_problems(state, table)
     notes = sharing.notes()
     fields = sharing_fields(sharing)
     if not is_flat(state):
-        encoded = encode_tree(state.tree, state.paths)
+        encoded = encode_state(state, table)
         problems += encoded.problems
         notes += encoded.notes
         fields["tree"] = encoded.value
     else:
-        fields |= order_fields(state.tensors, sharing.aliases)
+        fields |= order_fields(table.names, sharing.aliases)
     if problems:
         raise CannotHold(CANNOT, list(dict.fromkeys(problems)))
     return _Kept(sharing, fields, notes)
 
 
-def carried(name: str, tensor: LazyTensor) -> HeaderTensor:
-    """A tensor as a safetensors header can name it, with the same bytes."""
-    dtype, shape = tensor.dtype, tensor.shape
+def carried(kind: Kind) -> HeaderKind:
+    """What a safetensors header can say of tensors of a kind, with the same bytes."""
+    dtype, shape = kind.dtype, kind.shape
     if dtype.name == PAIRS and shape:
-        return HeaderTensor.of(tensor, name, "F4", (*shape[:-1], 2 * shape[-1]))
-    if dtype.safetensors is not None and tensor.size * dtype.bits % 8 == 0:
-        return HeaderTensor.of(tensor, name, dtype.safetensors, shape)
+        return HeaderKind("F4", (*shape[:-1], 2 * shape[-1]))
+    if dtype.safetensors is not None and math.prod(shape) * dtype.bits % 8 == 0:
+        return HeaderKind(dtype.safetensors, shape)
     if dtype.packed:
-        return HeaderTensor.of(tensor, name, "U8", (tensor.nbytes,))
+        return HeaderKind("U8", (kind.nbytes,))
     if dtype.kind == "complex":
-        return HeaderTensor.of(tensor, name, HALVES[dtype.name], (*shape, 2))
+        return HeaderKind(HALVES[dtype.name], (*shape, 2))
     plain = DTYPES.numpy(dtype.numpy)
     if plain is None or plain.safetensors is None:
-        return HeaderTensor.of(tensor, name, "U8", (tensor.nbytes,))
-    return HeaderTensor.of(tensor, name, plain.safetensors, shape)
+        return HeaderKind("U8", (kind.nbytes,))
+    return HeaderKind(plain.safetensors, shape)

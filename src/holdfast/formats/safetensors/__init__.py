@@ -2,6 +2,5 @@
 
 read         one file                          directory    several, and the index that says which tensor is where
 write        one file or a directory           schema       the header: from bytes to entries, and what their numbers must satisfy
-rows         one file of very many tensors, as rows
 record       what is noted in `__metadata__`: checksums, and which piece of a tensor a file has
 """

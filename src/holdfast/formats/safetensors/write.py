@@ -16,11 +16,18 @@ A dtype that the format lacks is refused. Every tensor is written in C order.
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, islice, pairwise, starmap
+from json.encoder import encode_basestring
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
@@ -30,12 +37,15 @@ from holdfast.core.tree import Path, dotted
 from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.index_file import FILES
-from holdfast.formats.recorded import PAIRS, find_sharing, sharing_fields
+from holdfast.formats.recorded import PAIRS, Shared, share, sharing_fields
 from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, RecordText, checksum_digits, fingerprint
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry
-from holdfast.formats.tree_json.encode import encode_tree
+from holdfast.formats.strict_json import as_keys
+from holdfast.formats.tree_json.encode import encode_state, is_marked
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
-from holdfast.plan.saves import Data, FilePlan, Hashing, Late, Literal, SavePlan, Segment
+from holdfast.plan.rows import BATCH
+from holdfast.plan.saves import FilePlan, Hashing, Late, Literal, SavePlan
+from holdfast.plan.table import Kind, Table, segments, table_of
 
 METADATA = "__metadata__"
 
@@ -54,30 +64,31 @@ ORDER = (
 RANK = {code: -i for i, code in enumerate(ORDER)}
 
 
-class HeaderTensor(Value, frozen=True):
-    """A tensor as a header names it."""
+class HeaderKind(NamedTuple):
+    """What a header says of all tensors of a kind."""
 
-    name: str
-    tensor: LazyTensor
     code: str
-    """The dtype in the header."""
+    """The dtype."""
     shape: tuple[int, ...]
-    """The shape in the header."""
-    nbytes: int
-    """Bytes of the tensor, which is asked for often."""
-
-    @classmethod
-    def of(cls, tensor: LazyTensor, name: str, code: str, shape: tuple[int, ...]) -> HeaderTensor:
-        return cls(name, tensor, code, shape, tensor.nbytes)
 
 
-class FileLayout(Value, frozen=True):
+class FileLayout(Value, frozen=True, eq=False):
     """A file and where its tensors lie in it."""
 
     plan: FilePlan
     header_nbytes: int
-    places: dict[str, tuple[int, int]]
-    """First byte of each tensor in the file, and the byte after its last."""
+    names: Sequence[str]
+    """Its tensors, in the order of the file."""
+    rows: Sequence[int]
+    """Those of its table, in that order."""
+    stops: Ints
+    """The byte of the file after each tensor, in that order."""
+    nbytes: Ints
+    """Of each tensor, in that order."""
+
+    @property
+    def starts(self) -> Ints:
+        return self.stops - self.nbytes
 
 
 NOT_HASHED: Mapping[str, Hashing] = {}
@@ -85,37 +96,66 @@ NOT_HASHED: Mapping[str, Hashing] = {}
 
 def plan_file(
     key: str,
-    pieces: Iterable[HeaderTensor],
+    table: Table,
+    rows: Sequence[int],
+    kinds: Sequence[HeaderKind],
     metadata: Mapping[str, str],
     *,
     fields: Mapping[str, object],
     label: str = "",
     hashed: Mapping[str, Hashing] = NOT_HASHED,
 ) -> FileLayout:
-    """Lay out one file; `fields` go into its record, beside the checksums. The tensors of the names `hashed` are hashed, too.
+    """Lay out one file with these rows of a table; `kinds` says of each kind of the table what the header says.
 
-    The label of a data segment is the tensor's name, behind `label`: what keeps the pieces of one tensor in several files apart.
+    `fields` go into its record, beside the checksums. The tensors of the names `hashed` are hashed, too. The label of a tensor's
+    data is its name, behind `label`: what keeps the pieces of one tensor in several files apart.
 
         length │ {"__metadata__":{…,"holdfast":"…,crc32: │ 8 digits a tensor, self: 8 digits │ "},"w":{"dtype":…},…}␠␠␠ │ tensors
         ───────┴──────── Literal ────────────────────────┴───────────── Late ───────────────┴──────── Literal ─────────┴─ Data …
 
     The order of the tensors is that of the safetensors library: by dtype, the widest first, then by name; so every tensor begins
-    at a multiple of its element size, and the data begins at a multiple of 64 bytes.
+    at a multiple of its element size, and the data begins at a multiple of 64 bytes. The header is made from a piece of text for
+    each kind, a batch of tensors at a time.
     """
-    ordered = sorted(pieces, key=lambda piece: (RANK[piece.code], piece.name))
-    entries: dict[str, HeaderEntry] = {}
-    position = 0
-    for piece in ordered:
-        entries[piece.name] = HeaderEntry(piece.code, piece.shape, (position, position + piece.nbytes))
-        position += piece.nbytes
-    empty = [label + piece.name for piece in ordered if not piece.nbytes]
-    listed = [msgspec.json.encode(entries)[1:-1]] if entries else []
-    framed = frame(listed, [label + piece.name for piece in ordered], metadata, fields=fields, empty=empty)
-    segments: list[Segment] = [*framed.segments]
-    segments += [Data(piece.tensor, label + piece.name, hashed.get(piece.name, "")) for piece in ordered if piece.nbytes]
-    start = PREFIX_NBYTES + framed.header_nbytes
-    places = {name: (start + entry.data_offsets[0], start + entry.data_offsets[1]) for name, entry in entries.items()}
-    return FileLayout(FilePlan(key, tuple(segments)), framed.header_nbytes, places)
+    order = _ordered(table, rows, kinds)
+    named = [table.names[row] for row in order]
+    nbytes = table.nbytes_of(order)
+    stops = np.cumsum(nbytes)
+    quote, keys = as_keys(named)
+    openings = [quote + _opening(*kind) for kind in kinds]
+    kind = table.kind
+    listed: list[bytes] = []
+    for first in range(0, len(named), BATCH):
+        stop = first + BATCH
+        # Each begins where the one before it ends.
+        ends = [str(first and stops[first - 1]), *map(str, stops[first:stop].tolist())]
+        each = zip(keys[first:stop], [openings[kind[row]] for row in order[first:stop]], ends, islice(ends, 1, None), strict=False)
+        text = f"]}},{quote}".join([f"{name}{opening}{start},{end}" for name, opening, start, end in each])
+        listed.append(f"{',' * bool(first)}{quote}{text}]}}".encode())
+    labels = [label + name for name in named] if label else named
+    empty = [] if nbytes.all() else [labels[at] for at in np.flatnonzero(nbytes == 0).tolist()]
+    framed = frame(listed, labels, metadata, fields=fields, empty=empty)
+    plan = FilePlan(key, (*framed.segments, *segments(table, order, nbytes, labels, hashed)))
+    return FileLayout(plan, framed.header_nbytes, named, order, stops + (PREFIX_NBYTES + framed.header_nbytes), nbytes)
+
+
+@lru_cache(1024)
+def _opening(code: str, shape: tuple[int, ...]) -> str:
+    """What stands behind the name of a tensor in a header, up to where its data begins."""
+    text = msgspec.json.encode(HeaderEntry(code, shape, (0, 0))).decode()
+    return ":" + text.removesuffix("0,0]}")
+
+
+def _ordered(table: Table, rows: Sequence[int], kinds: Sequence[HeaderKind]) -> list[int]:
+    """Rows by dtype, then by name. Each dtype is sorted by itself, where a key is a name and no pair."""
+    ranks = [RANK[kind.code] for kind in kinds]
+    if len(set(ranks)) <= 1:
+        return sorted(rows, key=table.names.__getitem__)
+    by: dict[int, list[int]] = {rank: [] for rank in sorted(set(ranks))}
+    kind = table.kind
+    for row in rows:
+        by[ranks[kind[row]]].append(row)
+    return [row for some in by.values() for row in sorted(some, key=table.names.__getitem__)]
 
 
 class FileHead(Value, frozen=True):
@@ -171,18 +211,20 @@ def _escaped(raw: bytes) -> bytes:
     return msgspec.json.encode(raw.decode("utf-8"))[1:-1]
 
 
-def fill_shards(pieces: Iterable[HeaderTensor], max_nbytes: int) -> list[list[HeaderTensor]]:
-    """Pieces in files of at most `max_nbytes` of data, in order; one that is larger has a file to itself. At least one file."""
-    shards: list[list[HeaderTensor]] = [[]]
-    room = max_nbytes
-    for piece in pieces:
-        nbytes = piece.nbytes
-        if nbytes > room and shards[-1]:
-            shards.append([])
+def fill_shards(nbytes: Ints, max_nbytes: int) -> list[range]:
+    """Rows of these lengths in files of at most `max_nbytes` of data, in order; one that is larger has a file to itself.
+
+    At least one file.
+    """
+    if int(nbytes.sum()) <= max_nbytes:
+        return [range(len(nbytes))]
+    edges, room = [0], max_nbytes
+    for row, length in enumerate(nbytes.tolist()):
+        if length > room and row > edges[-1]:
+            edges.append(row)
             room = max_nbytes
-        shards[-1].append(piece)
-        room -= nbytes
-    return shards
+        room -= length
+    return list(starmap(range, pairwise([*edges, len(nbytes)])))
 
 
 def name_problem(name: str) -> str | None:
@@ -223,69 +265,81 @@ def lay_out_safetensors(
 
     Raises `CannotHold` with every problem.
     """
-    sharing = find_sharing(state.tensors)
-    problems = metadata_problems(state)
-    pieces: list[HeaderTensor] = []
-    paired: dict[str, str] = {}
-    for name, tensor in sharing.written.items():
-        piece = _piece(name, tensor)
-        if isinstance(piece, str):
-            problems.append(f"{name}: {piece}")
-            continue
-        pieces.append(piece)
-        if tensor.dtype.name == PAIRS:
-            paired[name] = PAIRS
+    table = table_of(state)
+    sharing = share(table)
+    problems = metadata_problems(state, table)
+    known = [_header_kind(kind) for kind in table.kinds]
+    if any(isinstance(one, str) for one in known):
+        words = ((table.names[row], known[table.kind[row]]) for row in sharing.rows)
+        problems += [f"{name}: {problem}" for name, problem in words if isinstance(problem, str)]
+    kinds = [one if isinstance(one, HeaderKind) else HeaderKind("U8", ()) for one in known]
     notes = sharing.notes()
-    fields = sharing_fields(sharing) | ({"dtypes": paired} if paired else {})
+    fields = sharing_fields(sharing)
+    if any(kind.dtype.name == PAIRS for kind in table.kinds):
+        paired = {table.names[row]: PAIRS for row in sharing.rows if table.kinds[table.kind[row]].dtype.name == PAIRS}
+        fields |= {"dtypes": paired} if paired else {}
     if not is_flat(state):
-        beyond = [] if keep_tree else _not_tensors(state.tree)
+        beyond = [] if keep_tree else _not_tensors(state)
         problems += beyond
         if not beyond:
-            encoded = encode_tree(state.tree, state.paths)
+            encoded = encode_state(state, table)
             problems += encoded.problems
             notes += encoded.notes
             fields["tree"] = encoded.value
     if not problems:
-        shards = [pieces] if max_shard_size is None else fill_shards(pieces, max_shard_size)
+        laid = _Laying(state, table, sharing, kinds, fields, notes)
         if max_shard_size is None:
-            plan = _plan_one(state, pieces, fields, notes=notes)
-        elif len(shards) == 1 and not index and not save:
-            plan = _plan_one(state, pieces, fields, notes=notes, key=f"{stem}.safetensors")
+            plan = laid.one_file()
         else:
-            plan = _plan_directory(state, shards, fields, notes=notes, stem=stem, save=save)
+            shards = [[sharing.rows[at] for at in part] for part in fill_shards(table.nbytes_of(sharing.rows), max_shard_size)]
+            alone = len(shards) == 1 and not index and not save
+            plan = laid.one_file(f"{stem}.safetensors") if alone else laid.directory(shards, stem, save)
         if plan is not None:
             return plan
         problems.append(f"the header would be longer than {Limits().header_nbytes:,} bytes, the most that the format allows")
     raise CannotHold("safetensors cannot hold this state", list(dict.fromkeys(problems)))
 
 
-def _plan_one(
-    state: State, pieces: list[HeaderTensor], fields: Mapping[str, object], *, notes: list[str], key: str = ""
-) -> SavePlan | None:
-    """One file that says all of itself; with a key, in a directory."""
-    laid = plan_file(key, pieces, state.metadata, fields=fields)
-    if laid.header_nbytes > Limits().header_nbytes:
-        return None
-    notes = [*notes, *_order_notes(state, [laid], fields)]
-    return SavePlan("safetensors-dir" if key else "safetensors", (laid.plan,), tuple(notes), directory=bool(key))
+class _Laying(Value, frozen=True, eq=False):
+    """A state that the format can hold, on its way to files."""
 
+    state: State
+    table: Table
+    sharing: Shared
+    kinds: Sequence[HeaderKind]
+    fields: dict[str, object]
+    notes: list[str]
 
-def _plan_directory(
-    state: State, shards: list[list[HeaderTensor]], fields: Mapping[str, object], *, notes: list[str], stem: str, save: str
-) -> SavePlan | None:
-    key = f"{stem}.safetensors.index.json"
-    start = f"{stem}-{save}" if save else stem
-    laid = [
-        plan_file(f"{start}-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, fields={"rest": key})
-        for i, shard in enumerate(shards)
-    ]
-    if any(file.header_nbytes > Limits().header_nbytes for file in laid):
-        return None
-    weight_map = {name: file.plan.key for file in laid for name in file.places}
-    total = sum(stop - start for file in laid for start, stop in file.places.values())
-    index = index_file(key, weight_map, total, fields=fields)
-    notes = [*notes, *_order_notes(state, laid, fields)]
-    return SavePlan("safetensors-dir", tuple(file.plan for file in laid), tuple(notes), directory=True, index=(index,))
+    def one_file(self, key: str = "") -> SavePlan | None:
+        """One file that says all of itself; with a key, in a directory. None where its header is too long."""
+        laid = plan_file(key, self.table, self.sharing.rows, self.kinds, self.state.metadata, fields=self.fields)
+        if laid.header_nbytes > Limits().header_nbytes:
+            return None
+        return SavePlan("safetensors-dir" if key else "safetensors", (laid.plan,), self._notes([laid]), directory=bool(key))
+
+    def directory(self, shards: Sequence[Sequence[int]], stem: str, save: str) -> SavePlan | None:
+        """Files with an index."""
+        key = f"{stem}.safetensors.index.json"
+        start = f"{stem}-{save}" if save else stem
+        names = [f"{start}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        laid = [
+            plan_file(name, self.table, shard, self.kinds, self.state.metadata, fields={"rest": key})
+            for name, shard in zip(names, shards, strict=True)
+        ]
+        if any(file.header_nbytes > Limits().header_nbytes for file in laid):
+            return None
+        weight_map = {name: file.plan.key for file in laid for name in file.names}
+        index = index_file(key, weight_map, sum(int(file.nbytes.sum()) for file in laid), fields=self.fields)
+        plans = tuple(file.plan for file in laid)
+        return SavePlan("safetensors-dir", plans, self._notes(laid), directory=True, index=(index,))
+
+    def _notes(self, files: Sequence[FileLayout]) -> tuple[str, ...]:
+        """Tensors lie in the order of all writers of the format, by dtype and name; only a recorded tree remembers another."""
+        if "tree" in self.fields:
+            return tuple(self.notes)
+        # A reader puts second names last.
+        written = [*chain.from_iterable(file.names for file in files), *self.sharing.aliases]
+        return (*self.notes, *file_order_notes(written, list(self.table.names)))
 
 
 def index_file(
@@ -303,17 +357,33 @@ def index_file(
     metadata: dict[str, object] = {"total_size": total_nbytes} | ({} if files is None else {FILES: list(files)})
     if fields is not None:
         metadata[RECORD] = RecordText(fields, fingerprint(weight_map), {**metadata}).whole().decode("utf-8")
-    document = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False)
-    return FilePlan(key, (Literal(document.encode("utf-8") + b"\n"),))
+    return FilePlan(key, _index_text(metadata, [*weight_map], [*weight_map.values()]))
 
 
-def _order_notes(state: State, files: list[FileLayout], fields: Mapping[str, object]) -> list[str]:
-    """Tensors lie in the order that all writers of the format have, by dtype and name; only a recorded tree remembers another."""
-    if "tree" in fields:
-        return []
-    aliases = fields.get("aliases", ())
-    assert isinstance(aliases, Mapping | tuple)  # names that a reader puts last
-    return file_order_notes([*(name for file in files for name in file.places), *aliases], list(state.tensors))
+def plain_index(key: str, names: Sequence[str], files: Sequence[str], total_nbytes: int) -> FilePlan:
+    """The same without a record, of names and the file of each."""
+    return FilePlan(key, _index_text({"total_size": total_nbytes}, names, files))
+
+
+def _index_text(metadata: Mapping[str, object], names: Sequence[str], files: Sequence[str]) -> tuple[Literal, ...]:
+    """The text as `json.dumps` makes it with an indent of 2, in pieces."""
+    head = json.dumps({"metadata": metadata, "weight_map": {}}, indent=2, ensure_ascii=False).removesuffix("}\n}")
+    if not names:
+        return (Literal(f"{head}}}\n}}\n".encode()),)
+    quote, keys = as_keys(names)
+    if not quote:
+        keys = [*map(encode_basestring, names)]
+    behind = {file: f"{quote}: {encode_basestring(file)}" for file in dict.fromkeys(files)}
+    between = f",\n    {quote}"
+    pieces = [f"{head}\n    {quote}".encode()]
+    for first in range(0, len(keys), BATCH):
+        some, places = keys[first : first + BATCH], files[first : first + BATCH]
+        if len(behind) == 1:
+            text = f"{behind[files[0]]}{between}".join(some) + behind[files[0]]
+        else:
+            text = between.join([name + behind[file] for name, file in zip(some, places, strict=True)])
+        pieces.append((between * bool(first) + text).encode())
+    return tuple(map(Literal, [*pieces, b"\n  }\n}\n"]))
 
 
 def file_order_notes(written: list[str], given: list[str]) -> list[str]:
@@ -325,54 +395,61 @@ def file_order_notes(written: list[str], given: list[str]) -> list[str]:
 
 def is_flat(state: State) -> bool:
     """Whether a state is a plain dict of plain tensors under their own names, of which nothing needs to be recorded."""
+    if state.leaves is not None:
+        return state.leaves.flat
     tree = state.tree
     if tree is state.tensors:
         return True
     if type(tree) is not dict or len(tree) != len(state.tensors):
         return False
     for name, tensor in tree.items():
-        if not isinstance(tensor, LazyTensor) or state.paths.get(name) != (name,):
-            return False
-        traits = tensor.traits
-        if traits.requires_grad or traits.parameter or traits.buffer or traits.meta:
-            return False
-        if traits.subclass is not None or traits.state is not None or traits.blocks is not None:
+        if not isinstance(tensor, LazyTensor) or state.paths.get(name) != (name,) or is_marked(tensor.traits):
             return False
     return True
 
 
-def metadata_problems(state: State) -> list[str]:
+def metadata_problems(state: State, table: Table) -> list[str]:
     """What in the names and texts of a state no JSON document can have, and tensors that are too large written out."""
     problems = [
         f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not (is_unicode(key) and is_unicode(text))
     ]
-    for name, tensor in state.tensors.items():
-        problem = name_problem(name) or size_problem(tensor)
-        if problem is not None:
-            problems.append(f"{name}: {problem}")
-    return problems
+    if is_unicode("".join(table.names)) and METADATA not in table.names:
+        # A plain row has all of its storage, and is no view that could be expanded.
+        found = ((table.names[row], size_problem(tensor)) for row, tensor in table.odd.items())
+    else:
+        found = (
+            (name, name_problem(name) or (size_problem(table.odd[row]) if row in table.odd else None))
+            for row, name in enumerate(table.names)
+        )
+    return problems + [f"{name}: {problem}" for name, problem in found if problem is not None]
 
 
-def _piece(name: str, tensor: LazyTensor) -> HeaderTensor | str:
-    """A tensor as the format says it, or why it cannot."""
-    dtype, shape = tensor.dtype, tensor.shape
+def _header_kind(kind: Kind) -> HeaderKind | str:
+    """What the format says of tensors of a kind, or why it cannot."""
+    dtype, shape = kind.dtype, kind.shape
     if dtype.name == PAIRS and shape:
-        return HeaderTensor.of(tensor, name, "F4", (*shape[:-1], 2 * shape[-1]))
+        return HeaderKind("F4", (*shape[:-1], 2 * shape[-1]))
     if dtype.safetensors is None:
         return f"safetensors has no dtype {dtype}"
-    if tensor.size * dtype.bits % 8:
-        return f"{tensor.size:,} elements of {dtype} do not fill whole bytes"
-    return HeaderTensor.of(tensor, name, dtype.safetensors, shape)
+    size = math.prod(shape)
+    if size * dtype.bits % 8:
+        return f"{size:,} elements of {dtype} do not fill whole bytes"
+    return HeaderKind(dtype.safetensors, shape)
 
 
-def _not_tensors(tree: object) -> list[str]:
+def _not_tensors(state: State) -> list[str]:
     """Everything that is no tensor and no dict of them, without looking inside of what is listed."""
     problems: list[str] = []
     seen: set[int] = set()
-    waiting: list[tuple[Path, object]] = [((), tree)]
+    waiting: list[tuple[Path, object]] = [((), state.tree)]
+    leaves = state.leaves
     while waiting:
         path, value = waiting.pop()
         place = dotted(path) or "the state itself"
+        if leaves is not None:
+            value = leaves.described(value)
+            if leaves.is_tensor(value) and not isinstance(value, LazyTensor):
+                continue
         match value:
             case LazyTensor():
                 if value.traits.meta:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
+from operator import is_
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import cast
 
@@ -20,15 +21,19 @@ import msgspec
 import numpy as np
 
 from holdfast.core.dtype import DType
+from holdfast.core.leaves import PLAIN, Leaves
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
+from holdfast.core.protocols import State
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
 from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.strict_json import as_keys
 from holdfast.formats.tree_json import scalars
+from holdfast.plan.table import Table
 
 TAG = "$"
 """The key that makes an object more than a dict. Dicts with a key that begins like this are written as tagged, too."""
@@ -55,6 +60,15 @@ FILLERS = {made: name for name, made in PLAIN_TYPES.items()} | {OrderedDict: "Or
 """What fills a defaultdict, and its name."""
 
 
+UNNAMED = "a tensor where tensors have no name (in a key, a set, or the attributes of another)"
+
+FLAGS = ("requires_grad", "parameter", "buffer")
+"""Traits that are yes or no."""
+
+TENSOR = msgspec.json.encode({TAG: "tensor", "name": ""}).decode().removesuffix('""}')
+"""A tensor in the tree, up to its name."""
+
+
 def flat_tree(names: Iterable[str]) -> object:
     """The tree of a plain dict of tensors under their own names."""
     entries = {name: {TAG: "tensor", "name": name} for name in names}
@@ -72,11 +86,15 @@ class EncodedTree(Value, frozen=True):
 
 def encode_tree(tree: object, paths: Mapping[str, Path]) -> EncodedTree:
     """The tree as JSON values; `paths` says where each tensor's name is, as in `State.paths`. Raises nothing for bad state."""
-    return encoded_by(Encoder(paths), tree)
+    return _encoded(Encoder(paths), tree)
 
 
-def encoded_by(encoder: Encoder, tree: object) -> EncodedTree:
-    """What an encoder makes of a tree."""
+def encode_state(state: State, table: Table) -> EncodedTree:
+    """The tree of a state, whose tensors have the names of the rows of its table, as JSON values."""
+    return _encoded(Encoder(state.paths, None if state.leaves is None else LeafTexts(state.leaves, table)), state.tree)
+
+
+def _encoded(encoder: Encoder, tree: object) -> EncodedTree:
     try:
         value = encoder.node(tree, ())
     except RecursionError:
@@ -90,10 +108,56 @@ def encoded_by(encoder: Encoder, tree: object) -> EncodedTree:
     return EncodedTree(value, tuple(encoder.problems), tuple(notes))
 
 
+class LeafTexts:
+    """The texts of the tensors of a state whose containers are the caller's own, in the order in which they were found."""
+
+    def __init__(self, leaves: Leaves, table: Table) -> None:
+        self.leaves = leaves
+        self._kind, self._odd = table.kind, table.odd
+        self._traits = [_traits_text(kind.traits) for kind in table.kinds]
+        self._met = 0
+
+    def next_name(self, tensor: LazyTensor, given: object) -> str | None:
+        """The name of a tensor, which `given` stands for in the state; None where it is not the next one."""
+        row = self._met
+        if row >= len(self.leaves.values) or not any(one is self.leaves.values[row] for one in (tensor, given)):
+            return None
+        self._met += 1
+        return self.leaves.names[row]
+
+    def next_texts(self, values: Collection[object]) -> list[str] | None:
+        """The texts of tensors; None where these are not the next ones, or one of them is more than a few marks."""
+        first, stop = self._met, self._met + len(values)
+        if stop > len(self.leaves.values) or not all(map(is_, values, self.leaves.values[first:stop])):
+            return None
+        names = self.leaves.names[first:stop]
+        traits = list(map(self._traits.__getitem__, self._kind[first:stop]))
+        if "" in traits or not scalars.is_unicode("".join(names)):
+            return None
+        self._met = stop
+        quote, keys = as_keys(names)
+        return [f"{TENSOR}{quote}{name}{quote}{trait}" for name, trait in zip(keys, traits, strict=True)]
+
+
+def is_marked(traits: Traits) -> bool:
+    """Whether a tensor has traits that are recorded."""
+    marks = traits.requires_grad or traits.parameter or traits.buffer or traits.meta
+    return marks or traits.subclass is not None or traits.state is not None or traits.blocks is not None
+
+
+def _traits_text(traits: Traits) -> str:
+    """What `Encoder.traits` says of a tensor, behind its name and up to the end; nothing where that takes more than marks."""
+    if traits.meta or traits.subclass is not None or traits.state is not None or traits.blocks is not None:
+        return ""
+    said = msgspec.json.encode({flag: True for flag in FLAGS if getattr(traits, flag)}).decode()
+    return said.replace("{", ",") if len(said) > len("{}") else "}"
+
+
 class Encoder:
     """One walk."""
 
-    def __init__(self, paths: Mapping[str, Path]) -> None:
+    def __init__(self, paths: Mapping[str, Path], texts: LeafTexts | None = None) -> None:
+        self.texts = texts
         self.limits = Limits()
         self.names: dict[Path, list[str]] = {}
         for name in reversed(list(paths)):
@@ -124,9 +188,18 @@ class Encoder:
     def node(self, value: object, path: Path) -> object:
         """One value and everything in it."""
         self.steps += 1
-        kind = type(value)
+        kind, given = type(value), value
+        if self.texts is not None and kind not in PLAIN and kind not in CONTAINERS:
+            leaves = self.texts.leaves
+            made = self.texts.next_texts([value]) if leaves.is_tensor(value) else None
+            if made:
+                return msgspec.Raw(made[0].encode())
+            value = leaves.described(value)
+            kind = type(value)
+            if leaves.is_tensor(value) and not isinstance(value, LazyTensor):
+                return self.problem(path, UNNAMED)
         if isinstance(value, LazyTensor):
-            return self.tensor(value, path)
+            return self.tensor(value, path, given)
         if kind in CONTAINERS or isinstance(value, Composite):
             return self.container(value, path)
         return self.leaf(value, path)
@@ -202,6 +275,13 @@ class Encoder:
 
     def named(self, value: Mapping[str, object], path: Path) -> object:
         """The entries of a dict whose keys are texts, as an object."""
+        if self.texts is not None and value and self.texts.leaves.kinds.issuperset(map(type, value.values())):
+            made = self.texts.next_texts(value.values())
+            if made is not None:
+                self.steps += len(made)
+                quote, keys = as_keys([*value])
+                listed = ",".join([f"{quote}{key}{quote}:{text}" for key, text in zip(keys, made, strict=True)])
+                return msgspec.Raw(f"{{{listed}}}".encode())
         return {**value} if self.plain(value.values()) else {key: self.node(inside, (*path, key)) for key, inside in value.items()}
 
     def plain(self, values: Collection[object]) -> bool:
@@ -247,11 +327,12 @@ class Encoder:
             self.problem(path, f"an OrderedDict whose _metadata is a {type(metadata).__name__}")
         return {} if metadata is None else {"metadata": self.node(metadata, (*path, "_metadata"))}
 
-    def tensor(self, tensor: LazyTensor, path: Path) -> object:
+    def tensor(self, tensor: LazyTensor, path: Path, given: object) -> object:
+        """A tensor; `given` is what stands for it in the state."""
         names = self.names.get(path)
-        if not names:
-            return self.problem(path, "a tensor where tensors have no name (in a key, a set, or the attributes of another)")
-        name = names.pop()
+        name = (names.pop() if names else None) if self.texts is None else self.texts.next_name(tensor, given)
+        if name is None:
+            return self.problem(path, UNNAMED)
         if not scalars.is_unicode(name):
             return self.problem(path, scalars.NO_UNICODE)
         node: dict[str, object] = {TAG: "tensor", "name": name}
@@ -267,8 +348,7 @@ class Encoder:
 
     def traits(self, traits: Traits, path: Path) -> dict[str, object]:
         """What is not as it usually is. Conjugated and negated elements are written as what they stand for."""
-        flags = ("requires_grad", "parameter", "buffer")
-        node: dict[str, object] = {flag: True for flag in flags if getattr(traits, flag)}
+        node: dict[str, object] = {flag: True for flag in FLAGS if getattr(traits, flag)}
         if traits.blocks is not None:
             node["blocks"] = traits.blocks
         if traits.subclass is not None:

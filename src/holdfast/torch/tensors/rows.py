@@ -13,6 +13,7 @@ long to be copied (`alone`). Those on GPUs are gathered there (cuda/rows.py).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import cast
@@ -104,6 +105,31 @@ def ask(values: list[object], *, whole: bool) -> TensorRows | None:
 def ask_whole(values: list[object]) -> TensorRows | None:
     """The rows of tensors that are all of their storages, each of another memory or the same storage."""
     return ask(values, whole=True)
+
+
+def ordinary(values: list[object]) -> list[bool]:
+    """Whether each of some tensors is ordinary, all of its storage in C order, and over memory that no other of them has."""
+    tensors = cast("list[torch.Tensor]", values)
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return [False] * len(tensors)
+    addresses: list[int | None] = [None] * len(tensors)
+    found: list[bool] = []
+    for number, tensor in enumerate(tensors):
+        try:
+            fine = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+            if fine:
+                storage = tensor.untyped_storage()
+                nbytes = storage.nbytes()
+                addresses[number] = storage.data_ptr() if nbytes else None
+                row = DTYPES.torch(str(tensor.dtype).removeprefix("torch."))
+                fine = row is not None and not row.packed and tensor.device.type in (CPU, "cuda")
+                fine = fine and not (tensor.is_conj() or tensor.is_neg() or vars(tensor) or tensor._backward_hooks)
+                fine = fine and tensor.is_contiguous() and nbytes == tensor.numel() * tensor.element_size()
+        except RuntimeError:
+            fine = False
+        found.append(fine)
+    counts = Counter(addresses)
+    return [fine and (address is None or counts[address] == 1) for fine, address in zip(found, addresses, strict=True)]
 
 
 def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
