@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import repeat
@@ -35,7 +36,7 @@ from msgspec import field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
-from holdfast.core.content_hash import HASH, Hashed
+from holdfast.core.content_hash import HASH, HEAD_NBYTES, Hashed
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
@@ -73,7 +74,7 @@ from holdfast.formats.safetensors.write import (
 from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.plan.rows import BATCH
-from holdfast.plan.saves import FilePlan, Hashing, Late, Literal, SavePlan, known_later
+from holdfast.plan.saves import HASH_KEY, FilePlan, Hashing, Late, Literal, SavePlan, known_later
 from holdfast.plan.table import Kind, Table, table_of
 
 SHARD_NBYTES = 5 << 30
@@ -246,6 +247,8 @@ class ManifestText(Value, frozen=True, eq=False):
     """The hashes of what is stored packed."""
     hashing: Mapping[str, Hashing]
     """Which others are hashed, and how."""
+    known_texts: dict[str, str] = field(default_factory=dict)
+    """Of what is taken over, once it was asked for."""
 
     @property
     def hashed(self) -> bool:
@@ -300,7 +303,7 @@ class ManifestText(Value, frozen=True, eq=False):
 
     def measure(self) -> tuple[int, int]:
         """How long the text will be, and how many lists and objects it will have; whatever the checksums are."""
-        if self.hashing or self.there or self.packed:
+        if self.there or self.packed:
             made = b"".join(self.pieces(NO_SUMS))
             return len(made), made.count(b"[") + made.count(b"{")
         names, rows = [self.table.names[row] for row in self.rows], np.array(self.rows, np.int64)
@@ -310,12 +313,20 @@ class ManifestText(Value, frozen=True, eq=False):
         counts = np.bincount(np.array(self.table.kind, np.int64)[rows], minlength=len(around)) if len(rows) else [0] * len(around)
         length = len(every.encode()) + int(np.dot(counts, [len(text) for text in around])) + max(len(rows) - 1, 0)
         length += sum(_digits(column[rows]) for column in (self.places.file, self.places.start, self.places.stop))
+        if self.hashing:
+            long = [kind.nbytes > HEAD_NBYTES for kind in self.table.kinds]
+            ways = ((self.hashing[name], long[self.table.kind[row]]) for name, row in zip(names, self.rows, strict=True))
+            length += sum(count * TAILS[way] for way, count in Counter(ways).items())
         brackets = [text.count("[") + text.count("{") for text in around]
         return length, int(np.dot(counts, brackets)) + every.count("[") + every.count("{")
 
     def _tails(self, crcs: Mapping[str, int], rows: Sequence[int], names: Sequence[str]) -> list[str]:
         """What stands behind the checksum of each: its hash, its head."""
-        kinds, kind, tails = self.table.kinds, self.table.kind, []
+        kinds, kind = self.table.kinds, self.table.kind
+        short = [0 < one.nbytes <= HEAD_NBYTES for one in kinds]
+        if all(short[kind[row]] for row in rows) and {self.hashing.get(name) for name in names} == {"hash"}:
+            return [f',"hash":"{hash:032x}"' for hash in map(crcs.__getitem__, [name + HASH_KEY for name in names])]
+        tails = []
         for row, name in zip(rows, names, strict=True):
             how = self.hashing.get(name)
             if how is None:
@@ -328,16 +339,25 @@ class ManifestText(Value, frozen=True, eq=False):
 
     def _stored(self, row: int, name: str, crcs: Mapping[str, int]) -> str:
         """The text of a tensor that is taken over, or stored packed."""
+        text = self.known_texts.get(name)
+        if text is not None:
+            return text
         kind = self.table.kinds[self.table.kind[row]]
         chunks = self.there.get(name)
         if chunks is None:
             place = self.places.entries.__getitem__
             chunks = (stored_chunk(name, place, crcs.__getitem__, parts=self.packed[name], hashed=self.known.get(name)),)
-        return msgspec.json.encode(StoredTensor(kind.dtype.name, kind.shape, chunks)).decode()
+        text = msgspec.json.encode(StoredTensor(kind.dtype.name, kind.shape, chunks)).decode()
+        if name in self.there:
+            self.known_texts[name] = text
+        return text
 
 
 CHUNK = ',"bytes":[,],"crc32":"%s"}]}' % ("0" * CRC_DIGITS)
 """The text of a chunk behind the number of its file, without its two places."""
+
+TAILS = {("hash", False): 42, ("hash", True): 60, ("head", False): 18, ("head", True): 18}
+"""How long the text of hash and head is, by what is computed, and whether there is more than a head."""
 
 POWERS = 10 ** np.arange(1, 19)
 """The first number of two digits, of three, and so on."""

@@ -125,6 +125,11 @@ class LeafTexts:
         self._met += 1
         return self.leaves.names[row]
 
+    def is_alone(self, value: object) -> bool:
+        """Whether a tensor takes more than its name and a few marks."""
+        found = self.leaves.odd.get(id(value))
+        return id(value) in self.leaves.converted or (found is not None and not _traits_text(found.traits))
+
     def next_texts(self, values: Collection[object]) -> list[str] | None:
         """The texts of tensors; None where these are not the next ones, or one of them is more than a few marks."""
         first, stop = self._met, self._met + len(values)
@@ -276,13 +281,32 @@ class Encoder:
     def named(self, value: Mapping[str, object], path: Path) -> object:
         """The entries of a dict whose keys are texts, as an object."""
         if self.texts is not None and value and self.texts.leaves.kinds.issuperset(map(type, value.values())):
-            made = self.texts.next_texts(value.values())
-            if made is not None:
-                self.steps += len(made)
-                quote, keys = as_keys([*value])
-                listed = ",".join([f"{quote}{key}{quote}:{text}" for key, text in zip(keys, made, strict=True)])
-                return msgspec.Raw(f"{{{listed}}}".encode())
+            made = self.tensor_texts(value, path)
+            quote, keys = as_keys([*value])
+            listed = ",".join([f"{quote}{key}{quote}:{text}" for key, text in zip(keys, made, strict=True)])
+            return msgspec.Raw(f"{{{listed}}}".encode())
         return {**value} if self.plain(value.values()) else {key: self.node(inside, (*path, key)) for key, inside in value.items()}
+
+    def tensor_texts(self, value: Mapping[str, object], path: Path) -> list[str]:
+        """The texts of tensors: of those that follow each other together, of any that is more than a few marks by itself."""
+        assert self.texts is not None
+        keys, values, texts = [*value], [*value.values()], list[str]()
+        alone = [at for at, one in enumerate(values) if self.texts.is_alone(one)]
+        first = 0
+        for at in [*alone, len(values)]:
+            run = values[first:at]
+            made = self.texts.next_texts(run)
+            if made is None:
+                made = [
+                    msgspec.json.encode(self.node(one, (*path, key))).decode() for key, one in zip(keys[first:at], run, strict=True)
+                ]
+            else:
+                self.steps += len(made)
+            texts += made
+            if at < len(values):
+                texts.append(msgspec.json.encode(self.node(values[at], (*path, keys[at]))).decode())
+            first = at + 1
+        return texts
 
     def plain(self, values: Collection[object]) -> bool:
         """Whether values are dicts of small integers that stand nowhere else: they are counted, and are JSON as they are.
