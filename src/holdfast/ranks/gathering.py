@@ -20,7 +20,7 @@ from holdfast.core.protocols import Store
 from holdfast.engine.write import Progress
 from holdfast.plan.saves import FilePlan, LinkedFile
 from holdfast.ranks.files import Receipt
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 
 class Begun(Protocol):
@@ -75,10 +75,11 @@ class FirstGathering(Gathering, Protocol):
 
 def open_gathering(path: str, *, format: str, durable: bool, overwrite: bool) -> FirstGathering:
     """On the first rank: make a place for a save to a path or URL. Raises `NotCommitted` where there may be none."""
-    if isinstance(path, Url):
+    url = place_at(path).url
+    if url is not None:
         from holdfast.ranks.prefix import FirstPrefix
 
-        return FirstPrefix(path, format, overwrite=overwrite)
+        return FirstPrefix(url, format, overwrite=overwrite)
     from holdfast.ranks.folder import FirstFolder
 
     return FirstFolder(path, durable=durable, overwrite=overwrite)
@@ -86,10 +87,11 @@ def open_gathering(path: str, *, format: str, durable: bool, overwrite: bool) ->
 
 def join_gathering(told: str, path: str, *, durable: bool) -> Gathering:
     """On another rank: the place of which the first one has told."""
-    if isinstance(path, Url):
+    url = place_at(path).url
+    if url is not None:
         from holdfast.ranks.prefix import Prefix
 
-        return Prefix(path, told)
+        return Prefix(url, told)
     from holdfast.ranks.folder import JoinedFolder
 
     return JoinedFolder(told, path=path, durable=durable)

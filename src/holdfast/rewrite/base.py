@@ -30,7 +30,7 @@ from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 
 def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None:
@@ -98,11 +98,12 @@ def open_base(
     if path is None:
         return OpenBase(threads=threads, block=block)
     try:
-        if isinstance(path, Url) and isinstance(target, Url):
+        url, goal = place_at(path).url, place_at(target).url
+        if url is not None and goal is not None:
             from holdfast.rewrite.far_base import open_far_base  # what it imports is for those who have a bucket
 
-            return open_far_base(path, target, limits=limits or Limits(), threads=threads, block=block)
-        if isinstance(path, Url) or isinstance(target, Url):
+            return open_far_base(url, goal, limits=limits or Limits(), threads=threads, block=block)
+        if url is not None or goal is not None:
             return not_used(path, "one of the two is in an object store", threads=threads, block=block)
         if not os.path.lexists(path):
             raise nothing_at(path)

@@ -31,7 +31,7 @@ def open_far_base(url: Url, target: Url, *, limits: Limits, threads: int | None,
     """Open the base of a save to `target`. It is not held: objects of these names have one content, or are gone."""
     parent, own = target.parent, target.key.rpartition("/")[2]
     folder = url.key.rpartition("/")[2]
-    if url.parent.place != parent.place or not target.key or not beside(f"../{folder}/{SOME_DATA}"):
+    if url.parent.identity != parent.identity or not target.key or not beside(f"../{folder}/{SOME_DATA}"):
         return not_used(url, "it is not beside the new one, in the same prefix", threads=threads, block=block)
     try:
         store = RemoteStore(url, limits=limits)

@@ -43,10 +43,9 @@ from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is
 from holdfast.rewrite.renewal import NOTHING, Renewal, find_seals
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.files import Files
-from holdfast.stores.local import free_nbytes
 from holdfast.stores.path_files import system_files
-from holdfast.stores.paths import place_of, real_place, same_place
-from holdfast.stores.remote.url import Url
+from holdfast.stores.paths import place_of
+from holdfast.stores.place import place_at, same_place
 
 ENDLESS = 1 << 62
 """What is free in an object store."""
@@ -127,15 +126,11 @@ def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
 
 def _free(target: str) -> int:
     """What is free where a target goes."""
-    if isinstance(target, Url):
-        return ENDLESS
-    # Following every link of a path is slow, and the system does it by itself for all but the last.
-    place = target.rstrip("/") or target
-    parent = os.path.dirname(os.path.realpath(place) if os.path.islink(place) else place) or os.curdir
     try:
-        return free_nbytes(parent)
+        free = place_at(target).free_nbytes()
     except StoreError as error:
-        raise refusal(f"the folder to save into cannot be used: {error.message} ({parent!r})", target, error.errno) from None
+        raise refusal(f"the folder to save into cannot be used: {error.message} ({error.file!r})", target, error.errno) from None
+    return ENDLESS if free is None else free
 
 
 R = TypeVar("R", bound=Saved)
@@ -297,7 +292,7 @@ def _accompanied(planned: Planned[R], companions: Companions, source: Checkpoint
     seals = seals.laid_out(plan, {file.key for file in added if file in plan.files}, source.source.store.list())
     if sealing := seals.files():
         added = (*added, *sealing)
-        plan = plan if isinstance(planned.report.path, Url) else replace(plan, index=(*plan.index, *sealing))
+        plan = replace(plan, index=(*plan.index, *sealing)) if place_at(planned.report.path).on_disk else plan
     if plan is planned.plan and not added:
         return replace(planned, renews=seals)
     plan, report = rehearse(plan, planned.report.path), planned.report
@@ -322,7 +317,7 @@ def check_target(path: str, *, directory: bool, writing: Writing) -> None:
     _free(path)
     if writing.dry_run:
         return
-    if isinstance(path, Url):
+    if not place_at(path).on_disk:
         if writing.resume:
             raise Unsupported("resume=True takes over files of a directory; a save to an object store begins anew", file=path)
         return  # the save itself looks, with the same requests
@@ -354,7 +349,7 @@ def _destination(
     if dst is None and not in_place:
         message = "say where to write: a target, or in_place=True to replace the source"
         raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
-    if dst is None and source.source.store.place() != real_place(source.path):
+    if dst is None and source.source.store.place() != place_at(source.path).identity:
         raise Unsupported("what was not opened by a path has no place to be replaced in; give a target", file=source.path)
     path = source.path if dst is None else place_of(dst)
     if dst is not None and not same_place(path, source.path):
@@ -432,10 +427,11 @@ def write_plan(
         sink.complete = True
         return receipt.crcs
 
-    if isinstance(path, Url):
+    url = place_at(path).url
+    if url is not None:
         from holdfast.rewrite.uploaded import put_plan
 
-        put_plan(plan, path, writing, crcs=crcs, progress=progress, before_commit=before_commit, renews=renews)
+        put_plan(plan, url, writing, crcs=crcs, progress=progress, before_commit=before_commit, renews=renews)
     elif plan.directory:
         staging = Staging(path, plan, durable=writing.durable, files=files) if writing.resume else None
         try:

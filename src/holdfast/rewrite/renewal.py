@@ -41,6 +41,7 @@ from holdfast.formats.seal import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, encod
 from holdfast.inspect.sealed import check_digests, read_seal, seal_path
 from holdfast.plan.saves import FilePlan, Late, SavePlan
 from holdfast.stores.files import Files
+from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
 
 SHOWN = 3
@@ -138,7 +139,7 @@ class Renewal(Value, frozen=True):
         """Raise `NotCommitted` where what is to be replaced is not as it was sealed."""
         for one in self.seals:
             old = one.about({*map(one.named, self.replaced), *self._listed(one)})
-            wrong = [] if isinstance(self.path, Url) else check_digests(one.folder, old, threads=threads)
+            wrong = check_digests(one.folder, old, threads=threads) if place_at(self.path).on_disk else []
             if wrong:
                 told = "; ".join(f"{misfit.name}: {misfit.message}" for misfit in wrong[:SHOWN])
                 message = f"this is not as it was sealed ({told}), and in its place nothing would tell; nothing was changed"
@@ -259,12 +260,12 @@ NOTHING = Renewal()
 
 def find_seals(source: Checkpoint, limits: Limits | None = None) -> Renewal:
     """The seals that speak of a checkpoint: inside of it, beside it, and of folders that it lies in."""
-    if isinstance(source.path, Url):
+    if not (place := place_at(source.path)).on_disk:
         store = source.source.store
         if SEAL not in store.list():
             return NOTHING
         seal = parse_seal(source.source.bytes(SEAL, 0, store.size(SEAL)), source.source.limits)
-        return Renewal(source.path, (Known(seal, source.path, place=source.path.below(SEAL)),))
+        return Renewal(source.path, (Known(seal, source.path, place=place.below(SEAL)),))
     path = os.path.realpath(source.path)
     own, found = read_seal(path, limits), list[Known]()
     inside = os.path.isdir(path)

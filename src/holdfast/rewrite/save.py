@@ -37,7 +37,7 @@ from holdfast.rewrite.small import plan_small
 from holdfast.rewrite.state import describe_state
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import check_binary, content_and_path, place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 
 @understood
@@ -174,7 +174,7 @@ def plan_saving(
     """Lay out a save to a path that is not begun."""
     # Rows know nothing of steps before, and their blocks have one size.
     roomy = writing.budget is None or writing.budget.block >= BLOCK_NBYTES
-    plain = limits is None and base is None and not hashes and roomy and not isinstance(target, Url)
+    plain = limits is None and base is None and not hashes and roomy and place_at(target).on_disk
     if plain and (format is None or format in NAMES) and (format or suffix_of(target) in SUFFIXES):
         found = format_for(target, format, options)
         small = plan_small(state, target, found, metadata=metadata, options=options)

@@ -1,7 +1,7 @@
 """Runs: the steps of a training run in one directory or bucket, found again after anything, and kept from filling the disk.
 
 run              `Run`: save, resume, prune; what a save does, in order
-place            what a run needs of where it is: `directory`, or `bucket` with `bucket_steps`; `places` tells which
+place            what a run needs of where it is: `directory`, which tells which one it is, or `bucket` with `bucket_steps`
 view             looking: latest, best, iteration, what the rules would do; pins
 rules            which steps are kept: `Latest`, `Every`, `Best`, `Within`; pure
 steps            which folders are steps, under which number, and whether each is whole

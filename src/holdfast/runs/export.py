@@ -26,11 +26,11 @@ from holdfast.engine.commit.target import refusal
 from holdfast.errors import BadArgument, BadArgumentType, HoldfastWarning, NotCommitted
 from holdfast.rewrite.convert import convert
 from holdfast.rewrite.formats import Options, format_for
-from holdfast.runs.exported import look, misplaced, place_name
+from holdfast.runs.exported import misplaced
 from holdfast.runs.place import RunPlace
 from holdfast.runs.steps import Step, step_name
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 SUFFIXES = {"torch-zip": ".pt", "safetensors": "/", "safetensors-dir": "/", "native": "/"}
 """What follows the name of an exported step: safetensors are a folder, as other programs look for it."""
@@ -52,29 +52,24 @@ class Export:
     copy_config: bool | str | os.PathLike[str] = True
 
     def __post_init__(self) -> None:
-        place = place_of(self.path)
-        object.__setattr__(self, "path", place if isinstance(place, Url) else os.path.abspath(place))
+        object.__setattr__(self, "path", place_at(place_of(self.path)).rooted)
         object.__setattr__(self, "every", whole_number(self.every, "every="))
         format_for("model/", self.format, Options())
 
     def target(self, step: int) -> str:
         """Where a step goes."""
         suffix = SUFFIXES[format_for("model/", self.format, Options())]
-        if isinstance(self.path, Url):
-            url = self.path.below(step_name(step) + suffix.rstrip("/"))
-            url.folder = suffix == "/"
-            return url
-        return os.path.join(self.path, step_name(step)) + suffix
+        return place_at(place_of(self.path)).below(step_name(step) + suffix.rstrip("/"), folder=suffix == "/")
 
     def carry_out(self, step: Step, run: RunPlace, *, durable: bool = True) -> str:
         """Convert a step of a run; what the run exported there before is replaced, and noted anew."""
         target = self.target(step.step)
         self.check(run.path)
-        if not isinstance(self.path, Url):
+        if place_at(place_of(self.path)).on_disk:
             os.makedirs(self.path, exist_ok=True)
-        name = place_name(target)
+        name = place_at(target).named
         before = run.exported().get(name)
-        own = before is not None and before == look(target)
+        own = before is not None and before == place_at(target).stamps()
         try:
             convert(
                 step.path, target, dtype=self.dtype, keep=self.keep, drop=self.drop, rename=self.rename,
@@ -85,7 +80,7 @@ class Export:
                 raise
             message = "what lies there is no export of this run, or changed since, and is not replaced; move it away"
             raise refusal(f"{message}, or export elsewhere", target, errno.EEXIST) from None
-        now = look(target)
+        now = place_at(target).stamps()
         if now is not None:
             run.note_exported(name, now, durable=durable)
         return target
@@ -107,7 +102,7 @@ def read_exports(given: object, run: str) -> tuple[Export, ...]:
     places: set[str] = set()
     for one in several:
         one.check(run)
-        place = place_name(one.target(0))
+        place = place_at(one.target(0)).named
         if place in places:
             told = f"export= has two exports that write to {one.path!r} under the same names"
             raise BadArgument(f"{told}; give each a folder of its own", found=given)

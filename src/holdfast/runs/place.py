@@ -12,8 +12,9 @@ from typing import Protocol
 from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.step_seal import Stamp
 from holdfast.runs.lock import Holder
-from holdfast.runs.record import Pin, Proofs, RunRules, Stamps
+from holdfast.runs.record import Pin, Proofs, RunRules
 from holdfast.runs.steps import FoundStep, Step
+from holdfast.stores.remote.url import Stamps
 
 Sizes = dict[Hashable, int]
 """The length of each file, by what tells it from others: two names of one file are one."""

@@ -27,11 +27,9 @@ from holdfast.errors import BadArgument, HeaderError, NoSuchPath, NoSuchStep
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.steps import RunFolder
 from holdfast.stores.files import Files, read_all
+from holdfast.stores.remote.url import Stamps
 
 RECORD, PINS, PROOFS, EXPORTS = "holdfast.run.json", "holdfast.pins.json", "holdfast.proofs.json", "holdfast.exports.json"
-
-Stamps = list[tuple[str, int, str]]
-"""Files by name, length, and what changes when they do."""
 
 MOST_RECEIPTS = 20_000
 """Of exports that are remembered; older ones are never replaced again."""

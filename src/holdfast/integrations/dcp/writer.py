@@ -52,6 +52,7 @@ from holdfast.ranks.prefix import FirstPrefix, Prefix
 from holdfast.stores.files import make_parents
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import place_of
+from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import pickled_index
@@ -152,12 +153,13 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: make the hidden folder, and tell every rank of it. On a rank alone: look whether it may save."""
-        if isinstance(self.path, Url):
+        url = place_at(self.path).url
+        if url is not None:
             self.close()
             if self._alone is not None:
                 message = "ranks that save each for itself (use_collectives=False) have no index in common; save to a folder"
                 raise Unsupported(message, file=self.path)
-            self._prefix = FirstPrefix(self.path, "dcp", overwrite=self.overwrite)
+            self._prefix = FirstPrefix(url, "dcp", overwrite=self.overwrite)
             return [replace(plan, storage_data=Share(self._prefix.told, f"__{rank}_")) for rank, plan in enumerate(plans)]
         if self._alone is not None:
             self._check_alone(self._alone)
@@ -187,8 +189,9 @@ class Writer(StorageWriter):
         if not plan.items:
             return finished([])
         groups = [plan.items] if self._single else [[item] for item in plan.items]
-        if isinstance(self.path, Url):
-            return finished(self._uploaded(groups, planner, share, self.path))
+        url = place_at(self.path).url
+        if url is not None:
+            return finished(self._uploaded(groups, planner, share, url))
         results: list[WriteResult] = []
         with _opened(self._folder(share)) as folder:
             known = set(system_files().list(folder))
