@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Span, Sweep
 from holdfast.engine.digest import recorded_crc
@@ -91,11 +92,13 @@ def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) ->
     """The CRC-32 of every data segment, from the bytes of an open file that has this layout."""
     written = Virtual("<written>")
     key = written.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
-    segments = [
-        (s.label, Span(key, offset, s.nbytes))
-        for s, offset in zip(plan.segments, plan.offsets(), strict=True)
-        if isinstance(s, Data)
-    ]
-    sweep = Sweep(written, (span for _, span in segments))
-    run_all(sweep.tasks(), threads or default_threads())
-    return {label: sweep.crc32(number, name=label) for number, (label, _) in enumerate(segments)}
+    return stored_crcs(plan, written, key, threads=threads)
+
+
+def stored_crcs(plan: FilePlan, store: Store, key: str, *, threads: int | None = None) -> dict[str, int]:
+    """The CRC-32 of every data segment of a file that has this layout, from what its store gives."""
+    places = zip(plan.segments, plan.offsets(), strict=True)
+    spans = {segment.label: Span(key, offset, segment.nbytes) for segment, offset in places if isinstance(segment, Data)}
+    sweep = Sweep(store, spans.values(), block=store.block_nbytes) if store.block_nbytes else Sweep(store, spans.values())
+    run_all(sweep.tasks(), store.requests or threads or default_threads())
+    return {label: sweep.crc32(number, name=label) for number, label in enumerate(spans)}

@@ -3,7 +3,7 @@
 1. The source is opened, so that what cannot be read is not copied; nothing of its format is changed, and every file of a folder
    comes along under its name.
 2. Where checksums are recorded, what was read is compared with them while it passes by.
-3. On this machine a rename publishes it. In a bucket the index goes last (`rewrite/uploaded.put_copy`), after everything it names.
+3. On this machine a rename publishes it. In a bucket the index goes last (`engine/targets/bucket`), after everything it names.
 4. From a bucket to itself the store copies, and no byte comes here.
 5. A step in a bucket that names data of steps beside it becomes whole: the data comes along, and the manifest says so.
 """
@@ -133,13 +133,13 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> t
     linked: list[LinkedFile] = []
     files: list[FilePlan] = []
     index: list[FilePlan] = []
-    checked, here = 0, place_at(source.path)
-    by_store = here.copies_to(place_at(target))
+    checked, url, goal = 0, place_at(source.path).url, place_at(target).url
+    shares = url is not None and goal is not None and url.root == goal.root and url.client is goal.client
     shared = {file.name: at for file in read_manifest(origin).files if (at := beside(file.name))} if last == MANIFEST else {}
     for name in (*names, *shared):
         folder, key = shared.get(name, ("", name if store.folder else ""))
-        if name != last and by_store and store.size(name) <= COPIED_NBYTES:
-            linked.append(LinkedFile(key, store.size(name), here.sibling(folder) if folder else source.path))
+        if name != last and url is not None and shares and store.size(name) <= COPIED_NBYTES:
+            linked.append(LinkedFile(key, store.size(name), url.sibling(folder) if folder else url))
             continue
         if name == last and shared:
             text = made_whole(origin.bytes(name, 0, store.size(name)), {one: at for one, (_, at) in shared.items()})

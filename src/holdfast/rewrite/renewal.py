@@ -32,9 +32,10 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
+from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.file_digest import Digesting, digest_of
 from holdfast.engine.stream import Writer
+from holdfast.engine.targets.target import Target
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import CannotHold, DurabilityUncertain, HoldfastError, NotCommitted, SaveError
 from holdfast.formats.seal import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, encode_seal, parse_seal
@@ -145,29 +146,17 @@ class Renewal(Value, frozen=True):
                 message = f"this is not as it was sealed ({told}), and in its place nothing would tell; nothing was changed"
                 raise refusal(f"{message}. Seal it again first if it is right as it is (overwrite=True)", self.path)
 
-    def take(self, files: Files, folder: DirectoryTransaction, threads: int | None = None) -> None:
-        """Digest what was written to a folder, as far as it is there and not known."""
-        if not self.seals:
-            return
-        at = files.open_directory(folder.folder)
-        try:
-            run_all([partial(self._take, files, key, at) for key, _ in self.made], threads or default_threads())
-        finally:
-            files.close(at)
+    def take(self, target: Target, threads: int | None = None) -> None:
+        """Digest what was written to a target, as far as it is there and not known."""
+        if self.seals:
+            run_all([partial(self._take, target, key) for key, _ in self.made], threads or default_threads())
 
-    def _take(self, files: Files, key: str, at: int) -> None:
-        if not self._wanted(key) or files.stat(key, at=at) is None:
+    def _take(self, target: Target, key: str) -> None:
+        if not (wanted := self._wanted(key)):
             return
-        descriptor = files.open(key, at=at)
-        try:
-            self.take_open(files, descriptor, key)
-        finally:
-            files.close(descriptor)
-
-    def take_open(self, files: Files, descriptor: int, key: str = "") -> None:
-        """Digest a file that is open."""
-        for algorithm in self._wanted(key):
-            self.digests[algorithm, key] = digest_of(algorithm, partial(files.pread, descriptor))[0]
+        with target.reading(key) as read:
+            if read is not None:
+                self.digests.update({(algorithm, key): digest_of(algorithm, read)[0] for algorithm in wanted})
 
     @contextmanager
     def noting(self, key: str, file: Writer) -> Iterator[Writer]:

@@ -13,7 +13,7 @@ record           the rules and the pins that a run's directory keeps
 lock             one writer a run, as long as its process lives
 space            room for a step: the disk and the budget
 signals          a signal waits until the state is saved
-export           published steps in another format, in the background; `exported` says where, and what it may replace
+export           published steps in another format, in the background: where they may go, and what they may replace
 fill             a step into a state that is there
 summary          what saves cost, and how often to save
 """

@@ -98,10 +98,6 @@ class LocalPlace(Value, frozen=True):
         """The place of a name in this folder; `folder` where it is to say that it is one."""
         return os.path.join(self.path, name) + ("/" if folder else "")
 
-    def sibling(self, name: str) -> str:
-        """The place of a name beside this one."""
-        return os.path.join(os.path.dirname(self.path.rstrip("/")), name)
-
     def file(self, key: str) -> str:
         """The place of a file of the store that was opened here: this place, where it is one file."""
         return self.below(key) if self.is_folder else self.path
@@ -114,10 +110,6 @@ class LocalPlace(Value, frozen=True):
             return self.identity == other.identity or os.path.samefile(self.path, other.path)
         except OSError:
             return False
-
-    def copies_to(self, other: Place) -> bool:
-        """Whether the store copies from here to there by itself."""
-        return False
 
     def free_nbytes(self) -> int | None:
         """What may still be written in the folder of this place; None where there is no end. Raises `StoreError`."""

@@ -130,9 +130,6 @@ class Url(str):
     def is_same(self, other: object) -> bool:
         return isinstance(other, Url) and self.identity == other.identity
 
-    def copies_to(self, other: object) -> bool:
-        return isinstance(other, Url) and self.root == other.root and self.client is other.client
-
     def free_nbytes(self) -> int | None:
         return None
 
