@@ -41,7 +41,7 @@ class Dying(Writer):
         return written
 
     def storage_meta(self) -> object:
-        if self._transaction is not None:  # asked for once before, by the planner
+        if self._target is not None:  # asked for once before, by the planner
             self._die("in the index")
         return super().storage_meta()
 

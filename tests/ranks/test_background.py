@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.ranks import folder as rank_folder
+from holdfast.engine.targets import folder as rank_folder
 from holdfast.ranks import together
 from holdfast.stores.files import OsFiles
 from holdfast.torch.cuda.stage import ROOM, Room

@@ -15,8 +15,8 @@ import torch
 
 import holdfast
 from holdfast import Latest
+from holdfast.engine.targets import folder as rank_folder
 from holdfast.errors import HoldfastWarning, RanksFailed
-from holdfast.ranks import folder as rank_folder
 from holdfast.runs import retention
 from holdfast.torch.ranks import load_sharded as load_module
 from holdfast.torch.ranks import run as run_module

@@ -134,7 +134,7 @@ def test_a_copy_over_the_same_names_that_fails_leaves_the_old_one(kind: str, mad
 
 
 def test_what_is_too_long_for_a_copy_by_the_store(made: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("holdfast.rewrite.uploaded.COPIED_NBYTES", 1000)
+    monkeypatch.setattr("holdfast.engine.targets.bucket.COPIED_NBYTES", 1000)
     holdfast.copy(made / "split", url)
     holdfast.copy(made / "split", url, overwrite=True)
     assert content(url) == content(str(made / "split"))

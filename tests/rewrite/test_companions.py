@@ -272,7 +272,7 @@ def test_a_config_that_changes_meanwhile(tmp_path):
 def test_what_is_written_is_read_back(tmp_path, monkeypatch):
     a = folder(tmp_path / "a")
     read: list[str] = []
-    monkeypatch.setattr(planned, "check_written", lambda file, *rest, **more: read.append(file.key))
+    monkeypatch.setattr("holdfast.engine.targets.folder.check_written", lambda file, *rest, **more: read.append(file.key))
     holdfast.convert(a, tmp_path / "b")
     assert set(read) == {"model.safetensors", *BESIDE}
 

@@ -28,7 +28,7 @@ def interrupted(monkeypatch, after: int):
             raise OSError(5, "the plug was pulled")
         return real(plan, sink, **rest)
 
-    monkeypatch.setattr("holdfast.rewrite.planned.write_file", failing)
+    monkeypatch.setattr("holdfast.engine.targets.folder.write_file", failing)
     return calls
 
 

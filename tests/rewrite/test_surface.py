@@ -18,9 +18,11 @@ import pytest
 import holdfast
 from holdfast.cli.main import parse
 from holdfast.cli.planned import writing
+from holdfast.engine.targets import folder as folder_target
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
 from holdfast.pruning import prune
 from holdfast.rewrite import formats, package, planned, share
+from holdfast.stores import place
 from holdfast.stores.local import LocalStore
 
 W = np.arange(4096, dtype=np.float32).reshape(64, 64)
@@ -157,7 +159,7 @@ def test_a_source_may_be_bytes(verb, source, target):
 
 
 def test_no_room_is_found_before_anything_is_written(verb, source, target, monkeypatch):
-    monkeypatch.setattr(planned, "free_nbytes", lambda path: 100)
+    monkeypatch.setattr(place, "free_nbytes", lambda path: 100)
     assert "NOT ENOUGH" in VERBS[verb](source if verb != "save" else STATE, target, dry_run=True).explain()
     with pytest.raises(NotCommitted, match="100 are free") as caught:
         VERBS[verb](source if verb != "save" else STATE, target)
@@ -176,7 +178,7 @@ def test_a_source_that_changes_is_not_published(verb, source, target, monkeypatc
 
 def test_what_was_written_is_read_back(verb, source, target, monkeypatch):
     read: list[str] = []
-    monkeypatch.setattr(planned, "check_written", lambda file, *rest, **more: read.append(file.key))
+    monkeypatch.setattr(folder_target, "check_written", lambda file, *rest, **more: read.append(file.key))
     VERBS[verb](source if verb != "save" else STATE, target, read_back=True)
     assert read
     read.clear()

@@ -79,7 +79,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.errors import BadArgument, HoldfastError, NoSuchPath
-    from holdfast.runs.places import place_for
+    from holdfast.runs.directory import place_for
     from holdfast.runs.rules import read_rules
     from holdfast.runs.table import look
     from holdfast.stores.paths import place_of

@@ -6,14 +6,12 @@ SARIF 2.1.0 is what code hosts and editors show beside the files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePath
-from urllib.parse import quote
+from pathlib import Path
 
 from holdfast.cli.text import Line, print_lines
 from holdfast.core.text import clip, escape, plural
 from holdfast.inspect.scan import FileReport, ScanReport, Verdict, scan
 from holdfast.inspect.scanning.findings import Finding
-from holdfast.stores.remote.url import is_url
 
 SCHEMA = 2
 """Raised when a field changes its meaning or goes away."""
@@ -187,7 +185,7 @@ def sarif_document(report: ScanReport, *, strict: bool = False) -> dict[str, obj
             {
                 "tool": {"driver": {"name": "holdfast", "semanticVersion": __version__, "rules": rules}},
                 "invocations": [{"executionSuccessful": not failed}],
-                "artifacts": [{"location": {"uri": _uri(file.path)}} for file in report.reports],
+                "artifacts": [{"location": _location(file)} for file in report.reports],
                 "results": results,
                 "properties": {"verdict": report.verdict(strict=strict), "skipped": report.skipped},
             }
@@ -199,7 +197,14 @@ def _results(file: FileReport, *, strict: bool) -> list[dict[str, object]]:
     found = [_result(file, f, strict=strict) for f in file.findings if f.severity in RULES]
     if file.error is not None:
         text = f"not read to its end: {escape(clip(file.error, 1000))}"
-        found.append({"ruleId": "holdfast/unread", "level": "error", "message": {"text": text}, "locations": [_place(file)]})
+        found.append(
+            {
+                "ruleId": "holdfast/unread",
+                "level": "error",
+                "message": {"text": text},
+                "locations": [{"physicalLocation": {"artifactLocation": _location(file)}}],
+            }
+        )
     return found
 
 
@@ -212,7 +217,7 @@ def _result(file: FileReport, finding: Finding, *, strict: bool) -> dict[str, ob
         "ruleId": f"holdfast/{finding.severity}",
         "level": level,
         "message": {"text": f"{escape(clip(what, 400))}: {finding.reason} ({escape(finding.stream)}, byte {finding.offset:,})"},
-        "locations": [_place(file)],
+        "locations": [{"physicalLocation": {"artifactLocation": _location(file)}}],
         "properties": {"stream": finding.stream, "offset": finding.offset, "uses": list(finding.uses)},
     }
     if finding.allowed:
@@ -220,16 +225,7 @@ def _result(file: FileReport, finding: Finding, *, strict: bool) -> dict[str, ob
     return result
 
 
-def _place(file: FileReport) -> dict[str, object]:
-    return {"physicalLocation": {"artifactLocation": {"uri": _uri(file.path)}}}
+def _location(file: FileReport) -> dict[str, str]:
+    from holdfast.stores.place import place_named
 
-
-def _uri(path: str) -> str:
-    if is_url(path):
-        return quote(path.encode("utf-8", "surrogateescape"), safe="/:")
-    pure = PurePath(path)
-    # A drive stands behind a third slash, with its colon; a server behind the second.
-    drive = pure.drive.replace("\\", "/")
-    root = drive if drive.startswith("//") else f"///{drive}" if drive else "//"
-    text = quote(pure.as_posix()[len(drive) :].encode("utf-8", "surrogateescape"))
-    return f"file:{root}{text}" if pure.is_absolute() else text
+    return {"uri": place_named(file.path).uri}

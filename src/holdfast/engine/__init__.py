@@ -14,6 +14,7 @@ computed         tensors that are made when they are read: `casting`, `assembled
 write, stream    carry out a save plan, at offsets by threads or front to back; `readback` compares before publishing
 planned_store    a save that is not written, as a store
 file_digest      a whole file, read once and digested, for seals
+targets/         where a save goes: a file, a folder, a bucket; for one process and for ranks
 commit/          the one visible step
 large_pages      memory that is about to be filled, in pages that cost few faults
 threads, beside  all threads that share out work; one call beside what the caller does

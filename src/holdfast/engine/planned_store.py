@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from holdfast.engine.write import gather, small_bytes
+from holdfast.engine.write import small_bytes
 from holdfast.plan.saves import Data, FilePlan, Gathered, Late, LinkedFile, Literal, Memory, Segment, known_later
 from holdfast.stores.virtual import Virtual, VirtualFile
 
@@ -32,7 +32,7 @@ class PlannedFile:
         self._made: dict[int, bytes] = {}
         for number, segment in enumerate(plan.segments):
             if isinstance(segment, Gathered) and not segment.bare:
-                self._made[number], known = gather(segment)
+                self._made[number], known = segment.content()
                 crcs.update(known)
 
     def read(self, start: int, out: memoryview) -> None:

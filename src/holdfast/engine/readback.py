@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
+from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Span, Sweep
 from holdfast.engine.digest import recorded_crc
@@ -92,14 +93,19 @@ def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) ->
     """The CRC-32 of every data segment, from the bytes of an open file that has this layout."""
     written = Virtual("<written>")
     key = written.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
-    segments: list[tuple[str, Span]] = []
+    return stored_crcs(plan, written, key, threads=threads)
+
+
+def stored_crcs(plan: FilePlan, store: Store, key: str, *, threads: int | None = None) -> dict[str, int]:
+    """The CRC-32 of every data segment of a file that has this layout, from what its store gives."""
+    spans: dict[str, Span] = {}
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         if isinstance(segment, Data):
-            segments.append((segment.label, Span(key, offset, segment.nbytes)))
+            spans[segment.label] = Span(key, offset, segment.nbytes)
         elif isinstance(segment, Gathered) and segment.lengths is not None:
             starts = accumulate(segment.lengths, initial=offset)
             each = zip(segment.labels, starts, segment.lengths, strict=False)
-            segments += [(label, Span(key, start, nbytes)) for label, start, nbytes in each]
-    sweep = Sweep(written, (span for _, span in segments))
-    run_all(sweep.tasks(), threads or default_threads())
-    return {label: sweep.crc32(number, name=label) for number, (label, _) in enumerate(segments)}
+            spans |= {label: Span(key, start, nbytes) for label, start, nbytes in each}
+    sweep = Sweep(store, spans.values(), block=store.block_nbytes) if store.block_nbytes else Sweep(store, spans.values())
+    run_all(sweep.tasks(), store.requests or threads or default_threads())
+    return {label: sweep.crc32(number, name=label) for number, label in enumerate(spans)}

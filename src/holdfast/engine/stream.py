@@ -22,11 +22,11 @@ from holdfast.core.content_hash import ContentHash
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.value import Value
 from holdfast.engine.beside import Beside
-from holdfast.engine.blocks import Slab, read_slab, slab_block, slab_bytes, slabs
+from holdfast.engine.blocks import Slab, read_slab, slab_block, slabs
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.readback import check_source
 from holdfast.engine.threads import default_threads, run_all
-from holdfast.engine.write import GATHER_NBYTES, fetch_small, gather, small_bytes
+from holdfast.engine.write import GATHER_NBYTES, blocks_of, fetch_small, small_bytes
 from holdfast.errors import SaveError, located
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
 
@@ -109,12 +109,9 @@ def _write_all(
             case Literal():
                 texts.append(segment.data)
             case Late():
-                made = segment.make(crcs)
-                if len(made) != segment.nbytes:
-                    raise ValueError(f"a late segment of {segment.nbytes} bytes was made with {len(made)}")
-                texts.append(made)
+                texts.append(segment.content(crcs))
             case Gathered():
-                content, found = gather(segment)
+                content, found = segment.content()
                 texts.append(content)
                 flush()
                 crcs.update(found)
@@ -228,7 +225,7 @@ def _sums(plan: FilePlan, blocks: Iterator[memoryview], *, known: Mapping[str, i
             case Memory() if segment.label not in known:
                 sums[segment.label] = _write_memory(NOWHERE, segment.content)
             case Gathered():
-                sums.update(gather(segment)[1])
+                sums.update(segment.content()[1])
     return sums
 
 
@@ -275,8 +272,8 @@ def _write_data(target: Writer, segment: Data, blocks: Iterator[memoryview]) -> 
             crc = crc32(ahead, crc)
             write_all(target, ahead)
         return crc
-    for slab in slabs(segment.tensor, slab_block(segment.tensor, BLOCK_NBYTES)):
-        with slab_bytes(slab) as data:
+    for _, lend in blocks_of(segment, BLOCK_NBYTES):
+        with lend() as data:
             crc = crc32(data, crc)
             write_all(target, data)
     return crc

@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.protocols import Request, Store, by_source
-from holdfast.engine.blocks import Slab, contiguous_bytes, mapped_bytes, pack, read_slab, slab_block, slab_bytes, slabs
+from holdfast.engine.blocks import contiguous_bytes, mapped_bytes, pack, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import cached_nbytes, run_reads
 from holdfast.errors import HoldfastError, located
@@ -161,9 +162,7 @@ def _joined_late(
     between: list[bytes] = []
     for segment, offset in zip(plan.segments, offsets, strict=True):
         if isinstance(segment, Late) and offset not in written:
-            made = segment.make(crcs)
-            if len(made) != segment.nbytes:
-                raise ValueError(f"a late segment of {segment.nbytes} bytes was made with {len(made)}")
+            made = segment.content(crcs)
             if begin < 0:
                 begin = offset
             pieces += (*between, made)
@@ -194,12 +193,9 @@ def _tasks(
             match segment:
                 case Gathered():
                     yield _gathered(segment, offset, sink, written, progress)
-                case Data():
-                    for slab in slabs(segment.tensor, slab_block(segment.tensor, block)):
-                        yield _block(segment, slab, offset, sink, written, progress)
-                case Memory():
-                    for start in range(0, segment.nbytes, block):
-                        yield _piece(segment, start, min(start + block, segment.nbytes), offset, sink, written, progress)
+                case Data() | Memory():
+                    for start, lend in blocks_of(segment, block):
+                        yield _block(segment, start, lend, offset, sink, written, progress)
             continue
         stretch.append((offset, segment))
         size, most = size + segment.nbytes, max(most, wished // GATHERED_PART)
@@ -218,37 +214,43 @@ def _wished_nbytes(segment: Segment) -> int:
     return 0 if store.requests else store.block_nbytes or 0
 
 
-def _block(segment: Data, slab: Slab, offset: int, sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
+Lend = Callable[[], AbstractContextManager[memoryview]]
+"""Bytes for a while, in memory that somebody lends."""
+
+
+def _held(data: memoryview) -> AbstractContextManager[memoryview]:
+    return nullcontext(data)
+
+
+def blocks_of(segment: Data | Memory, nbytes: int) -> Iterator[tuple[int, Lend]]:
+    """A tensor, or memory, in blocks of about so many bytes: where in it each one begins, and its bytes."""
+    if isinstance(segment, Memory):
+        for start in range(0, segment.nbytes, nbytes):
+            yield start, partial(_held, segment.content[start : start + nbytes])
+        return
+    for slab in slabs(segment.tensor, slab_block(segment.tensor, nbytes)):
+        yield slab.start, partial(slab_bytes, slab)
+
+
+def _block(
+    segment: Data | Memory, start: int, lend: Lend, offset: int, sink: Sink, written: Written, progress: Progress | None
+) -> Callable[[], None]:
     def run() -> None:
         with ExitStack() as lent:
             with located(tensor=segment.label):
-                data = lent.enter_context(slab_bytes(slab))
-            crc = written.add(segment, slab.start, data)
-            sink.write(offset + slab.start, data)
-            written.blocks.append((offset + slab.start, slab.nbytes, crc))
+                data = lent.enter_context(lend())
+            nbytes, crc = data.nbytes, written.add(segment, start, data)
+            sink.write(offset + start, data)
+            written.blocks.append((offset + start, nbytes, crc))
         if progress:
-            progress(slab.nbytes)
-
-    return run
-
-
-def _piece(
-    segment: Memory, start: int, stop: int, offset: int, sink: Sink, written: Written, progress: Progress | None
-) -> Callable[[], None]:
-    def run() -> None:
-        data = segment.content[start:stop]
-        crc = written.add(segment, start, data)
-        sink.write(offset + start, data)
-        written.blocks.append((offset + start, data.nbytes, crc))
-        if progress:
-            progress(data.nbytes)
+            progress(nbytes)
 
     return run
 
 
 def _gathered(segment: Gathered, offset: int, sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
     def run() -> None:
-        content, known = gather(segment)
+        content, known = segment.content()
         written.gathered.update(known)
         sink.write(offset, memoryview(content))
         written.blocks.append((offset, segment.nbytes, crc32(content)))
@@ -256,14 +258,6 @@ def _gathered(segment: Gathered, offset: int, sink: Sink, written: Written, prog
             progress(segment.nbytes)
 
     return run
-
-
-def gather(segment: Gathered) -> tuple[bytes, Mapping[str, int]]:
-    """What a segment with many tensors in it makes: its bytes, and the CRC-32 of each tensor."""
-    content, known = segment.make()
-    if len(content) != segment.nbytes:
-        raise ValueError(f"a gathered segment of {segment.nbytes} bytes was made with {len(content)}")
-    return content, known
 
 
 def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
@@ -294,12 +288,12 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
                 here[segment.label] = written.add(segment, 0, data)
                 buffer[at:end] = data
             elif isinstance(segment, Gathered):
-                content, sums = gather(segment)
+                content, sums = segment.content()
                 written.gathered.update(sums)
                 here.update(sums)
                 buffer[at:end] = content
             elif isinstance(segment, Late) and segment.needs in here:
-                buffer[at:end] = segment.make(here)
+                buffer[at:end] = segment.content(here)
                 written.made.add(offset)
             else:
                 # What stands before it is known now.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,17 +26,14 @@ from holdfast.errors import (
     BadArgumentType,
     HoldfastError,
     Replaced,
-    StoreError,
     UnknownFormat,
     ZipError,
-    detached,
     located,
 )
 from holdfast.formats.detect import describe, detect
-from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 T = TypeVar("T")
 
@@ -136,44 +132,17 @@ def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> 
     if isinstance(path, bytes | bytearray | memoryview):
         return MemoryStore({"bytes": path}, name="<bytes>")
     if isinstance(path, str | os.PathLike):
-        where = place_of(path, store)
-        if isinstance(where, Url):
-            from holdfast.stores.remote.store import RemoteStore
-
-            return RemoteStore(where, limits=limits)
-        return _local(where, limits)
+        return place_at(place_of(path, store)).store(limits, _recover)
     if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
         check_binary(path, "rb")
         return FileObjectStore(path)
     raise BadArgumentType(f"a checkpoint is a path, bytes or a seekable binary file, not {shown(path)}", found=path)
 
 
-def _local(path: str, limits: Limits) -> LocalStore:
-    """The store of a path; where nothing is there, that of what a save had set aside when it was cut off, or still has."""
-    absent = 0
-    while True:
-        try:
-            return LocalStore(path, max_files=limits.files)
-        except StoreError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            missing = detached(error)
-        from holdfast.engine.commit.temporaries import recover
+def _recover(path: str) -> str | None:
+    from holdfast.engine.commit.temporaries import recover  # only where nothing is there
 
-        kept = recover(path)
-        # A directory that is replaced in two steps has no name between them, and may have one by the time we look.
-        absent += kept is None and not os.path.exists(path)
-        if absent > 1:
-            try:
-                raise missing
-            finally:
-                del missing
-        if kept is not None:
-            try:
-                return LocalStore(kept, max_files=limits.files, instead_of=os.path.realpath(path))
-            except StoreError as error:
-                if error.errno != errno.ENOENT:
-                    raise
+    return recover(path)
 
 
 def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +43,13 @@ from holdfast.inspect.scanning.model_code import beside_weights, is_config, look
 from holdfast.inspect.scanning.walk import WHOLE, FileScan
 from holdfast.inspect.severity import Severity
 from holdfast.stores.paths import found_path, place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import join, place_at
 
 Verdict = Literal["dangerous", "suspicious", "unknown", "error", "nothing scanned", "clean"]
 
 T = TypeVar("T")
 
 AnyPath = str | os.PathLike[str]
-
-Place = Path | Url
-"""A file or a folder of this machine, or in an object store."""
 
 POINTER = b"version https://git-lfs"
 """A file that stands for another one, which is not here: what it would do, nobody can tell."""
@@ -149,11 +145,11 @@ def scan(
     skipped: list[str] = []
     for given in _flat(paths):
         try:
-            path = _placed(place_of(given), limits or Limits())
+            path = place_at(place_of(given)).settled(limits or Limits())
         except HoldfastError as error:
             files.append(FileReport(str(given) if isinstance(given, str | Path) else shown(given), "", error=str(error)))
             continue
-        if not _is_dir(path):
+        if not place_at(path).is_folder:
             files.append(_scan_file(path, limits or Limits()))
             continue
         for report in _scan_below(path, limits or Limits()):
@@ -173,35 +169,7 @@ def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[AnyPath]:
             yield path
 
 
-def _placed(place: str, limits: Limits) -> Place:
-    """What a place is called here: a path, or a URL that says whether it is a folder's. Raises where no such object is there."""
-    if not isinstance(place, Url):
-        return Path(place)
-    from holdfast.stores.remote.store import RemoteStore
-
-    store = RemoteStore(place, limits=limits)
-    store.close()
-    return _url(place, folder=store.folder)
-
-
-def _url(url: Url, *, folder: bool) -> Url:
-    url.folder = folder
-    return url
-
-
-def _is_dir(path: Place) -> bool:
-    return path.folder if isinstance(path, Url) else os.path.isdir(path)
-
-
-def _name(path: Place) -> str:
-    return path.rpartition("/")[2] if isinstance(path, Url) else path.name
-
-
-def _openable(path: Place) -> str:
-    return path if isinstance(path, Url) else found_path(str(path))
-
-
-def _scan_below(directory: Place, limits: Limits) -> Iterator[FileReport | Place]:
+def _scan_below(directory: str, limits: Limits) -> Iterator[FileReport | str]:
     """A report of every file below a directory, or its place where no loader would do anything with it.
 
     A distributed checkpoint is one thing, and stands for its files; so is a native directory. Python code is judged by what lies
@@ -219,54 +187,28 @@ def _scan_below(directory: Place, limits: Limits) -> Iterator[FileReport | Place
         reports = {place: _scan_found(place, limits) for place in places}
         findings = [finding for report in reports.values() if report is not None for finding in report.findings]
         here = any(report is not None for report in reports.values())
-        code = beside_weights(_name(folder), names, findings, weights=here, above=str(folder.parent).rstrip("/") in told)
-        told |= {str(folder).rstrip("/")} if here else set()
+        at = place_at(folder)
+        code = beside_weights(at.name, names, findings, weights=here, above=at.parent.rstrip("/") in told)
+        told |= {folder.rstrip("/")} if here else set()
         for name in code:
             reports.setdefault(_below(folder, name), None)
         for place, report in reports.items():
-            if _name(place) in code and place != folder:
+            name = place_at(place).name
+            if name in code and place != folder:
                 made = report or FileReport(str(place), "python")
-                report = replace(made, findings=(*made.findings, code[_name(place)]))
+                report = replace(made, findings=(*made.findings, code[name]))
             yield report or place
 
 
-def _below(folder: Place, name: str) -> Place:
-    return folder.below(name) if isinstance(folder, Url) else folder / name
+def _below(folder: str, name: str) -> str:
+    return name if folder == os.curdir else join(folder, name)
 
 
-def _search(directory: Place, limits: Limits) -> Iterator[tuple[Place, Sequence[str]] | FileReport]:
-    """Every folder at or below a directory, with the names of its files; one that cannot be listed as an error.
-
-    Links to folders are not followed.
-    """
-    if isinstance(directory, Url):
-        yield from _search_prefix(directory, limits)
-        return
-    problems: list[OSError] = []
-    for folder, folders, names in os.walk(directory, onerror=problems.append):
-        folders.sort()
-        yield Path(folder), names
-    for problem in problems:
-        yield FileReport(str(problem.filename), "", error=f"cannot list this folder: {problem.strerror}")
-
-
-def _search_prefix(prefix: Url, limits: Limits) -> Iterator[tuple[Place, Sequence[str]] | FileReport]:
-    """The same for all objects below a prefix."""
-    from holdfast.stores.remote.client import bucket_of
-
-    start = f"{prefix.key}/" if prefix.key else ""
-    folders: dict[str, list[str]] = {}
-    try:
-        listed = bucket_of(prefix).below(start, limits.files)
-    except HoldfastError as error:
-        yield FileReport(prefix, "", error=str(error))
-        return
-    for found in listed:
-        folder, _, name = found.key.removeprefix(start).rpartition("/")
-        if name:
-            folders.setdefault(folder, []).append(name)
-    for folder, names in sorted(folders.items()):
-        yield _url(prefix.below(folder) if folder else prefix, folder=True), names
+def _search(directory: str, limits: Limits) -> Iterator[tuple[str, Sequence[str]] | FileReport]:
+    """Every folder at or below a directory, with the names of its files; one that cannot be listed as an error."""
+    problems: list[FileReport] = []
+    yield from place_at(directory).walk(limits.files, lambda place, why: problems.append(FileReport(place, "", error=why)))
+    yield from problems
 
 
 def _parted(names: Sequence[str]) -> tuple[bool, list[str]]:
@@ -281,34 +223,29 @@ def _belongs(name: str) -> bool:
     return is_index(name) or name.endswith(DATA_SUFFIX)
 
 
-def _scan_found(path: Place, limits: Limits) -> FileReport | None:
+def _scan_found(path: str, limits: Limits) -> FileReport | None:
     """One file of a directory, or a folder that is one checkpoint; None when no loader would do anything with it."""
-    if _is_dir(path):
+    if place_at(path).is_folder:
         return _guarded(path, lambda: _scan_folder(path, limits))
-    try:
-        if isinstance(path, Path) and not stat.S_ISREG(path.stat().st_mode):
-            return None
-    except FileNotFoundError:
-        return None  # a link to nowhere: nobody can load it either
-    except OSError:
-        pass  # opening it says what is wrong
+    if not place_at(path).may_be_file:
+        return None
     report = _guarded(path, lambda: _scan_bytes(path, limits))
     return report if report.format or report.findings or report.error else None
 
 
-def _scan_file(path: Place, limits: Limits) -> FileReport:
+def _scan_file(path: str, limits: Limits) -> FileReport:
     """One file that must be something."""
     report = _guarded(path, lambda: _scan_bytes(path, limits))
     if report.format or report.findings or report.error:
         return report
     try:
-        with open_checkpoint(_openable(path), limits=limits):
+        with open_checkpoint(found_path(path), limits=limits):
             return report
     except HoldfastError as error:
         return replace(report, error=str(error))
 
 
-def _guarded(path: Place, look: Callable[[], FileReport]) -> FileReport:
+def _guarded(path: str, look: Callable[[], FileReport]) -> FileReport:
     """A scan of a thousand files does not end at the first surprise; even a bug of ours is reported as an error of this file."""
     try:
         return look()
@@ -329,16 +266,17 @@ def _keeping(walk: FileScan, look: Callable[[], T]) -> T | None:
     return None
 
 
-def _scan_bytes(path: Place, limits: Limits) -> FileReport:
+def _scan_bytes(path: str, limits: Limits) -> FileReport:
     """One file, walked and opened."""
-    store = store_of(_openable(path), limits)
+    store = store_of(found_path(path), limits)
     try:
         source = OpenSource(store, limits=limits, threads=1, mapped=False)
         (key,) = store.list()
         span = Span(source, key, 0, store.size(key))
-        walk = FileScan(_for_index(limits) if is_index(_name(path)) else limits, span.nbytes)
+        name = place_at(path).name
+        walk = FileScan(_for_index(limits) if is_index(name) else limits, span.nbytes)
         _keeping(walk, lambda: walk.look(span, WHOLE))
-        if is_config(_name(path)) and _keeping(walk, lambda: look_at_config(span, _name(path), walk.found)):
+        if is_config(name) and _keeping(walk, lambda: look_at_config(span, name, walk.found)):
             walk.kinds.add("config")
         opened = _open(path, limits)
         if span.read(0, len(POINTER)) == POINTER:
@@ -372,9 +310,9 @@ TEMPLATE_REASON = (
 )
 
 
-def _open(path: Place, limits: Limits) -> OpenOutcome:
+def _open(path: str, limits: Limits) -> OpenOutcome:
     try:
-        with open_checkpoint(_openable(path), limits=limits) as checkpoint:
+        with open_checkpoint(found_path(path), limits=limits) as checkpoint:
             paths = places_of(checkpoint.tree) if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
             templates = tuple(name for name in checkpoint.metadata if TEMPLATE in name) if checkpoint.format == "gguf" else ()
@@ -396,7 +334,7 @@ def _paths_of_pickle(walk: FileScan, span: Span) -> dict[str, tuple[str, ...]]:
     return places_of(done.value)
 
 
-def _report(path: Place, walk: FileScan, opened: OpenOutcome, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
+def _report(path: str, walk: FileScan, opened: OpenOutcome, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
     for name in opened.templates:
         walk.found.tell("unknown", name, TEMPLATE_REASON, stream=WHOLE)
     findings = walk.found.sorted(paths)
@@ -421,9 +359,9 @@ def _joined(errors: list[str]) -> str | None:
     return "; ".join(dict.fromkeys(errors)) or None
 
 
-def _scan_folder(folder: Place, limits: Limits) -> FileReport:
+def _scan_folder(folder: str, limits: Limits) -> FileReport:
     """A distributed checkpoint or a native directory: all its files, and what its index says of them."""
-    found = _sizes(folder)
+    found = place_at(folder).files()
     native = MANIFEST in found
     sizes = {name: nbytes for name, nbytes in found.items() if native or _belongs(name)}
     walk = FileScan(limits, sum(sizes.values()))
@@ -431,7 +369,7 @@ def _scan_folder(folder: Place, limits: Limits) -> FileReport:
     spans: dict[str, Span] = {}
     try:
         for name in sizes:
-            store = store_of(folder.below(name) if isinstance(folder, Url) else found_path(str(folder / name)), limits)
+            store = store_of(found_path(_below(folder, name)), limits)
             stores.append(store)
             (key,) = store.list()
             spans[name] = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))
@@ -452,16 +390,6 @@ def _scan_folder(folder: Place, limits: Limits) -> FileReport:
     if not opened.format and opened.refusal is None:
         errors.append("the index of a distributed checkpoint, or its data, without the other")
     return FileReport(str(folder), opened.format, findings, _joined(errors), walk.streams)
-
-
-def _sizes(folder: Place) -> dict[str, int]:
-    """The files of a folder, sorted, with their lengths."""
-    if isinstance(folder, Url):
-        from holdfast.stores.remote.client import bucket_of
-
-        _, found = bucket_of(folder).folders(folder.key)
-        return {one.key.rpartition("/")[2]: one.nbytes for one in sorted(found, key=lambda one: one.key)}
-    return {entry.name: entry.stat().st_size for entry in sorted(os.scandir(folder), key=lambda e: e.name) if entry.is_file()}
 
 
 def _scan_items(walk: FileScan, spans: dict[str, Span]) -> None:

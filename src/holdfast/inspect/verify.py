@@ -43,7 +43,7 @@ from holdfast.inspect.ranges import NPZ, Range, StorageRanges, add_records, find
 from holdfast.inspect.sealed import compared, seal_path
 from holdfast.plan.coalesce import Ranges
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url, is_url, join
+from holdfast.stores.place import join, place_at
 
 SUFFIXES = (".bin", ".ckpt", ".gguf", ".npy", ".npz", ".pt", ".pt2", ".pth", ".pth.tar", ".safetensors", ".th")
 """Files in a directory that are checkpoints by their names."""
@@ -174,9 +174,10 @@ def _verified(src: Openable | Checkpoint, limits: Limits, workers: int, *, progr
         return check.report(str(src))
     for _ in range(TRIES):
         check = Verification(limits, workers, progress)
-        if not isinstance(path, Url):
+        place = place_at(path)
+        if place.on_disk:
             check.sealed(path, whole=True)
-        if isinstance(path, Url) or os.path.isdir(path):
+        if place.is_folder or not place.on_disk:
             check.directory(path)
         else:
             check.one(path)
@@ -266,15 +267,15 @@ class Verification:
         if self.replaced:
             self.refuse(path, failed or Replaced("the folder was replaced while it was read; verify it again", file=path))
             return
-        found_before = len(self._formats)
+        found_before, on_disk = len(self._formats), place_at(path).on_disk
         for key in keys:
-            if key.endswith(f"/{SEAL}") and not isinstance(path, Url) and os.path.join(path, key) not in self._vouched:
+            if key.endswith(f"/{SEAL}") and on_disk and os.path.join(path, key) not in self._vouched:
                 self.sealed(os.path.dirname(os.path.join(path, key)))
         for key in keys:
             if key in done or key == SEAL or key.endswith(SUFFIX) or key.rsplit("/", 1)[-1].startswith("."):
                 continue
             file = join(path, key)
-            if key + SUFFIX in keys and not isinstance(path, Url):
+            if key + SUFFIX in keys and on_disk:
                 self.sealed(file)
             if key.lower().endswith(SUFFIXES):
                 self.one(file, optional=True, ours=MANIFEST in keys)
@@ -314,7 +315,7 @@ class Verification:
 
     def refuse(self, file: str, error: HoldfastError, *, ours: bool = False) -> None:
         """Enter an error of a file; what breaks a rule in `ours` is damage, since no other program writes such files."""
-        place = file if error.file in (None, file) else _label(file, error.file)
+        place = file if error.file in (None, file) else place_at(file).file(error.file)
         if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
             self._damaged.append(Damage(place, (), "", error.offset or 0, 0, error.expected, error.found, error.message))
         else:
@@ -374,12 +375,13 @@ class Verification:
             fold_into_records(found.others)
         self._sweep(source, tensors, found, keys=keys, path=path)
         self._formats.append(kind)
-        self._files += [(os.path.basename(path) if _label(path, key) == path else key, source.store.size(key)) for key in keys]
+        place = place_at(path)
+        self._files += [(os.path.basename(path) if place.file(key) == path else key, source.store.size(key)) for key in keys]
         return set(keys)
 
     def _lost(self, path: str, error: HoldfastError, name: str) -> None:
         """Note a tensor whose bytes cannot be found, because what says where they are is damaged."""
-        file = _label(path, error.file) if error.file else path
+        file = place_at(path).file(error.file) if error.file else path
         if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
             self._damaged.append(Damage(file, (name,), "", error.offset or 0, 0, error.expected, error.found))
         else:
@@ -416,7 +418,7 @@ class Verification:
             missed = sweep.errors.get(number)
             if missed is not None:
                 key = between.keys[between.files.item(number - len(filled))]
-                self._problems.append(Problem(_label(path, key), missed.message, type(missed).__name__))
+                self._problems.append(Problem(place_at(path).file(key), missed.message, type(missed).__name__))
         for at in packed:
             outcome: int | HoldfastError | None
             try:
@@ -443,7 +445,7 @@ class Verification:
         for number in np.flatnonzero(wrong).tolist():
             made, _ = ranges_of(tensors, found.names, [rows.positions.item(number)])
             outcomes.append((made[ranges.place(number)], sweep.outcome(number)))
-        vouched = np.array([_label(path, key) in self._vouched for key in ranges.keys], np.bool_)
+        vouched = np.array([place_at(path).file(key) in self._vouched for key in ranges.keys], np.bool_)
         unknown = ~recorded & ~wrong
         unknown[unknown] = ~vouched[ranges.files[unknown]]
         self._unchecked_nbytes += int(ranges.nbytes[unknown].sum())
@@ -457,7 +459,7 @@ class Verification:
 
     def _settle(self, at: Range, outcome: int | HoldfastError | None, path: str, *, file: str = "") -> None:
         """Enter the outcome of one range into the report, under the file that it lies in, or the one that is given."""
-        file, names = file or _label(path, at.span.key), tuple(at.tensors)
+        file, names = file or place_at(path).file(at.span.key), tuple(at.tensors)
         if isinstance(outcome, HoldfastError):
             self._problems.append(Problem(file, outcome.message, type(outcome).__name__, names))
             return
@@ -470,10 +472,3 @@ class Verification:
         self._checked += at.span.nbytes
         if outcome != at.crc32:
             self._damaged.append(Damage(file, names, at.label, at.span.start, at.span.nbytes, at.crc32, outcome))
-
-
-def _label(path: str, key: str) -> str:
-    """The file as a person would name it."""
-    if isinstance(path, Url):
-        return key if is_url(key) else path if path.rpartition("/")[2] == key else path.below(key)
-    return os.path.join(path, key) if os.path.isdir(path) else path

@@ -42,6 +42,13 @@ def without_hashes(sums: dict[str, int]) -> dict[str, int]:
     return sums
 
 
+def of_length(made: bytes, nbytes: int) -> bytes:
+    """What was made for a segment. Raises `ValueError` where it would move all that stands behind it."""
+    if len(made) != nbytes:
+        raise ValueError(f"a segment of {nbytes} bytes was made with {len(made)}")
+    return made
+
+
 class Literal(Value, frozen=True):
     """Bytes that are known when the plan is made."""
 
@@ -105,6 +112,11 @@ class Gathered(Value, frozen=True, eq=False):
         """Whether there is nothing between the pieces."""
         return self.lengths is not None
 
+    def content(self) -> tuple[bytes, Mapping[str, int]]:
+        """What it makes, of the length that it has."""
+        made = self.make()
+        return of_length(made[0], self.nbytes), made[1]
+
 
 class Hole(Value, frozen=True):
     """Room without content. It has no checksum: whoever fills it knows better."""
@@ -122,6 +134,10 @@ class Late(Value, frozen=True):
     """The one label that it depends on, where it is only one: it can then be made as soon as that data has passed by."""
     blank: bytes | None = None
     """What it is with 0 in the place of every checksum, where somebody has made that already."""
+
+    def content(self, crcs: Mapping[str, int]) -> bytes:
+        """What it makes of these checksums, of the length that it has."""
+        return of_length(self.make(crcs), self.nbytes)
 
 
 Segment = Literal | Data | Memory | Gathered | Hole | Late

@@ -6,7 +6,6 @@ survey      do the boxes of all ranks cover each tensor exactly once?
 plan        which rank writes which box: dealt evenly among those that hold it
 together    all of it for one save: what the checkpoint holds, and a task for each rank
 files       what one rank writes in each format, and the index behind all of it
-gathering   where the files of all ranks come together unseen: a hidden folder (`folder`) or names in a bucket (`prefix`)
-write       would it open? Then the files of a rank; receipts, index, publish
+write       would it open? Then the files of a rank to a target (engine/targets); receipts, index, publish
 per_rank    what is each rank's own
 """

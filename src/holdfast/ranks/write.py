@@ -1,7 +1,7 @@
 """The files of a sharded save on their way: rehearsed, written by every rank, published by the first one.
 
     first rank    would the index open? Asked before there is a place for anything (`rehearse_contents`)
-    every rank    its files to where they come together (ranks/gathering), checksums on the way      ──► receipts
+    every rank    its files to where they come together (engine/targets), checksums on the way      ──► receipts
     first rank    compare receipts with the plan, make the index, read it once more, publish
 
 The rehearsal. No rank has the whole checkpoint. What the first one has is its description, so before anything is made it lays out
@@ -12,42 +12,61 @@ decides no more than the length of the index; of what is finished the index is r
 
 from __future__ import annotations
 
+import errno
 import io
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.protocols import State, Store
+from holdfast.core.keys import beside
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.commit.remote import save_id
+from holdfast.engine.commit.target import refusal
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
 from holdfast.engine.stream import write_stream
+from holdfast.engine.targets.bucket import BucketNames, ReplacedObjects
+from holdfast.engine.targets.target import Fill, Saving, Target, target_of
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
-from holdfast.errors import NotCommitted
+from holdfast.errors import HoldfastError, NotCommitted, StoreError
+from holdfast.formats.dcp.index import BESIDE, METADATA, SavedTensor, read_index
+from holdfast.formats.dcp.schema import Item
+from holdfast.formats.index_file import read_index as read_pieces
 from holdfast.formats.native.base import Place, Reuse
+from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.write import BoxToWrite
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.write import lay_out_torch_zip
-from holdfast.plan.saves import FilePlan
+from holdfast.plan.saves import FilePlan, SavePlan
 from holdfast.ranks.files import (
     NOTHING,
+    PIECES_INDEX,
     Contents,
     DcpIndex,
     RankFile,
     RankOutput,
     Receipt,
     index_files,
+    is_part,
     linked_receipts,
     rank_files,
 )
-from holdfast.ranks.gathering import Begun, FirstGathering, Gathering, open_gathering
 from holdfast.ranks.together import Together
 from holdfast.rewrite.formats import Outline, check_holds, described
+from holdfast.rewrite.namings import Namings
+from holdfast.rewrite.renewal import NOTHING as NO_SEALS
 from holdfast.rewrite.step_seal import Stamp, digest_of, seal_file
 from holdfast.stores.memory import MemoryStore
+from holdfast.stores.remote.client import bucket_of
+from holdfast.stores.remote.store import RemoteStore
+from holdfast.stores.remote.url import Url
 
 READ_AS = {"native": ("native",), "dcp": ("dcp",), "safetensors": ("safetensors", "safetensors-dir")}
 """What a finished folder is opened as. One safetensors file in a folder of its own is just that file."""
@@ -113,7 +132,7 @@ class Publishing(Value, frozen=True):
 
     path: str
     format: str
-    gathering: FirstGathering
+    target: Target
     together: Together
     step: AsStep | None = None
     """Where it is to be a step of a run."""
@@ -125,13 +144,77 @@ def open_publishing(
     """Make a place in which the checkpoint comes together."""
     if step is not None:
         overwrite = step.begin(together.nbytes)
-    gathering = open_gathering(path, format=format, durable=durable, overwrite=overwrite)
-    return Publishing(path, format, gathering, together, step)
+    return Publishing(path, format, open_together(path, format, durable=durable, overwrite=overwrite), together, step)
+
+
+INDEXES = {"native": MANIFEST, "dcp": METADATA, "safetensors": PIECES_INDEX}
+"""The object that makes the others a checkpoint, in each format. Safetensors files of ranks have one here alone. Of a DCP directory
+no checksum is recorded beside it: that would be a second name to write, and two names cannot be put at once."""
+
+
+def open_together(
+    path: str, format: str, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool] = is_part
+) -> Target:
+    """On the first rank: make a place for a save to a path or URL. Raises `NotCommitted` where there may be none."""
+    index = INDEXES[format]
+    names = BucketNames(
+        replaced=lambda url, there: _objects_of(url, index),
+        others=lambda url: _other_indexes(url, index, overwrite=overwrite),
+        stale=(BESIDE,) if index == METADATA else (),
+    )
+    plan = SavePlan(format, (), directory=True, index=(FilePlan(index, ()),))
+    return target_of(
+        path, plan, overwrite=overwrite, durable=durable, names=lambda: names, replaceable=replaceable, save=save_id(), parents=True
+    )
+
+
+def _other_indexes(url: Url, index: str, *, overwrite: bool) -> list[str]:
+    """The indexes of other formats that are there. Raises `NotCommitted` where one may not, or cannot, be replaced."""
+    there = [name for name in INDEXES.values() if name != index and _is_there(url, name)]
+    if there and not overwrite:
+        raise refusal("a checkpoint exists there; pass overwrite=True to replace it", url, errno.EEXIST)
+    if MANIFEST in there:
+        message = f"there is a checkpoint with a {MANIFEST}, which would still be the one that is opened; save elsewhere"
+        raise refusal(f"{message}, or remove that object first", url, errno.EEXIST)
+    return there
+
+
+def _is_there(url: Url, name: str) -> bool:
+    try:
+        bucket_of(url).head(url.below(name).key)
+    except StoreError as error:
+        if error.errno != errno.ENOENT:
+            raise refusal(f"the target cannot be looked at: {error.message}", url, error.errno) from None
+        return False
+    return True
+
+
+def _objects_of(url: Url, index: str) -> ReplacedObjects:
+    """What the checkpoint there names, in the formats that ranks write; nothing of one that cannot be read."""
+    found: list[str] = []
+    shared = False
+    with suppress(HoldfastError):
+        store = RemoteStore(url)
+        source = OpenSource(store, limits=Limits())
+        if store.holds(MANIFEST):
+            manifest = read_manifest(source)
+            found += [*(file.name for file in manifest.files), *(file.name for file in manifest.others or ())]
+            shared = manifest.hash is not None
+        elif store.holds(METADATA):
+            for entry in read_index(source, whole=False).entries.values():
+                if isinstance(entry, SavedTensor):
+                    found += [piece.item.file for piece in entry.pieces]
+                elif isinstance(entry, Item):
+                    found.append(entry.file)
+        elif store.holds(PIECES_INDEX):
+            found += read_pieces(source, PIECES_INDEX).files
+    named = Namings(url.parent).named if shared else None
+    return ReplacedObjects([index, *(name for name in dict.fromkeys(found) if "/" not in name or beside(name))], named)
 
 
 def write_files(
     files: Sequence[RankFile],
-    into: Gathering,
+    into: Target,
     *,
     threads: int,
     progress: Progress | None = None,
@@ -146,23 +229,18 @@ def write_files(
     receipts: dict[str, Receipt] = {}
     each = max(threads // max(len(files), 1), 1)
 
-    def task(file: RankFile, begun: Begun) -> Callable[[], None]:
+    def task(file: RankFile, fill: Fill) -> Callable[[], None]:
         def run() -> None:
-            crcs = begun.write(threads=each, progress=progress, block=block)
+            crcs = fill(Saving(seals=NO_SEALS, threads=each, progress=progress, block=block))
             receipts[file.plan.key] = Receipt(file.plan.key, file.plan.nbytes, list(file.chunks(crcs)))
 
         return run
 
-    all_begun: list[Begun] = []
     try:
         for receipt, file in zip(taken, reuse.linked, strict=True):
             receipt.linked = into.link(file)
-        all_begun.extend(into.begin(file.plan) for file in files)
-        run_all([task(file, begun) for file, begun in zip(files, all_begun, strict=True)], threads)
-    except BaseException:
-        for begun in all_begun:
-            begun.give_up()
-        raise
+        begun = [(file, into.begin(file.plan)) for file in files]
+        run_all([task(file, fill) for file, fill in begun], threads)
     finally:
         into.close()
     return [*taken, *(receipts[file.plan.key] for file in files)]
@@ -170,7 +248,7 @@ def write_files(
 
 def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, dcp_index: DcpIndex) -> None:
     """Make the files of all ranks a checkpoint, in one step. `delivered[r]` is what rank r has written."""
-    format, contents, into = publishing.format, publishing.together.contents, publishing.gathering
+    format, contents, into = publishing.format, publishing.together.contents, publishing.target
     for rank, (receipts, planned) in enumerate(zip(delivered, publishing.together.boxes, strict=True)):
         chunks = (chunk for receipt in receipts for chunk in receipt.chunks)
         found = sorted((name, chunk.start, chunk.stop) for name, chunk in chunks if name not in contents.values)
@@ -178,8 +256,9 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
             raise NotCommitted(f"rank {rank} did not write what was planned for it", file=publishing.path)
     everything = [receipt for receipts in delivered for receipt in receipts]
 
-    def check(store: Store) -> None:
-        check_holds(described(store, READ_AS[format]).tensors, _outlines(contents), store.name)
+    def last() -> None:
+        with closing(into.written()) as store:
+            check_holds(described(store, READ_AS[format]).tensors, _outlines(contents), store.name)
         if step is not None:
             step.sure()
 
@@ -190,7 +269,8 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
         attributes = step.attributes([(receipt.key, receipt.nbytes) for receipt in everything])
         if attributes is None:
             index.append(_seal(everything, tuple(index), step.stamp))
-    into.publish(delivered, index, check=check, attributes=attributes)
+    others = [(one.key, one.nbytes, one.linked) for receipts in delivered[1:] for one in receipts]
+    into.publish(index, Saving(seals=NO_SEALS, last=last, attributes=attributes), others)
 
 
 def _seal(receipts: Sequence[Receipt], index: Sequence[FilePlan], stamp: Stamp) -> FilePlan:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from holdfast.core.text import clip, escape, nbytes, plural
 from holdfast.reports.document import Document, rounded
 from holdfast.reports.structure import iso
-from holdfast.runs.places import place_for
+from holdfast.runs.directory import place_for
 from holdfast.runs.record import RECORD
 from holdfast.runs.steps import Step
 from holdfast.runs.table import RunRow, RunTable, look
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 STEPS = 5000
 """Steps that are shown: the newest."""
@@ -28,11 +28,10 @@ Norm = Callable[[Step], float | None]
 
 def is_run(path: object) -> bool:
     """Whether a path says itself that it is that of a run; `open` is asked first of one that does not."""
-    return isinstance(path, str | os.PathLike) and not _is_url(path) and os.path.isfile(os.path.join(place_of(path), RECORD))
-
-
-def _is_url(path: object) -> bool:
-    return isinstance(place_of(path), Url)
+    if not isinstance(path, str | os.PathLike):
+        return False
+    place = place_at(place_of(path))
+    return place.on_disk and os.path.isfile(place.below(RECORD))
 
 
 def run_at(path: object) -> RunTable | None:
@@ -40,9 +39,9 @@ def run_at(path: object) -> RunTable | None:
     if not isinstance(path, str | os.PathLike):
         return None
     where = place_of(path)
-    if not isinstance(where, Url) and not os.path.isdir(where):
+    if place_at(where).on_disk and not os.path.isdir(where):
         return None
-    place = place_for(where.rstrip("/") or "/" if not isinstance(where, Url) else where)
+    place = place_for(where)
     kept = place.kept()
     table = look(place, kept.rules if kept is not None else (), str(where), recorded=kept is not None)
     return table if table.rows or kept is not None else None

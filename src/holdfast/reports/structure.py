@@ -28,7 +28,6 @@ from holdfast.inspect.survey import Survey, survey
 from holdfast.reports.document import Document, front_coded, labelled, short
 from holdfast.reports.layers import places
 from holdfast.stores.paths import found_path
-from holdfast.stores.remote.url import Url
 
 FINDINGS = 50
 """Findings of a scan that are listed."""
@@ -184,7 +183,7 @@ def scanned(path: object, limits: Limits | None) -> Document:
     """What `scan` says of a path; nothing of what has none."""
     if not isinstance(path, str | os.PathLike):
         return {"verdict": "not scanned", "findings": []}
-    report = scan(path if isinstance(path, Url) else found_path(str(path)), limits=limits)
+    report = scan(found_path(path if isinstance(path, str) else str(path)), limits=limits)
     findings = [(file, finding) for file in report.reports for finding in file.findings if not finding.allowed]
     told: list[Document] = [
         {"severity": finding.severity, "text": f"{clip(finding.what)}: {clip(finding.reason)}"}

@@ -8,9 +8,8 @@ formats          the format of a path, and the plan of a state in it, opened by 
 companions       config and tokenizer files of a Hugging Face folder, which go where its weights go
 planned          what a verb is going to do: `Planned`, the result `Saved`; writes a plan and publishes it
 writing          how a plan is written: `Writing`
-uploaded         a plan carried out in an object store
-namings          what the manifests of checkpoints beside each other in a bucket name, which nobody may delete
-base             the checkpoint before, of which a save takes over what did not change; `far_base` in an object store
+namings          what the manifests of checkpoints beside each other in a bucket name, which nobody may delete; what a save replaces
+base             the checkpoint before, of which a save takes over what did not change
 save             a state: to a path, a file object, or as bytes (`to_bytes`)
 step_seal        the seal of a step of a run, as one more file of its plan
 renewal          the seals of what is rewritten in its own place, renewed with it

@@ -12,17 +12,22 @@ another file system, costs nothing but a note: everything is written then. One t
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import partial
 
 from holdfast.core.content_hash import HASH, Hashed
+from holdfast.core.keys import DATA, beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.hashes import tensor_hashes, unchanged, unchanged_rows
 from holdfast.engine.source import OpenSource
-from holdfast.errors import BadArgument, HoldfastError, Unsupported
+from holdfast.engine.threads import run_all
+from holdfast.errors import BadArgument, HoldfastError, StoreError, Unsupported
 from holdfast.formats.native.base import Base, Place, Reuse, recorded_chunks
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
@@ -31,7 +36,11 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
 from holdfast.plan.table import Table
+from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
+
+SOME_DATA = "data-0000000000000000-00001-of-00001.safetensors"
+"""A name that a data object might have."""
 
 
 def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None:
@@ -103,11 +112,10 @@ def open_base(
     if path is None:
         return OpenBase(threads=threads, block=block)
     try:
-        if isinstance(path, Url) and isinstance(target, Url):
-            from holdfast.rewrite.far_base import open_far_base  # what it imports is for those who have a bucket
-
-            return open_far_base(path, target, limits=limits or Limits(), threads=threads, block=block)
-        if isinstance(path, Url) or isinstance(target, Url):
+        url, goal = place_at(path).url, place_at(target).url
+        if url is not None and goal is not None:
+            return _open_beside(url, goal, limits=limits or Limits(), threads=threads, block=block)
+        if url is not None or goal is not None:
             return not_used(path, "one of the two is in an object store", threads=threads, block=block)
         if not os.path.lexists(path):
             raise nothing_at(path)
@@ -170,3 +178,43 @@ def not_used(path: str, problem: str, *, threads: int | None, block: int | None)
 def not_shared(path: str, problem: str) -> str:
     """The note of a base that is not used."""
     return f"everything is written, and nothing shared with {path!r}: {problem}"
+
+
+def _open_beside(url: Url, target: Url, *, limits: Limits, threads: int | None, block: int | None) -> OpenBase:
+    """Open the base of a save to `target`. It is not held: objects of these names have one content, or are gone.
+
+    Whether they are there still when the new one is published, and stay, is for `engine/commit/claims`.
+    """
+    from holdfast.engine.commit.claims import claims_below  # for those who have a bucket
+    from holdfast.stores.remote.store import RemoteStore
+
+    parent, own = target.parent, target.key.rpartition("/")[2]
+    folder = url.key.rpartition("/")[2]
+    if url.parent.identity != parent.identity or not target.key or not beside(f"../{folder}/{SOME_DATA}"):
+        return not_used(url, "it is not beside the new one, in the same prefix", threads=threads, block=block)
+    try:
+        store = RemoteStore(url, limits=limits)
+    except StoreError as error:
+        if error.errno == errno.ENOENT:
+            raise nothing_at(url) from None
+        raise
+    with closing(store):
+        source = OpenSource(store, limits=limits)
+        if not store.holds(MANIFEST):
+            return not_used(url, "it is no native checkpoint", threads=threads, block=block)
+        manifest = read_manifest(source)
+        problem = without_hashes(manifest)
+        places = {file.name: beside(file.name) or (folder, file.name) for file in manifest.files}
+        if problem is None and not all(DATA.fullmatch(name) for _, name in places.values()):
+            problem = "its data has names that other checkpoints may write, too"
+        going = claims_below(parent, "deletes") if problem is None else set()
+        if going.intersection(one for one, _ in places.values()):
+            problem = "data that it names is being deleted, or was when a process died"
+        if problem is not None:
+            return not_used(url, problem, threads=threads, block=block)
+        starts = [bytearray(PREFIX_NBYTES) for _ in manifest.files]
+        asked = zip(manifest.files, starts, strict=True)
+        run_all([partial(store.read, file.name, 0, memoryview(start)) for file, start in asked], store.requests)
+        data = [f.nbytes - PREFIX_NBYTES - int.from_bytes(s, "little") for f, s in zip(manifest.files, starts, strict=True)]
+    names = {name: at if one == own else f"../{one}/{at}" for name, (one, at) in places.items()}
+    return OpenBase(Base(url, manifest, data, names), threads=threads, block=block)

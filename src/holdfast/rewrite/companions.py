@@ -43,8 +43,8 @@ from holdfast.formats.torch.directory import weight_files
 from holdfast.inspect.open import store_of
 from holdfast.plan.saves import Data, FilePlan, Literal, SavePlan
 from holdfast.rewrite.formats import DIRECTORIES, is_replaceable
-from holdfast.stores.paths import place_of, same_place
-from holdfast.stores.remote.url import Url
+from holdfast.stores.paths import place_of
+from holdfast.stores.place import place_at, same_place
 
 CopyConfig = bool | str | os.PathLike[str]
 """Whether the files beside the weights come along; or the folder that they are taken from instead."""
@@ -195,12 +195,12 @@ def find_companions(
     notes: list[str] = []
     if not isinstance(copy_config, bool):
         taken = dict.fromkeys(*_from_folder(copy_config, stack, limits, notes))
-        kept = {} if isinstance(target, Url) else kept
+        kept = kept if place_at(target).on_disk else {}
         strangers = any(not is_companion(name) for name in kept)
         stem = _stem(next(iter(taken.values())).store.list(), source)
         return Companions(kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes), stem=stem)
     stem = _stem(own, source) if folder else STEM
-    if kept and isinstance(target, Url):
+    if kept and not place_at(target).on_disk:
         # Nothing there is moved out of the way, so nothing has to be put back.
         return Companions({name: origin for name, origin in kept.items() if name == CONFIG}, stays=True, stem=stem)
     if kept:
@@ -255,7 +255,7 @@ def _from_folder(
 ) -> tuple[list[str], Source]:
     path, within = place_of(folder), limits or Limits()
     absent = NoSuchPath("config and tokenizer were to be copied from this folder, and there is none", file=path)
-    if not isinstance(path, Url) and not os.path.isdir(path):
+    if place_at(path).on_disk and not os.path.isdir(path):
         raise absent
     try:
         store = store_of(path, within)

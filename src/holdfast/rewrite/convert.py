@@ -46,7 +46,7 @@ from holdfast.rewrite.state import OWN_METADATA, describe_state, tabulate_state
 from holdfast.rewrite.transform import Edits, Losses, casts_of, left_out, transform
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +223,8 @@ def _lay_out_rows(source: Checkpoint, where: Destination, limits: Limits | None,
     target, writing, within = where.path, where.writing, where.writing.budget
     # Blocks of rows have one size, and what is resumed or far away is compared tensor by tensor.
     roomy = within is None or within.block >= BLOCK_NBYTES
-    if not roomy or writing.resume or isinstance(target, Url) or source.beside or source.format == "pt2" or len(source) < FEW:
+    plain = roomy and not writing.resume and place_at(target).on_disk
+    if not plain or source.beside or source.format == "pt2" or len(source) < FEW:
         return None
     found = format_for(target, where.format, options)
     own = dict(source.metadata) if source.format in OWN_METADATA else {}

@@ -3,7 +3,7 @@
 1. The source is opened, so that what cannot be read is not copied; nothing of its format is changed, and every file of a folder
    comes along under its name.
 2. Where checksums are recorded, what was read is compared with them while it passes by.
-3. On this machine a rename publishes it. In a bucket the index goes last (`rewrite/uploaded.put_copy`), after everything it names.
+3. On this machine a rename publishes it. In a bucket the index goes last (`engine/targets/bucket`), after everything it names.
 4. From a bucket to itself the store copies, and no byte comes here.
 5. A step in a bucket that names data of steps beside it becomes whole: the data comes along, and the manifest says so.
 """
@@ -39,11 +39,11 @@ from holdfast.formats.torch.directory import FORMAT as TORCH_FOLDER
 from holdfast.formats.torch.directory import weight_files
 from holdfast.inspect.open import Openable, opened, store_of
 from holdfast.plan.saves import Data, FilePlan, LinkedFile, Literal, SavePlan
-from holdfast.rewrite.formats import is_folder
 from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, check_target, planned_fields
 from holdfast.rewrite.writing import Writing
-from holdfast.stores.paths import place_of, real_place, same_place
-from holdfast.stores.remote.url import COPIED_NBYTES, Url, join
+from holdfast.stores.paths import place_of
+from holdfast.stores.place import join, place_at, same_place
+from holdfast.stores.remote.url import COPIED_NBYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def plan_copy(
         source = stack.enter_context(opened(src, threads=1, limits=limits))
         target = place_of(dst)
         store = _raw(src, source, stack, limits or Limits())
-        if not store.folder and is_folder(target):
+        if not store.folder and place_at(target).says_folder:
             target = join(target, os.path.basename(source.path))
         if same_place(target, source.path):
             raise CannotHold("the target is read while it is written", [f"{target!r} is the source"], file=target)
@@ -115,7 +115,7 @@ def _unchecked(source: Checkpoint, checked: int, *, by_store: bool) -> Iterator[
 def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limits: Limits) -> Store:
     """The files themselves, where the store of an open checkpoint may have some that are computed."""
     store = source.source.store
-    if isinstance(src, Checkpoint) and store.place() != real_place(source.path):
+    if isinstance(src, Checkpoint) and store.place() != place_at(source.path).identity:
         return store  # it was opened from memory
     raw = store_of(source.path if isinstance(src, Checkpoint) else src, limits)
     stack.callback(raw.close)
@@ -133,13 +133,13 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> t
     linked: list[LinkedFile] = []
     files: list[FilePlan] = []
     index: list[FilePlan] = []
-    checked = 0
+    checked, url, goal = 0, place_at(source.path).url, place_at(target).url
+    shares = url is not None and goal is not None and url.root == goal.root and url.client is goal.client
     shared = {file.name: at for file in read_manifest(origin).files if (at := beside(file.name))} if last == MANIFEST else {}
     for name in (*names, *shared):
         folder, key = shared.get(name, ("", name if store.folder else ""))
-        if name != last and _by_store(source.path, target) and store.size(name) <= COPIED_NBYTES:
-            from_folder = source.path.sibling(folder) if folder and isinstance(source.path, Url) else source.path
-            linked.append(LinkedFile(key, store.size(name), from_folder))
+        if name != last and url is not None and shares and store.size(name) <= COPIED_NBYTES:
+            linked.append(LinkedFile(key, store.size(name), url.sibling(folder) if folder else url))
             continue
         if name == last and shared:
             text = made_whole(origin.bytes(name, 0, store.size(name)), {one: at for one, (_, at) in shared.items()})
@@ -161,11 +161,6 @@ def _index(names: Sequence[str], source: Checkpoint) -> str | None:
     if source.format == TORCH_FOLDER:
         return weight_files(source.source).index
     return next((name for name in names if "/" not in name and is_index(name)), None) or choose_index(names, source.path)
-
-
-def _by_store(source: str, target: str) -> bool:
-    """Whether the store can copy by itself."""
-    return isinstance(source, Url) and isinstance(target, Url) and source.root == target.root and source.client is target.client
 
 
 def _copied(name: str, origin: Source, recorded: Iterable[Storage], *, key: str) -> tuple[FilePlan, int]:

@@ -39,7 +39,7 @@ from holdfast.plan.table import Table, table_of
 from holdfast.rewrite.base import OpenBase
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.state import describe_state
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 NAMES = {
     "torch": "torch-zip", "torch-zip": "torch-zip", "pt": "torch-zip", "safetensors": "safetensors",
@@ -74,18 +74,13 @@ class Options(Value, frozen=True):
     """native: hashes are recorded, and what did not change since this is taken over from there."""
 
 
-def is_folder(path: str) -> bool:
-    """Whether a path says that it is a directory's, by a slash at its end."""
-    return path.folder if isinstance(path, Url) else path.endswith("/")
-
-
 def suffix_of(path: str) -> str:
     """What a path says of its format: in small letters; empty for the name of a directory.
 
     >>> suffix_of("model.PT"), suffix_of("step-1000.5"), suffix_of("model.v2/")
     ('.pt', '', '')
     """
-    suffix = "" if is_folder(path) else os.path.splitext(path)[1].lower()
+    suffix = "" if place_at(path).says_folder else os.path.splitext(path)[1].lower()
     # A step number is no suffix: step-1000.5 is a directory's name like any other.
     return "" if suffix[1:].isdigit() else suffix
 
@@ -103,7 +98,8 @@ def format_for(path: str, format: str | None, options: Options) -> str:
         found = NAMES[format]
     else:
         raise Unsupported(f"{format!r} is no format that can be written; use torch, safetensors or native", found=format)
-    folder = is_folder(path) or (not isinstance(path, Url) and os.path.isdir(path))
+    place = place_at(path)
+    folder = place.says_folder or place.is_folder
     if found == "safetensors" and (options.max_shard_size is not None or folder):
         return "safetensors-dir"
     return found
@@ -221,7 +217,7 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
 
 def save_name(path: str) -> str:
     """What names of data files carry: the id of the save in an object store; nothing in a directory, which is replaced whole."""
-    return secrets.token_hex(8) if isinstance(path, Url) else ""
+    return "" if place_at(path).on_disk else secrets.token_hex(8)
 
 
 def is_replaceable(name: str) -> bool:

@@ -7,16 +7,23 @@ every object whose name stands anywhere in its text.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
+from holdfast.engine.source import OpenSource
+from holdfast.engine.targets.bucket import BucketNames, ReplacedObjects
 from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, StoreError
+from holdfast.formats.dcp.index import METADATA
+from holdfast.formats.index_file import choose_index, read_index
 from holdfast.formats.native.schema import parse_manifest
 from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.rewrite.formats import is_replaceable
 from holdfast.stores.remote.client import RemoteObject, bucket_of
+from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 
 MOST_OBJECTS = 5_000_000
@@ -113,3 +120,49 @@ class Namings:
             return
         places = (beside(name) or (folder, name) for name, _ in files)
         self._known[folder] = etag, frozenset(f"{self._start}{one}/{name}" if one else self._start + name for one, name in places)
+
+
+# What a save in a bucket has to know of names (`engine/targets/bucket`).
+
+SAVED = re.compile(r"-[0-9a-f]{16}-\d{5}-of-\d{5}(?:-\d{5})?\.safetensors\Z")
+"""How the name of a data object ends that a save has made up (`formats.save_name`)."""
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether an object is one that makes a checkpoint of a prefix, or is one: not what a save left that did not come to its end.
+
+    >>> [is_checkpoint(name) for name in ("model.safetensors", "data-0123456789abcdef-00001-of-00002.safetensors", "config.json")]
+    [True, False, False]
+    """
+    return name == METADATA or (is_replaceable(name) and not SAVED.search(name))
+
+
+def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
+    """The objects of the checkpoint that is there: nobody needs them when another has taken its place."""
+    shared = False
+    try:
+        store = RemoteStore(url)
+        if MANIFEST in there:
+            raw = bytearray(store.size(MANIFEST))
+            store.peek(MANIFEST, 0, memoryview(raw))
+            manifest = parse_manifest(bytes(raw), Limits())
+            names = [MANIFEST, *(file.name for file in manifest.files), *(file.name for file in manifest.others)]
+            shared = manifest.hash is not None
+        else:
+            index = choose_index(sorted(there), url)
+            # Data without its index is what a save left, or what steps beside this one name: not for us to delete.
+            weights = read_index(OpenSource(store), index).files if index else filter(is_checkpoint, there)
+            names = [*([index] if index else []), *dict.fromkeys(weights)]
+    except HoldfastError:
+        return ReplacedObjects()  # what cannot be read is not known to be a checkpoint's
+    named = Namings(url.parent).named if shared else None
+    return ReplacedObjects([name for name in names if "/" not in name or beside(name)], named)
+
+
+NAMES = BucketNames(
+    counts=is_checkpoint,
+    late=lambda name: not SAVED.search(name),
+    weights=is_replaceable,
+    replaced=replaced_at,
+)
+"""Of a save by one process."""

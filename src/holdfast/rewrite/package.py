@@ -51,7 +51,8 @@ from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.share import changed, tie_state
 from holdfast.rewrite.state import MOST_VISITS, describe_state
 from holdfast.rewrite.writing import Writing
-from holdfast.stores.paths import place_of, real_place
+from holdfast.stores.paths import place_of
+from holdfast.stores.place import place_at
 
 Deduplicate = Literal["storage", "content"]
 
@@ -168,7 +169,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
     notes: list[str] = []
     for model, value in models.items():
         if isinstance(value, str | os.PathLike):
-            place = real_place(place_of(value))
+            place = place_at(place_of(value)).identity
             if place not in opened:
                 opened[place] = _opened(value, stack, limits)
             value = opened[place]

@@ -16,38 +16,36 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
-from typing import Generic, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State, Store
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.new_file import NewFile
 from holdfast.engine.commit.replaced import wait_for_room
-from holdfast.engine.commit.resumable import Staging
-from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
-from holdfast.engine.readback import check_source, check_written
-from holdfast.engine.write import Progress, write_file
+from holdfast.engine.commit.target import open_target, refusal, refuse_existing
+from holdfast.engine.targets.target import Saving, target_of
+from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, StoreError, Unsupported
-from holdfast.formats.seal import SUFFIX
 from holdfast.inspect.open import Openable, opened
-from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan, without_hashes
+from holdfast.plan.saves import LinkedFile, SavePlan, without_hashes
 from holdfast.plan.table import table_of
 from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
 from holdfast.rewrite.renewal import NOTHING, Renewal, find_seals
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.files import Files
-from holdfast.stores.local import free_nbytes
 from holdfast.stores.path_files import system_files
-from holdfast.stores.paths import place_of, real_place, same_place
-from holdfast.stores.remote.url import Url
+from holdfast.stores.paths import place_of
+from holdfast.stores.place import place_at, same_place
+
+if TYPE_CHECKING:
+    from holdfast.engine.targets.bucket import BucketNames
 
 ENDLESS = 1 << 62
 """What is free in an object store."""
@@ -128,15 +126,11 @@ def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
 
 def _free(target: str) -> int:
     """What is free where a target goes."""
-    if isinstance(target, Url):
-        return ENDLESS
-    # Following every link of a path is slow, and the system does it by itself for all but the last.
-    place = target.rstrip("/") or target
-    parent = os.path.dirname(os.path.realpath(place) if os.path.islink(place) else place) or os.curdir
     try:
-        return free_nbytes(parent)
+        free = place_at(target).free_nbytes()
     except StoreError as error:
-        raise refusal(f"the folder to save into cannot be used: {error.message} ({parent!r})", target, error.errno) from None
+        raise refusal(f"the folder to save into cannot be used: {error.message} ({error.file!r})", target, error.errno) from None
+    return ENDLESS if free is None else free
 
 
 R = TypeVar("R", bound=Saved)
@@ -298,7 +292,7 @@ def _accompanied(planned: Planned[R], companions: Companions, source: Checkpoint
     seals = seals.laid_out(plan, {file.key for file in added if file in plan.files}, source.source.store.list())
     if sealing := seals.files():
         added = (*added, *sealing)
-        plan = plan if isinstance(planned.report.path, Url) else replace(plan, index=(*plan.index, *sealing))
+        plan = replace(plan, index=(*plan.index, *sealing)) if place_at(planned.report.path).on_disk else plan
     if plan is planned.plan and not added:
         return replace(planned, renews=seals)
     plan, report = rehearse(plan, planned.report.path), planned.report
@@ -323,7 +317,7 @@ def check_target(path: str, *, directory: bool, writing: Writing) -> None:
     _free(path)
     if writing.dry_run:
         return
-    if isinstance(path, Url):
+    if not place_at(path).on_disk:
         if writing.resume:
             raise Unsupported("resume=True takes over files of a directory; a save to an object store begins anew", file=path)
         return  # the save itself looks, with the same requests
@@ -355,7 +349,7 @@ def _destination(
     if dst is None and not in_place:
         message = "say where to write: a target, or in_place=True to replace the source"
         raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
-    if dst is None and source.source.store.place() != real_place(source.path):
+    if dst is None and source.source.store.place() != place_at(source.path).identity:
         raise Unsupported("what was not opened by a path has no place to be replaced in; give a target", file=source.path)
     path = source.path if dst is None else place_of(dst)
     if dst is not None and not same_place(path, source.path):
@@ -396,6 +390,12 @@ def _replaceable(plan: SavePlan) -> Callable[[str], bool]:
     return lambda name: name in written or is_replaceable(name)
 
 
+def _bucket_names() -> BucketNames:
+    from holdfast.rewrite.namings import NAMES  # what it imports is for those who have a bucket
+
+    return NAMES
+
+
 FILES_REPLACED = Writing(overwrite=None)
 
 
@@ -421,75 +421,32 @@ def write_plan(
         plan = rehearse(plan, path)
     within = writing.budget
     threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
-    crcs: dict[str, int] = {}
-    system, last = files or system_files(), before_commit or (lambda: None)
-
-    def write(file: FilePlan, sink: NewFile) -> Mapping[str, int]:
-        receipt = write_file(file, sink, crcs=crcs, threads=threads, progress=progress, block=block)
-        crcs.update(receipt.crcs)
-        check_source(file, crcs)
-        if writing.read_back:
-            check_written(file, sink.descriptor, crcs, path=path, blocks=receipt.blocks, threads=threads)
-        sink.complete = True
-        return receipt.crcs
-
-    if isinstance(path, Url):
-        from holdfast.rewrite.uploaded import put_plan
-
-        put_plan(plan, path, writing, crcs=crcs, progress=progress, before_commit=before_commit, renews=renews)
-    elif plan.directory:
-        staging = Staging(path, plan, durable=writing.durable, files=files) if writing.resume else None
-        try:
-            if staging is not None:
-                for file in plan.files:
-                    crcs.update(staging.put(file, write))
-            with DirectoryTransaction(
-                path, durable=writing.durable, overwrite=bool(writing.overwrite), replaceable=_replaceable(plan), files=files
-            ) as folder:
-                _link(plan.linked, folder, system, copied=copied)
-                for file in plan.files:
-                    if staging is not None:
-                        staging.adopt(folder, file)
-                    else:
-                        write(file, folder.create(file.key))
-                folder.seal_data()
-                for file in plan.index:
-                    if file.key.endswith(SUFFIX):
-                        renews.take(system, folder, threads)
-                    write(file, folder.create(file.key))
-                renews.take(system, folder, threads)
-                last()
-                with renews.around(system, durable=writing.durable):
-                    folder.commit()
-            if staging is not None:
-                staging.remove()
-        finally:
-            if staging is not None:
-                staging.close()
-    else:
-        (file,) = plan.files
-        with FileTransaction(path, durable=writing.durable, overwrite=writing.overwrite is not False, files=files) as single:
-            write(file, single.file)
-            renews.take_open(system, single.descriptor)
-            last()
-            with renews.around(system, durable=writing.durable):
-                single.commit()
-    return without_hashes(crcs)
-
-
-def _link(
-    linked: Sequence[LinkedFile], folder: DirectoryTransaction, files: Files, *, copied: Callable[[LinkedFile], None] | None
-) -> None:
-    """Take over the files of a base. First of all: where one has changed, nothing has been written in vain."""
-    for place in dict.fromkeys(file.folder for file in linked):
-        with refusing("opening the base", place):
-            try:
-                base = files.open_directory(place)
-            except FileNotFoundError:
-                raise OSError(errno.ESTALE, "the base was removed meanwhile") from None
-        try:
-            for file in linked:
-                if file.folder == place and not folder.link(file.key, file.nbytes, folder=base) and copied is not None:
-                    copied(file)
-        finally:
-            files.close(base)
+    how = Saving(
+        seals=renews,
+        threads=threads,
+        block=block,
+        progress=progress,
+        read_back=writing.read_back,
+        last=before_commit or (lambda: None),
+        attributes=plan.attributes,
+    )
+    strict = plan.directory or plan.copied
+    with target_of(
+        path,
+        plan,
+        overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False,
+        durable=writing.durable,
+        names=_bucket_names,
+        replaceable=_replaceable(plan),
+        parts=writing.parts,
+        resume=writing.resume,
+        files=files,
+    ) as target:
+        # First of all: where a file of the base has changed, nothing has been written in vain.
+        for linked in plan.linked:
+            if not target.link(linked) and copied is not None:
+                copied(linked)
+        for file in plan.files:
+            target.begin(file)(how)
+        target.publish(plan.index, how)
+    return without_hashes(how.crcs)

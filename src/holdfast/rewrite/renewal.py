@@ -32,15 +32,17 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
+from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.file_digest import Digesting, digest_of
 from holdfast.engine.stream import Writer
+from holdfast.engine.targets.target import Target
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import CannotHold, DurabilityUncertain, HoldfastError, NotCommitted, SaveError
 from holdfast.formats.seal import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, encode_seal, parse_seal
 from holdfast.inspect.sealed import check_digests, read_seal, seal_path
 from holdfast.plan.saves import FilePlan, Late, SavePlan
 from holdfast.stores.files import Files
+from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
 
 SHOWN = 3
@@ -138,35 +140,23 @@ class Renewal(Value, frozen=True):
         """Raise `NotCommitted` where what is to be replaced is not as it was sealed."""
         for one in self.seals:
             old = one.about({*map(one.named, self.replaced), *self._listed(one)})
-            wrong = [] if isinstance(self.path, Url) else check_digests(one.folder, old, threads=threads)
+            wrong = check_digests(one.folder, old, threads=threads) if place_at(self.path).on_disk else []
             if wrong:
                 told = "; ".join(f"{misfit.name}: {misfit.message}" for misfit in wrong[:SHOWN])
                 message = f"this is not as it was sealed ({told}), and in its place nothing would tell; nothing was changed"
                 raise refusal(f"{message}. Seal it again first if it is right as it is (overwrite=True)", self.path)
 
-    def take(self, files: Files, folder: DirectoryTransaction, threads: int | None = None) -> None:
-        """Digest what was written to a folder, as far as it is there and not known."""
-        if not self.seals:
-            return
-        at = files.open_directory(folder.folder)
-        try:
-            run_all([partial(self._take, files, key, at) for key, _ in self.made], threads or default_threads())
-        finally:
-            files.close(at)
+    def take(self, target: Target, threads: int | None = None) -> None:
+        """Digest what was written to a target, as far as it is there and not known."""
+        if self.seals:
+            run_all([partial(self._take, target, key) for key, _ in self.made], threads or default_threads())
 
-    def _take(self, files: Files, key: str, at: int) -> None:
-        if not self._wanted(key) or files.stat(key, at=at) is None:
+    def _take(self, target: Target, key: str) -> None:
+        if not (wanted := self._wanted(key)):
             return
-        descriptor = files.open(key, at=at)
-        try:
-            self.take_open(files, descriptor, key)
-        finally:
-            files.close(descriptor)
-
-    def take_open(self, files: Files, descriptor: int, key: str = "") -> None:
-        """Digest a file that is open."""
-        for algorithm in self._wanted(key):
-            self.digests[algorithm, key] = digest_of(algorithm, partial(files.pread, descriptor))[0]
+        with target.reading(key) as read:
+            if read is not None:
+                self.digests.update({(algorithm, key): digest_of(algorithm, read)[0] for algorithm in wanted})
 
     @contextmanager
     def noting(self, key: str, file: Writer) -> Iterator[Writer]:
@@ -259,12 +249,12 @@ NOTHING = Renewal()
 
 def find_seals(source: Checkpoint, limits: Limits | None = None) -> Renewal:
     """The seals that speak of a checkpoint: inside of it, beside it, and of folders that it lies in."""
-    if isinstance(source.path, Url):
+    if not (place := place_at(source.path)).on_disk:
         store = source.source.store
         if SEAL not in store.list():
             return NOTHING
         seal = parse_seal(source.source.bytes(SEAL, 0, store.size(SEAL)), source.source.limits)
-        return Renewal(source.path, (Known(seal, source.path, place=source.path.below(SEAL)),))
+        return Renewal(source.path, (Known(seal, source.path, place=place.below(SEAL)),))
     path = os.path.realpath(source.path)
     own, found = read_seal(path, limits), list[Known]()
     inside = os.path.isdir(path)

@@ -37,7 +37,7 @@ from holdfast.rewrite.small import plan_small
 from holdfast.rewrite.state import describe_state, tabulate_state
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import check_binary, content_and_path, place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 
 @understood
@@ -186,7 +186,7 @@ def plan_saving(
     """Lay out a save to a path that is not begun."""
     usual = (format is None or format in NAMES) and (format or suffix_of(target) in SUFFIXES)
     found = format_for(target, format, options) if usual else ""
-    if found == "torch-zip" and limits is None and base is None and not hashes and not isinstance(target, Url):
+    if found == "torch-zip" and limits is None and base is None and not hashes and place_at(target).on_disk:
         small = plan_small(state, target, found, metadata=metadata, options=options) if _roomy(writing) else None
         if small is not None:
             if writing.overwrite is False:

@@ -20,7 +20,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -51,7 +51,6 @@ from holdfast.runs.record import (
     Receipts,
     RunRecord,
     RunRules,
-    Stamps,
     decoded,
     encoded,
     receipts_of,
@@ -61,7 +60,7 @@ from holdfast.runs.record import (
 from holdfast.runs.steps import Step, step_name
 from holdfast.stores.remote import client
 from holdfast.stores.remote.failures import Taken
-from holdfast.stores.remote.url import Url
+from holdfast.stores.remote.url import Stamps, Url
 
 TRIES = 50
 """How often something is written down again because others did as quickly."""
@@ -103,13 +102,6 @@ W = TypeVar("W", MarkedPins, WrittenRecord, WrittenProofs, WrittenReceipts)
 
 MARKED, WRITTEN = msgspec.json.Decoder(MarkedPins), msgspec.json.Decoder(WrittenRecord)
 WRITTEN_PROOFS, WRITTEN_RECEIPTS = msgspec.json.Decoder(WrittenProofs), msgspec.json.Decoder(WrittenReceipts)
-
-
-class NoLock:
-    """What a run in a bucket holds: nothing."""
-
-    def close(self) -> None:
-        """Nothing is given back."""
 
 
 class RunBucket(BucketSteps):
@@ -211,7 +203,7 @@ class RunBucket(BucketSteps):
                 raise
             raise refusal(f"the run cannot be looked at: {error.message}; nothing was published", self.path, error.errno) from None
 
-    def begin(self, kept: RunRules, *, durable: bool) -> NoLock:
+    def begin(self, kept: RunRules, *, durable: bool) -> ExitStack:
         def write(found: WrittenRecord | None) -> WrittenRecord | None:
             with suppress(HeaderError):
                 if found is not None and understood_rules(found) == kept:
@@ -220,13 +212,13 @@ class RunBucket(BucketSteps):
             return WrittenRecord(made.format, made.version, made.keep, made.budget, secrets.token_hex(8))
 
         self._change(RECORD, WRITTEN, write)
-        return NoLock()
+        return ExitStack()  # nothing is held
 
     def check(self) -> None:
         """There is no lock to compare: what is published and deleted has its own conditions."""
 
-    def locked(self) -> NoLock:
-        return NoLock()
+    def locked(self) -> ExitStack:
+        return ExitStack()  # nothing is held
 
     def replaces(self, step: int) -> bool:
         """Only what is published and not whole: what another run publishes meanwhile is not replaced."""

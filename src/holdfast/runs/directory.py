@@ -13,12 +13,11 @@ from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.step_seal import Stamp, with_seal
 from holdfast.runs.delete import Hidden, clean, forget_replaced, hide
 from holdfast.runs.lock import Holder, RunLock, seen_writing
-from holdfast.runs.place import Choose, Sizes
+from holdfast.runs.place import Choose, RunPlace, Sizes
 from holdfast.runs.record import (
     Pin,
     Proofs,
     RunRules,
-    Stamps,
     pin_step,
     read_kept,
     read_pins,
@@ -33,6 +32,8 @@ from holdfast.runs.record import (
 from holdfast.runs.steps import RunFolder, Step
 from holdfast.stores.files import FileEntry, make_parents
 from holdfast.stores.local import free_nbytes
+from holdfast.stores.place import place_at
+from holdfast.stores.remote.url import Stamps
 
 
 class RunDirectory(RunFolder):
@@ -214,3 +215,13 @@ def open_for_writing(folder: RunFolder, kept: RunRules, *, durable: bool) -> Run
         lock.close()
         raise
     return lock
+
+
+def place_for(path: str) -> RunPlace:
+    """Where the run is that `place_of` gave the path or the URL of."""
+    place = place_at(path)
+    if place.url is not None:
+        from holdfast.runs.bucket import RunBucket  # what it imports is for those who have a bucket
+
+        return RunBucket(place.url)
+    return RunDirectory(place.rooted)

@@ -5,35 +5,51 @@
     runs/llama/step-00005000/  ──convert──►  hf/step-00005000/model.safetensors
 
 One thread converts one step at a time (`holdfast.convert`: under its memory budget, published by one rename). A step that waits for
-it, or is being read, is not deleted by a rule. An export replaces what this run exported there, and nothing else (`exported.py`).
-What fails is a warning at the next call on the run. The end of the run waits for what is left, and so does the end of the program.
+it, or is being read, is not deleted by a rule. What fails is a warning at the next call on the run. The end of the run waits for
+what is left, and so does the end of the program.
+
+An export replaces what this run exported there before, and nothing else. A run knows its exports by receipts in its own place,
+`holdfast.exports.json`: names, lengths and times (in a bucket, etags) of the files of each target when they were published. What
+lies at a target and is not as its receipt says is somebody else's: another run's, a step, or an export that somebody changed. A
+program that dies between an export and its receipt leaves one that is not replaced either.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.core.arguments import AnyDType
 from holdfast.core.quantities import Size, shown, whole_number
 from holdfast.core.runtime import renewed, start
 from holdfast.engine.commit.target import refusal
-from holdfast.errors import BadArgument, BadArgumentType, HoldfastWarning, NotCommitted
+from holdfast.errors import BadArgument, BadArgumentType, HoldfastError, HoldfastWarning, NotCommitted
+from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.seal import SEAL
 from holdfast.rewrite.convert import convert
 from holdfast.rewrite.formats import Options, format_for
-from holdfast.runs.exported import look, misplaced, place_name
+from holdfast.runs.lock import LOCK
 from holdfast.runs.place import RunPlace
-from holdfast.runs.steps import Step, step_name
+from holdfast.runs.record import PINS, RECORD
+from holdfast.runs.steps import NAMED, Step, step_name
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import Place, place_at
 
 SUFFIXES = {"torch-zip": ".pt", "safetensors": "/", "safetensors-dir": "/", "native": "/"}
 """What follows the name of an exported step: safetensors are a folder, as other programs look for it."""
+
+TARGET = re.compile(r"step-[0-9]+(?:\.pt)?", re.ASCII)
+"""What an exported step may be called."""
+
+MARKS = (RECORD, PINS, LOCK)
+"""What tells a run's directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +68,24 @@ class Export:
     copy_config: bool | str | os.PathLike[str] = True
 
     def __post_init__(self) -> None:
-        place = place_of(self.path)
-        object.__setattr__(self, "path", place if isinstance(place, Url) else os.path.abspath(place))
+        object.__setattr__(self, "path", place_at(place_of(self.path)).rooted)
         object.__setattr__(self, "every", whole_number(self.every, "every="))
         format_for("model/", self.format, Options())
 
     def target(self, step: int) -> str:
         """Where a step goes."""
         suffix = SUFFIXES[format_for("model/", self.format, Options())]
-        if isinstance(self.path, Url):
-            url = self.path.below(step_name(step) + suffix.rstrip("/"))
-            url.folder = suffix == "/"
-            return url
-        return os.path.join(self.path, step_name(step)) + suffix
+        return place_at(place_of(self.path)).below(step_name(step) + suffix.rstrip("/"), folder=suffix == "/")
 
     def carry_out(self, step: Step, run: RunPlace, *, durable: bool = True) -> str:
         """Convert a step of a run; what the run exported there before is replaced, and noted anew."""
         target = self.target(step.step)
         self.check(run.path)
-        if not isinstance(self.path, Url):
+        if place_at(place_of(self.path)).on_disk:
             os.makedirs(self.path, exist_ok=True)
-        name = place_name(target)
+        name = place_at(target).named
         before = run.exported().get(name)
-        own = before is not None and before == look(target)
+        own = before is not None and before == place_at(target).stamps()
         try:
             convert(
                 step.path, target, dtype=self.dtype, keep=self.keep, drop=self.drop, rename=self.rename,
@@ -85,7 +96,7 @@ class Export:
                 raise
             message = "what lies there is no export of this run, or changed since, and is not replaced; move it away"
             raise refusal(f"{message}, or export elsewhere", target, errno.EEXIST) from None
-        now = look(target)
+        now = place_at(target).stamps()
         if now is not None:
             run.note_exported(name, now, durable=durable)
         return target
@@ -107,7 +118,7 @@ def read_exports(given: object, run: str) -> tuple[Export, ...]:
     places: set[str] = set()
     for one in several:
         one.check(run)
-        place = place_name(one.target(0))
+        place = place_at(one.target(0)).named
         if place in places:
             told = f"export= has two exports that write to {one.path!r} under the same names"
             raise BadArgument(f"{told}; give each a folder of its own", found=given)
@@ -175,3 +186,54 @@ class Exports:
                 # Whatever it is, it is told at the next call; training does not end because of it.
                 with self._turn:
                     self._failed.append(f"step {step.step} could not be exported to {export.target(step.step)}: {error}")
+
+
+def misplaced(folder: str, run: str) -> str | None:
+    """Why exports of the run at a place must not go to this folder; None where they may. Folders come, and links change."""
+    folder, own = place_at(folder).real, place_at(run)
+    if own.is_same(place_at(folder)):
+        return "that is the directory of the run itself, and exports would take the place of its steps"
+    for around in _around(folder):
+        if own.is_same(place_at(around)):
+            return "that is inside of the run's own directory"
+    for around in _around(run, itself=True):
+        name = around.rstrip("/").rpartition("/")[2]
+        if TARGET.fullmatch(name) and place_at(place_at(around).parent).is_same(place_at(folder)):
+            return f"an export would have the name {name}, which is that of the run's own directory, or of one around it"
+    for around in _around(folder, itself=True):
+        if mark := _mark(around, steps=around == folder):
+            inside = "that is" if around == folder else "that is inside of"
+            return f"{inside} the directory of another run (it has {mark})"
+    return None
+
+
+def _around(path: str, *, itself: bool = False) -> Iterator[str]:
+    """The folders around a real place, from the inside out. A bucket is the last."""
+    path = place_at(path).real
+    if itself:
+        yield path
+    while (parent := place_at(path).parent) != path:
+        path = parent
+        yield path
+
+
+def _mark(folder: str, *, steps: bool) -> str | None:
+    """What says that a folder is a run's directory: what a run writes down, or (`steps`) a step that one saved."""
+    place = place_at(folder)
+    if not place.on_disk:
+        return _mark_in_bucket(place) if steps else None
+    found = next((name for name in MARKS if os.path.lexists(place.below(name))), None)
+    if found is not None or not steps:
+        return found
+    with suppress(OSError):
+        for step in (entry for entry in os.scandir(folder) if NAMED.fullmatch(entry.name) and not entry.is_symlink()):
+            if all(os.path.lexists(os.path.join(step.path, inner)) for inner in (MANIFEST, SEAL)):
+                return step.name
+    return None
+
+
+def _mark_in_bucket(folder: Place) -> str | None:
+    with suppress(HoldfastError):  # what does not answer now is told by the export
+        names = folder.files()
+        return next((name for name in MARKS if name in names), None)
+    return None

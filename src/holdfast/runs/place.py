@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.step_seal import Stamp
-from holdfast.runs.lock import Holder
-from holdfast.runs.record import Pin, Proofs, RunRules, Stamps
+from holdfast.runs.lock import Holder, RunLock
+from holdfast.runs.record import Pin, Proofs, RunRules
 from holdfast.runs.steps import FoundStep, Step
+from holdfast.stores.remote.url import Stamps
 
 Sizes = dict[Hashable, int]
 """The length of each file, by what tells it from others: two names of one file are one."""
@@ -22,10 +23,8 @@ Choose = Callable[[Mapping[int, Pin]], Sequence[Step]]
 """Which steps are to go, from the pins."""
 
 
-class Closing(Protocol):
-    """What is held as long as a run is open for writing."""
-
-    def close(self) -> None: ...
+Closing = RunLock | ExitStack
+"""What is held as long as a run is open for writing."""
 
 
 class RunPlace(Protocol):

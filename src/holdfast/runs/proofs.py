@@ -32,7 +32,7 @@ from holdfast.inspect.verify import verify
 from holdfast.runs.place import RunPlace
 from holdfast.runs.record import Doubt, Proofs
 from holdfast.runs.steps import Step
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 
 SHARE = 16
 """After each save, one part in so many of the step's bytes is read back: all of it in as many saves."""
@@ -255,7 +255,7 @@ class Proving:
                 for place, one in enumerate(batch):
                     outcome = sweep.outcome(place)
                     if isinstance(outcome, HoldfastError):
-                        if isinstance(step.path, Url) or not os.path.exists(step.path):
+                        if not place_at(step.path).on_disk or not os.path.exists(step.path):
                             raise outcome
                         return f"{name} cannot be read: {outcome.message}"
                     if outcome != one.crc32:

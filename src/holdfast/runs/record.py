@@ -3,7 +3,7 @@
     holdfast.run.json     the rules as texts, and the budget: so that the command line can say why a step is kept
     holdfast.pins.json    steps that nobody deletes, and why
     holdfast.proofs.json  steps that are no base because something did not read back, and when shared files were read back last
-    holdfast.exports.json what the run exported, so that it replaces nothing else (`exported.py`)
+    holdfast.exports.json what the run exported, so that it replaces nothing else (`export.py`)
 
 They are small JSON files, replaced atomically. `pin` writes the second, from any process; the run writes the others. `turn` is the
 lock (on the directory itself) under which pins are changed and steps lose their names, so that no step goes that was pinned
@@ -27,11 +27,9 @@ from holdfast.errors import BadArgument, HeaderError, NoSuchPath, NoSuchStep
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.steps import RunFolder
 from holdfast.stores.files import Files, read_all
+from holdfast.stores.remote.url import Stamps
 
 RECORD, PINS, PROOFS, EXPORTS = "holdfast.run.json", "holdfast.pins.json", "holdfast.proofs.json", "holdfast.exports.json"
-
-Stamps = list[tuple[str, int, str]]
-"""Files by name, length, and what changes when they do."""
 
 MOST_RECEIPTS = 20_000
 """Of exports that are remembered; older ones are never replaced again."""

@@ -66,7 +66,7 @@ from holdfast.runs.space import Space
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
 from holdfast.runs.view import RunView, read_step
-from holdfast.stores.remote.url import join
+from holdfast.stores.place import join
 
 if TYPE_CHECKING:
     from holdfast.runs.sweep import Swept

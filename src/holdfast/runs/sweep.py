@@ -36,6 +36,7 @@ from holdfast.errors import BadArgument, StoreError
 from holdfast.rewrite.namings import Namings, listed
 from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import place_of
+from holdfast.stores.place import place_at
 from holdfast.stores.remote.client import Bucket, RemoteObject, bucket_of
 from holdfast.stores.remote.url import Url
 
@@ -68,9 +69,10 @@ def sweep(
 
     A save that takes longer than the grace time loses its data. Raises `BadArgument` for a directory, which the next save cleans.
     """
-    url = place_of(path, store)
-    if not isinstance(url, Url):
-        raise BadArgument("a sweep is for object stores; in a directory, the next save removes what dead ones left", found=url)
+    place = place_of(path, store)
+    url = place_at(place).url
+    if url is None:
+        raise BadArgument("a sweep is for object stores; in a directory, the next save removes what dead ones left", found=place)
     bucket, tree = bucket_of(url), listed(url)
     found = [(folder, name, one) for folder, below in tree.items() for name, one in below.items()]
     now = _now(bucket, url, (one for _, _, one in found), dry_run=dry_run)

@@ -15,7 +15,7 @@ from holdfast.core.quantities import whole_number
 from holdfast.errors import NoSuchStep, StoreError
 from holdfast.formats.seal import LARGEST
 from holdfast.runs.clock import clock_of
-from holdfast.runs.places import place_for
+from holdfast.runs.directory import place_for
 from holdfast.runs.proofs import Proving
 from holdfast.runs.record import Pin
 from holdfast.runs.retention import Fate, decide, read_back

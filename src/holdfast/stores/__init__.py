@@ -9,6 +9,7 @@ path_files       the same where no directory can be opened: Windows
 platform         what this system has, and what stands in for what it has not
 remote/          object stores: URLs, every request, objects as a store
 paths            from what a user gives to a path on this machine, or a URL
+place            a path or a URL as one thing: what differs between a disk and a bucket
 
 What a store says of itself is in core/protocols: `Store`, and `BaseStore` for one that has nothing to say.
 """

@@ -74,22 +74,16 @@ def place_of(path: object, store: object | None = None) -> str:
     return url_of(text, store) if isinstance(text, str) and (store is not None or is_url(text)) else local_path(path)
 
 
-def same_place(one: str, other: str) -> bool:
-    """Whether two paths or URLs are those of one file, directory or object."""
-    return real_place(one) == real_place(other)
-
-
-def real_place(path: str) -> tuple[object, ...]:
-    """What a store says of its place (`Store.place`) that was opened by a path."""
-    return path.place if isinstance(path, Url) else ("file", os.path.realpath(path))
-
-
 def found_path(path: str) -> str:
-    """A path that was found on the disk, so that `local_path` gives just that: absolute where it could be taken for something else.
+    """A path that was found on the disk, so that `place_of` gives just that: absolute where it could be taken for something else.
+
+    The URL of something that was found is one already.
 
     >>> found_path("folder/~model.pt")
     'folder/~model.pt'
     """
+    if isinstance(path, Url):
+        return path
     path = _slashed(path)
     return _slashed(os.path.join(os.getcwd(), path)) if _says_more(_undotted(path)) else path
 

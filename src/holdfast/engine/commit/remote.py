@@ -26,6 +26,7 @@ once.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
 import time
@@ -60,7 +61,7 @@ CLAIM: Final = f".copy.{NOBODY}.tmp"
 SAVE: Final = "holdfastsave"
 """The attribute of an object that says which save wrote it. Azure takes the names of C#: no dashes."""
 
-Write = Callable[[Writer], None]
+Write = Callable[[Writer], object]
 """Writes the content of one object, from front to back."""
 
 Check = Callable[[Url], None]
@@ -313,11 +314,11 @@ class ObjectSave:
         """
         attributes: Mapping[str, str] = {SAVE: self._id}
         if not self._overwrite and nbytes <= self.AT_ONCE:
-            gathered = SmallObject()
+            gathered = io.BytesIO()
             write(gathered)
             before_commit()
             with self._last_look():
-                self._create(bytes(gathered.content), attributes)
+                self._create(gathered.getvalue(), attributes)
         else:
             self._upload(nbytes, write, before_commit, attributes)
         if check is None:
@@ -386,14 +387,3 @@ class ObjectSave:
             raise DurabilityUncertain(message, file=self.url) from None
         if there.attributes.get(SAVE) != self._id:
             raise refusal(f"{error.message}; what was there is there still", self.url, error.errno) from None
-
-
-class SmallObject:
-    """The content of a short object."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        self.content += data
-        return memoryview(data).nbytes

@@ -5,7 +5,7 @@
 2. A rank learns of the hidden folder by its plan. Planners that cache plans hand out an old one: the folder is then found by name.
 3. Ranks that save each for itself (`use_collectives=False`) have nothing in common to publish. Each adds files under new names to
    the folder, replaces its own index by one rename, and removes what the index before it named.
-4. At a URL there is no folder: objects have names of their own, and the coordinator puts the index with a condition (ranks/prefix).
+4. At a URL there is no folder: objects have names of their own, and the coordinator puts the index (engine/targets).
    Names carry the id that the coordinator has drawn, by which it gives them up, and one of the rank's own: a cached plan has an old
    id, and what was saved with that must not be written over.
 """
@@ -32,13 +32,12 @@ from torch.futures import Future
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.arrays import Resident
-from holdfast.engine.commit.new_file import NewFile
-from holdfast.engine.commit.remote import save_id
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import unfinished
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
-from holdfast.engine.stream import Writer as Target
+from holdfast.engine.commit.transactions import FileTransaction
+from holdfast.engine.stream import Writer as Output
 from holdfast.engine.stream import write_all, write_stream
+from holdfast.engine.targets.target import Saving, Target, join_target
 from holdfast.engine.threads import default_threads
 from holdfast.engine.write import write_file
 from holdfast.errors import Unsupported
@@ -47,12 +46,13 @@ from holdfast.formats.dcp.write import Item, lay_out_items
 from holdfast.formats.seal import SEAL
 from holdfast.integrations.dcp.reader import Where, finished, is_place, named
 from holdfast.plan.saves import FilePlan, Literal
-from holdfast.ranks.files import Receipt, is_part
-from holdfast.ranks.prefix import FirstPrefix, Prefix
+from holdfast.ranks.files import is_part
+from holdfast.ranks.write import open_together
+from holdfast.rewrite.renewal import NOTHING
 from holdfast.stores.files import make_parents
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import pickled_index
 from holdfast.torch.serialization.save import save
@@ -115,8 +115,7 @@ class Writer(StorageWriter):
         self.overwrite, self.durable = overwrite, durable and sync_files
         self._threads = threads or thread_count or default_threads()
         self._single, self._extensions = single_file_per_rank, list(_extensions or ())
-        self._transaction: DirectoryTransaction | None = None
-        self._prefix: FirstPrefix | None = None
+        self._target: Target | None = None
         self._alone: int | None = None
         if cache_staged_state_dict:
             # torch takes a writer that has these for the one that copies the state.
@@ -152,34 +151,31 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: make the hidden folder, and tell every rank of it. On a rank alone: look whether it may save."""
-        if isinstance(self.path, Url):
-            self.close()
-            if self._alone is not None:
-                message = "ranks that save each for itself (use_collectives=False) have no index in common; save to a folder"
-                raise Unsupported(message, file=self.path)
-            self._prefix = FirstPrefix(self.path, "dcp", overwrite=self.overwrite)
-            return [replace(plan, storage_data=Share(self._prefix.told, f"__{rank}_")) for rank, plan in enumerate(plans)]
         if self._alone is not None:
             self._check_alone(self._alone)
             return [replace(plan, storage_data=Share(self.path, f"__{self._alone}_")) for plan in plans]
         self.close()
-        with refusing("making the folders that lead to it", self.path):
-            make_parents(self.path, durable=self.durable)
-            found = os.listdir(self.path) if os.path.isdir(self.path) else None
+        found = self._found()
         kept = {name for name in found or () if not is_part(name)}
         if not self.overwrite and kept != set(found or ()):
             raise refusal(EXISTS, self.path, errno.EEXIST)
-        self._transaction = DirectoryTransaction(
+        self._target = target = open_together(
             self.path,
+            "dcp",
             durable=self.durable,
             overwrite=self.overwrite or found is not None,
             replaceable=lambda name: name in kept or (self.overwrite and is_part(name)),
         )
-        self._transaction.__enter__()
         for name in sorted(kept):
-            self._transaction.adopt(name, os.path.join(os.path.realpath(self.path), name))
-        folder = self._transaction.folder
-        return [replace(plan, storage_data=Share(folder, f"__{rank}_")) for rank, plan in enumerate(plans)]
+            target.adopt(name, os.path.join(os.path.realpath(self.path), name))
+        return [replace(plan, storage_data=Share(target.told, f"__{rank}_")) for rank, plan in enumerate(plans)]
+
+    def _found(self) -> list[str] | None:
+        """What is in the folder that is to be replaced; None where there is none."""
+        if not place_at(self.path).on_disk:
+            return None
+        with refusing("looking at the target", self.path):
+            return os.listdir(self.path) if os.path.isdir(self.path) else None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what this rank has, in one file, or one for each item."""
@@ -187,17 +183,17 @@ class Writer(StorageWriter):
         if not plan.items:
             return finished([])
         groups = [plan.items] if self._single else [[item] for item in plan.items]
-        if isinstance(self.path, Url):
-            return finished(self._uploaded(groups, planner, share, self.path))
+        into = self._part(share)
         results: list[WriteResult] = []
-        with _opened(self._folder(share)) as folder:
-            known = set(system_files().list(folder))
-            for group, key in zip(groups, _keys(share.prefix, known), strict=False):
-                with self._created(key, folder) as out:
-                    if self._extensions:
-                        results += self._transformed(group, planner, key, AtEnd(out))
-                    else:
-                        results += self._laid_out(group, planner, key, out)
+        try:
+            for group, key in zip(groups, into.free_names(share.prefix, ".distcp"), strict=False):
+                results += self._written(group, planner, key, into)
+        except BaseException:
+            if into is not self._target:
+                into.give_up()  # nobody has heard of it
+            raise
+        finally:
+            into.close()
         return finished(results)
 
     def finish(self, metadata: m.Metadata, results: list[list[WriteResult]]) -> None:
@@ -213,20 +209,13 @@ class Writer(StorageWriter):
         if self._alone is not None:
             self._finish_alone(self._alone, content, sizes)
             return
-        if self._prefix is not None:
-            receipts = [Receipt(key, nbytes, []) for key, nbytes in sorted(sizes.items())]
-            self._prefix.publish([receipts], [FilePlan(METADATA, (Literal(content),))], check=lambda store: None)
-            self.close()
-            return
-        transaction = self._transaction
-        if transaction is None:
+        target = self._target
+        if target is None:
             raise Unsupported("`finish` comes behind `prepare_global_plan`, on the same rank", file=self.path)
-        for key, nbytes in sorted(sizes.items()):
-            transaction.join(key, nbytes)
-        transaction.seal_data()
-        for key, text in ((METADATA, content), (BESIDE, checksum_file(content))):
-            write_file(FilePlan(key, (Literal(text),)), transaction.create(key))
-        transaction.commit()
+        index = [FilePlan(METADATA, (Literal(content),))]
+        if not target.save:
+            index.append(FilePlan(BESIDE, (Literal(checksum_file(content)),)))
+        target.publish(index, Saving(seals=NOTHING), [(key, nbytes, False) for key, nbytes in sorted(sizes.items())])
         self.close()
 
     def storage_meta(self) -> m.StorageMeta:
@@ -235,12 +224,9 @@ class Writer(StorageWriter):
 
     def close(self) -> None:
         """Remove what was written and not published."""
-        if self._transaction is not None:
-            self._transaction.__exit__(None, None, None)
-            self._transaction = None
-        if self._prefix is not None:
-            self._prefix.give_up()
-            self._prefix = None
+        if self._target is not None:
+            self._target.give_up()
+            self._target = None
 
     def __del__(self) -> None:
         with suppress(Exception):  # a collector's thread, or an interpreter that ends: the next save cleans up
@@ -249,14 +235,13 @@ class Writer(StorageWriter):
     def __getstate__(self) -> dict[str, object]:
         """For the process that `async_save` may save in. A save that is under way stays here, and so does the copied state."""
         here = {
-            "_transaction",
-            "_prefix",
+            "_target",
             "stage",
             "synchronize_staging",
             "should_synchronize_after_execute",
             "_synchronize_after_execute",
         }
-        return {**{key: value for key, value in vars(self).items() if key not in here}, "_transaction": None, "_prefix": None}
+        return {**{key: value for key, value in vars(self).items() if key not in here}, "_target": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
@@ -265,12 +250,17 @@ class Writer(StorageWriter):
 
     # Files.
 
-    def _folder(self, share: Share) -> str:
+    def _part(self, share: Share) -> Target:
         """Where this rank's files go."""
+        if not place_at(self.path).on_disk:
+            return self._target or join_target(share.folder, self.path, durable=self.durable)
+        return join_target(self._folder(share), self.path, durable=self.durable)
+
+    def _folder(self, share: Share) -> str:
         if self._alone is not None:
             return self.path
-        if self._transaction is not None:
-            return self._transaction.folder
+        if self._target is not None:
+            return self._target.told
         there = unfinished(self.path)
         if share.folder in there:
             return share.folder
@@ -279,26 +269,17 @@ class Writer(StorageWriter):
             raise refusal(message, self.path, errno.ENOENT)
         return there[0]
 
-    @contextmanager
-    def _created(self, key: str, folder: int) -> Iterator[NewFile]:
-        system = system_files()
-        label = f"{self.path}/{key}"
-        with refusing("creating a file", label):
-            out = NewFile(system, system.create(key, at=folder), path=label)
-        try:
-            yield out
-            out.finish(durable=self.durable)
-        except BaseException:
-            out.give_up()
-            raise
-
-    def _laid_out(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: NewFile) -> list[WriteResult]:
+    def _written(self, items: Sequence[WriteItem], planner: SavePlanner, key: str, into: Target) -> list[WriteResult]:
         labels = {f"{number}": item for number, item in enumerate(items)}
         file, places = _lay_out(key, labels, planner)
-        write_file(file, out, threads=self._threads)
-        return [WriteResult(labels[at.label].index, at.nbytes, _StorageInfo(key, at.offset, at.nbytes)) for at in places]
+        if not self._extensions:
+            into.begin(file)(Saving(seals=NOTHING, threads=self._threads))
+            return [WriteResult(labels[at.label].index, at.nbytes, _StorageInfo(key, at.offset, at.nbytes)) for at in places]
+        results: list[WriteResult] = []
+        into.stream(key, file.nbytes, lambda out: results.extend(self._transformed(items, planner, key, out)))
+        return results
 
-    def _transformed(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: Target) -> list[WriteResult]:
+    def _transformed(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: Output) -> list[WriteResult]:
         """Items one after the other, each through the extensions."""
         results = []
         end = Appended(out)
@@ -315,33 +296,12 @@ class Writer(StorageWriter):
             results.append(WriteResult(item.index, end.nbytes - start, info))
         return results
 
-    def _uploaded(self, groups: list[list[WriteItem]], planner: SavePlanner, share: Share, url: Url) -> list[WriteResult]:
-        """Objects with what this rank has. Where that fails none is left: nobody has heard of them."""
-        into = self._prefix or Prefix(url, share.folder)
-        own = save_id()
-        results: list[WriteResult] = []
-        try:
-            for number, group in enumerate(groups):
-                results += self._object(group, planner, f"{share.prefix}{number}-{share.folder}-{own}.distcp", into)
-        except BaseException:
-            if into is not self._prefix:
-                into.give_up()
-            raise
-        return results
-
-    def _object(self, items: Sequence[WriteItem], planner: SavePlanner, key: str, into: Prefix) -> list[WriteResult]:
-        labels = {f"{number}": item for number, item in enumerate(items)}
-        file, places = _lay_out(key, labels, planner)
-        if not self._extensions:
-            into.begin(file).write(threads=self._threads, progress=None, block=None)
-            return [WriteResult(labels[at.label].index, at.nbytes, _StorageInfo(key, at.offset, at.nbytes)) for at in places]
-        results: list[WriteResult] = []
-        into.upload(key, file.nbytes, lambda out: results.extend(self._transformed(items, planner, key, out)))
-        return results
-
     # A rank alone.
 
     def _check_alone(self, rank: int) -> None:
+        if not place_at(self.path).on_disk:
+            message = "ranks that save each for itself (use_collectives=False) have no index in common; save to a folder"
+            raise Unsupported(message, file=self.path)
         with refusing("making the folder", self.path):
             make_parents(os.path.join(self.path, METADATA), durable=self.durable)
             found = os.listdir(self.path)
@@ -370,21 +330,10 @@ class Writer(StorageWriter):
                         system.unlink(key, at=folder)
 
 
-class AtEnd:
-    """A file that is written from front to back."""
-
-    def __init__(self, out: NewFile) -> None:
-        self._out, self._nbytes = out, 0
-
-    def write(self, data: bytes | memoryview, /) -> None:
-        self._out.write(self._nbytes, data)
-        self._nbytes += memoryview(data).nbytes
-
-
 class Appended(io.RawIOBase):
     """The end of a file, for streams that write into it and close what they write into."""
 
-    def __init__(self, out: Target) -> None:
+    def __init__(self, out: Output) -> None:
         super().__init__()
         self._out = out
         self.nbytes = 0
@@ -411,15 +360,6 @@ def _opened(path: str) -> Iterator[int]:
         yield folder
     finally:
         system.close(folder)
-
-
-def _keys(prefix: str, known: set[str]) -> Iterator[str]:
-    """Names of files that are not there yet."""
-    number = 0
-    while True:
-        if (key := f"{prefix}{number}.distcp") not in known:
-            yield key
-        number += 1
 
 
 def _lay_out(key: str, items: dict[str, WriteItem], planner: SavePlanner) -> tuple[FilePlan, list[Item]]:

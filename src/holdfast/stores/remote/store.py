@@ -215,7 +215,7 @@ class RemoteStore(BaseStore):
         return sorted(found)
 
     def place(self, key: str = "") -> Hashable:
-        kind, root, own, client = self._url.place
+        kind, root, own, client = self._url.identity
         return kind, root, self._key(key) if key else own, client
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`Url`: the place of an object, or of all objects below a prefix.
+"""`Url`: the place of an object, or of all objects below a prefix. `stores/place` describes the members that a path has, too.
 
 A URL is text, and goes wherever a path goes. It never has credentials in it: those come from the environment, or with a client that
 the caller has made.
@@ -11,11 +11,18 @@ the caller has made.
 
 from __future__ import annotations
 
-import os
+import errno
 import re
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Self
+from urllib.parse import quote
 
-from holdfast.errors import BadPath
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Store
+from holdfast.errors import BadPath, HoldfastError, StoreError
+
+if TYPE_CHECKING:
+    from holdfast.stores.remote.client import Bucket
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"})
 
@@ -36,6 +43,18 @@ URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/{1,2}([^/]*)/*(.*)\Z", re.DOTAL
 
 NAMES = {"s3a": "s3", "azure": "az"}
 """Schemes that are another's name."""
+
+MOST_OBJECTS = 100_000
+"""Below a place of which everything is listed."""
+
+Stamps = list[tuple[str, int, str]]
+"""Files by name, length, and what changes with them: a time or an etag."""
+
+Problem = Callable[[str, str], None]
+"""Told of a place that cannot be listed, and why."""
+
+Recover = Callable[[str], str | None]
+"""From a path that is not there to what stands in for it."""
 
 
 class Url(str):
@@ -63,26 +82,111 @@ class Url(str):
         return self.partition("://")[2].partition("/")[2].rstrip("/")
 
     @property
-    def place(self) -> tuple[object, ...]:
-        """What is equal for two URLs of one thing, and for stores that were opened by them."""
+    def identity(self) -> tuple[object, ...]:
         # Stores in memory have no names; those of a bucket that two clients reach are the same.
         return "object", self.root, self.key, id(self.client) if self.scheme == "memory" else None
 
-    def below(self, name: str) -> Self:
-        """The place of a name below this one."""
-        url = type(self)(f"{self.rstrip('/')}/{name}")
-        url.client = self.client
-        return url
+    on_disk = False
+
+    @property
+    def url(self) -> Self:
+        return self
+
+    rooted = real = url
+
+    @property
+    def name(self) -> str:
+        return self.rpartition("/")[2]
 
     @property
     def parent(self) -> Self:
-        """The prefix in which this place is; the bucket for one at its top."""
-        return self.sibling("")
+        """The prefix in which this place is; the bucket for one at its top, and for itself."""
+        return self.sibling("") if self.key else self
+
+    @property
+    def named(self) -> str:
+        return str(self).rstrip("/")
+
+    @property
+    def uri(self) -> str:
+        return quote(self.encode("utf-8", "surrogateescape"), safe="/:")
+
+    @property
+    def says_folder(self) -> bool:
+        return self.folder
+
+    is_folder = says_folder
+    may_be_file = True
+
+    def below(self, name: str, *, folder: bool = False) -> Self:
+        return self._at(f"{self.rstrip('/')}/{name}", folder=folder)
 
     def sibling(self, name: str) -> Self:
-        """The place of a name beside this one."""
-        url = type(self)(f"{self.rstrip('/').rpartition('/')[0]}/{name}")
-        url.client = self.client
+        return self._at(f"{self.rstrip('/').rpartition('/')[0]}/{name}")
+
+    def file(self, key: str) -> str:
+        return key if is_url(key) else self if self.name == key else self.below(key)
+
+    def is_same(self, other: object) -> bool:
+        return isinstance(other, Url) and self.identity == other.identity
+
+    def free_nbytes(self) -> int | None:
+        return None
+
+    def settled(self, limits: Limits) -> Self:
+        from holdfast.stores.remote.store import RemoteStore
+
+        store = RemoteStore(self, limits=limits)
+        store.close()
+        self.folder = store.folder
+        return self
+
+    def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
+        start = f"{self.key}/" if self.key else ""
+        folders: dict[str, list[str]] = {}
+        try:
+            listed = self._bucket.below(start, most)
+        except HoldfastError as error:
+            problem(self, str(error))
+            return
+        for found in listed:
+            folder, _, name = found.key.removeprefix(start).rpartition("/")
+            if name:
+                folders.setdefault(folder, []).append(name)
+        for folder, names in sorted(folders.items()):
+            yield self.below(folder, folder=True) if folder else self, names
+
+    def files(self) -> dict[str, int]:
+        _, found = self._bucket.folders(self.key)
+        return {one.key.rpartition("/")[2]: one.nbytes for one in sorted(found, key=lambda one: one.key)}
+
+    def stamps(self) -> Stamps | None:
+        found = self._bucket.below(f"{self.key}/", MOST_OBJECTS)
+        try:
+            single = self._bucket.head(self.key)
+            found = [single, *(one for one in found if one.key != single.key)]
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+        # Without etags nobody can tell.
+        if not found or any(one.etag is None for one in found):
+            return None
+        return sorted((one.key.removeprefix(self.key), one.nbytes, str(one.etag)) for one in found)
+
+    def store(self, limits: Limits, recover: Recover) -> Store:
+        from holdfast.stores.remote.store import RemoteStore
+
+        return RemoteStore(self, limits=limits)
+
+    @property
+    def _bucket(self) -> Bucket:
+        from holdfast.stores.remote.client import bucket_of  # for those who have a bucket
+
+        return bucket_of(self)
+
+    def _at(self, text: str, *, folder: bool = False) -> Self:
+        url = type(self)(text)
+        url.client, url.folder = self.client, folder
         return url
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -131,11 +235,6 @@ def url_of(text: str, client: object | None = None) -> Url:
     url = Url(f"{scheme}://{bucket}/{'/'.join(part for part in parts if part)}".rstrip("/"))
     url.client, url.folder = client, key.endswith("/")
     return url
-
-
-def join(folder: str, name: str) -> str:
-    """A name in a folder, be it on this machine or in a bucket."""
-    return folder.below(name) if isinstance(folder, Url) else os.path.join(folder, name)
 
 
 def _named(client: object) -> tuple[str, str]:

@@ -53,7 +53,7 @@ from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.state import Stateful, state_and_path
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
@@ -184,7 +184,7 @@ def load_guarded(
 
     `unharmed` is entered around what changes nothing yet, and may say more of what is raised there.
     """
-    far = isinstance(where, Url)
+    far = not place_at(where).on_disk
     ranks = ranks_of(group, doing=f"load (replicated={replicated})", deadline=deadline)
     checkpoint: Checkpoint | None = None
     try:

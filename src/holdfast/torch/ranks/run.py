@@ -39,7 +39,7 @@ from holdfast.runs.run import Run as PlainRun
 from holdfast.runs.signals import read_run_signals
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.view import read_step
-from holdfast.stores.remote.url import join
+from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.load_sharded import load_full, load_guarded

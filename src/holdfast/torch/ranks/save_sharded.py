@@ -15,7 +15,7 @@ from holdfast.rewrite.base import check_shares
 from holdfast.rewrite.formats import check_sparse
 from holdfast.rewrite.state import Stateful, state_and_path, state_dicts
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.place import place_at
 from holdfast.torch.ranks.background import Course, SaveHandle, begin
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.saving import Asked, Job, SavedShards, describe, plan, stage_described, stage_planned, write
@@ -79,7 +79,7 @@ def save_sharded(
         threads=threads,
         progress=progress,
         sparse=sparse,
-        base=None if base is None else _rooted(place_of(base)),
+        base=None if base is None else place_at(place_of(base)).rooted,
         hashes=hashes,
     )
     return save_asked(state, asked, group=group, deadline=deadline, when_busy=when_busy)
@@ -129,7 +129,7 @@ def async_save_sharded(
         threads=threads,
         progress=progress,
         sparse=sparse,
-        base=None if base is None else _rooted(place_of(base)),
+        base=None if base is None else place_at(place_of(base)).rooted,
         hashes=hashes,
     )
     return begin_asked(state, asked, group=group, deadline=deadline, when_busy=when_busy, max_host_memory=max_host_memory)
@@ -215,9 +215,4 @@ def _job(asked: Asked, course: Course, *, group: dist.ProcessGroup | None, deadl
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {asked.format} to {asked.path!r}", deadline=deadline)
     course.open.callback(ranks.close)
-    return Job(asked, ranks, _rooted(asked.path), course.open)
-
-
-def _rooted(place: str) -> str:
-    """A path from the root on, whatever folder the program goes to; a URL is one."""
-    return place if isinstance(place, Url) else os.path.abspath(place)
+    return Job(asked, ranks, place_at(asked.path).rooted, course.open)

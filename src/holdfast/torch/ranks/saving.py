@@ -34,13 +34,13 @@ from holdfast.core.sharing import twins
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.sparse_choice import choose, parse_wanted
+from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, RankLost, RanksFailed
 from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.tree_json.encode import encode_tree
 from holdfast.ranks.files import NOTHING, RankOutput, Receipt, rank_files, unkept_notes
-from holdfast.ranks.gathering import Gathering, join_gathering
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, Place, message, put_together, with_sums
@@ -130,7 +130,7 @@ class Planned(Value, frozen=True):
     publishing: Publishing | None
     """On the first rank: where everything comes together."""
     notes: tuple[str, ...]
-    gathering: Gathering | None = None
+    target: Target | None = None
     """Where this rank's files go, once it has been told."""
     failed: Exception | None = None
     """What went wrong here since it was planned; the others hear of it instead of a receipt."""
@@ -163,7 +163,7 @@ class RankTask(msgspec.Struct):
     """What a rank is told."""
 
     told: str
-    """Where everything comes together (`ranks.gathering`)."""
+    """Where everything comes together (`engine.targets`)."""
     boxes: list[Place]
     values: list[str]
     notes: list[str]
@@ -257,9 +257,9 @@ def plan(described: Described) -> Planned:
         opened = open_publishing(
             job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step
         )
-        job.open.callback(opened.gathering.give_up)
+        job.open.callback(opened.target.give_up)
         publishing.append(opened)
-        told, notes = opened.gathering.told, list(together.notes)
+        told, notes = opened.target.told, list(together.notes)
         given = zip(together.boxes, together.values, strict=True)
         whole = asked.step is not None and asked.base is None
         return [msgspec.msgpack.encode(RankTask(told, list(boxes), list(values), notes, whole)) for boxes, values in given]
@@ -275,9 +275,9 @@ def plan(described: Described) -> Planned:
         for name, archive in values.items():
             rehearse_value(name, archive)
         part = replace(part, boxes=boxes, values=values)
-        into = publishing[0].gathering if publishing else join_gathering(task.told, job.place, durable=asked.durable)
+        into = publishing[0].target if publishing else join_target(task.told, job.place, durable=asked.durable)
         job = replace(job, asked=replace(asked, base=None if task.whole else asked.base))
-        return replace(planned, job=job, part=part, gathering=into, notes=(*planned.notes, *task.notes))
+        return replace(planned, job=job, part=part, target=into, notes=(*planned.notes, *task.notes))
     except Exception as error:
         return replace(planned, failed=error)
 
@@ -337,8 +337,8 @@ def write(planned: Planned) -> SavedShards:
     except (RanksFailed, RankLost) as error:
         # Not where the first rank is lost, and has what it needs from here: it may have published, or do so yet.
         known = isinstance(error, RanksFailed) or isinstance(local, Exception)
-        if known and planned.gathering is not None and not job.ranks.first:
-            planned.gathering.give_up()
+        if known and planned.target is not None and not job.ranks.first:
+            planned.target.give_up()
         raise
     notes = (*planned.notes, *more, *(() if copies is None else copies.notes()))
     files = tuple((receipt.key, receipt.nbytes) for receipt in receipts)
@@ -356,7 +356,7 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     pack = None if wanted is None else partial(choose, wanted=wanted, threads=threads)
     block = None if copies is None else BLOCK_BEHIND
     hashes, reuse = None, NOTHING
-    into = planned.gathering
+    into = planned.target
     assert into is not None  # or it has failed
     if asked.base is not None or asked.hashes:
         with closing(open_base(asked.base, planned.job.place, threads=threads, block=block)) as base:

@@ -1,0 +1,300 @@
+"""Objects of an object store: one, or several below a prefix, of which the last makes the others a checkpoint.
+
+Objects are written from front to back (engine/stream), in parts of which several are under way. Nothing is written to the disk of
+this machine, and memory stays at a few parts an object.
+
+**Several parts.** Every part uploads its own objects, whose names carry the id of the save, which the first one has drawn and told.
+So nobody finds them, and another save to the same place writes other names. The first part puts the index, with a condition.
+
+**Who removes what.** A part removes its objects where it fails before its receipt is out, and where the first one has said that
+nothing was published. It does not where the first one is lost: that may have published meanwhile, or still do so. The first part
+gives up all objects that carry the id, also those of parts that died. What is left then is for the sweep of the run.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+from holdfast.core.keys import beside
+from holdfast.core.protocols import Store
+from holdfast.core.value import Value
+from holdfast.engine.commit.claims import commit_sharing, release
+from holdfast.engine.commit.remote import ObjectSave, PrefixSave, save_id
+from holdfast.engine.commit.temporaries import temporary_name
+from holdfast.engine.readback import check_source, stored_crcs
+from holdfast.engine.stream import FAR_BLOCK_NBYTES, Told, Writer, write_stream
+from holdfast.engine.targets.target import Delivered, Fill, Saving, Target, nothing_yet
+from holdfast.errors import HoldfastError, NotCommitted, StoreError
+from holdfast.plan.saves import FilePlan, LinkedFile
+from holdfast.stores.remote.client import Bucket, bucket_of
+from holdfast.stores.remote.store import RemoteStore
+from holdfast.stores.remote.url import COPIED_NBYTES, Url
+from holdfast.stores.virtual import Virtual, VirtualFile
+
+MOST = 1 << 20
+"""Objects below a prefix that are looked through for those of a save."""
+
+
+class ReplacedObjects(Value, frozen=True):
+    """The objects of a checkpoint that another takes the place of."""
+
+    names: Sequence[str] = ()
+    """Its index first."""
+    named: Callable[[Collection[str]], Collection[str]] | None = None
+    """Which of these keys checkpoints beside it name; None where none can: those that have hashes may be a base."""
+
+    def remove(self, save: PrefixSave, keep: Collection[str] = ()) -> None:
+        """Delete what nobody needs now. What cannot be deleted is left to the sweep of the run."""
+        save.remove([name for name in self.names[:1] if name not in keep])  # another index, without which nobody finds the rest
+        rest = [name for name in self.names[1:] if name not in keep]
+        if self.named is None:
+            save.remove(rest)
+            return
+        with suppress(HoldfastError):
+            parent, own = save.url.parent, save.url.key.rpartition("/")[2]
+            release(parent, [parent.below("/".join(beside(name) or (own, name))).key for name in rest], self.named)
+
+
+class BucketNames(Value, frozen=True):
+    """What names of objects mean to the formats."""
+
+    counts: Callable[[str], bool] | None = None
+    """Whether an object makes a checkpoint of a prefix, beside the index itself."""
+    late: Callable[[str], bool] = lambda name: False
+    """Whether others have this name for something: it is put when all else is there, and nothing is known against it."""
+    weights: Callable[[str], bool] = lambda name: False
+    """Whether it is what others look for where there is no index."""
+    replaced: Callable[[Url, Collection[str]], ReplacedObjects] = lambda url, there: ReplacedObjects()
+    """The objects of the checkpoint at a URL, of the names that are there."""
+    others: Callable[[Url], Sequence[str]] = lambda url: ()
+    """Other indexes that are there, which go when this one is put. Raises where they may not, or cannot, be replaced."""
+    stale: Sequence[str] = ()
+    """What would speak of another index; it goes before the index is put."""
+
+
+def _pass(file: FilePlan, how: Saving, target: Writer) -> dict[str, int]:
+    """Write the content of an object, sure of what was read."""
+    with how.seals.noting(file.key, Told(target, how.progress) if how.progress else target) as writer:
+        crcs = write_stream(file, writer, known=how.crcs, requests=how.threads, block=how.block or FAR_BLOCK_NBYTES)
+    how.crcs.update(crcs)
+    check_source(file, how.crcs)
+    return crcs
+
+
+def _text(file: FilePlan, how: Saving) -> bytes:
+    text = io.BytesIO()
+    _pass(file, how, text)
+    return text.getvalue()
+
+
+def _put(file: FilePlan, how: Saving, save: PrefixSave, name: str) -> dict[str, int]:
+    """Put an object under a name; its own checksums."""
+    found: dict[str, int] = {}
+    save.write(name, file.nbytes, lambda target: found.update(_pass(file, how, target)))
+    if how.read_back:
+        _check_uploaded(file, save.url.below(name), how.crcs)
+    return found
+
+
+class ObjectTarget(Target):
+    """One object."""
+
+    def __init__(self, url: Url, *, overwrite: bool, parts: int | None) -> None:
+        super().__init__()
+        self._save = ObjectSave(url, overwrite=overwrite, parts=parts)
+        self._save.begin()
+
+    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+        for one in self._linked:
+            how.last()
+            self._save.copy(Url(one.folder).key)
+        for file in self._files:
+            check = partial(_check_uploaded, file, crcs=how.crcs) if how.read_back else None
+            self._save.write(file.nbytes, partial(_pass, file, how), how.last, check=check)
+
+
+class JoinedPrefix(Target):
+    """The objects of a save below a prefix, on a part that uploads some of them."""
+
+    def __init__(self, url: Url, save: str, index: str = "", *, overwrite: bool = False, parts: int | None = None) -> None:
+        super().__init__()
+        self.url, self.save = url, save
+        self._save = PrefixSave(url, index, overwrite=overwrite, parts=parts)
+
+    def link(self, file: LinkedFile) -> bool:
+        return True  # the manifest names it where it is
+
+    def begin(self, file: FilePlan) -> Fill:
+        return lambda how: _put(file, how, self._save, file.key)
+
+    def stream(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
+        self._save.write(key, nbytes, write)
+
+    def free_names(self, prefix: str, suffix: str) -> Iterator[str]:
+        own, number = save_id(), 0
+        while True:
+            yield f"{prefix}{number}-{self.save}-{own}{suffix}"
+            number += 1
+
+    def give_up(self) -> None:
+        """Remove what this part has uploaded."""
+        self._save.give_up()
+
+
+class PrefixTarget(JoinedPrefix):
+    """Objects below a prefix, on the part that publishes them."""
+
+    def __init__(self, url: Url, save: str, index: str, *, overwrite: bool, names: BucketNames, parts: int | None) -> None:
+        super().__init__(url, save, index, overwrite=overwrite, parts=parts)
+        self._names, self._over = names, False
+        self._delivered: dict[str, tuple[int, bool]] = {}
+        """Length of each object, and whether it is one of the base."""
+        self._late: list[FilePlan] = []
+        self._index: FilePlan | None = None
+        self._content: bytes | None = None
+        self._others = names.others(url)
+        self._save.begin(names.counts)
+        there = self._save.there
+        self._replaced = names.replaced(url, there) if overwrite and there else ReplacedObjects()
+
+    def link(self, file: LinkedFile) -> bool:
+        self._delivered[file.key] = file.nbytes, True
+        return True
+
+    def begin(self, file: FilePlan) -> Fill:
+        if file.key == self._save.index:
+            self._index = file
+            return nothing_yet
+        self._delivered[file.key] = file.nbytes, False
+        if self._names.late(file.key):
+            self._late.append(file)
+            return nothing_yet
+        return super().begin(file)
+
+    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+        """Put the index. What it replaced goes afterwards."""
+        for file in index:
+            self.begin(file)(how)
+        final = self._index
+        assert final is not None  # the target was opened for a plan that has it
+        self._delivered.update({key: (nbytes, linked) for key, nbytes, linked in others})
+        if not self._late:
+            self._content = _text(final, how)
+        how.last()
+        for file in self._late:
+            _put(file, how, self._save, file.key)
+        text = _text(final, how) if self._content is None else self._content
+        self._save.remove(self._names.stale)
+        used = [(*self._home(key), nbytes) for key, (nbytes, linked) in self._delivered.items() if linked]
+        with how.seals.in_bucket(self.url, self._replaced.names):
+            commit_sharing(self._save, used, lambda: self._save.commit(text, how.attributes))
+        self._over = True
+        self._save.remove(self._others)
+        self._replaced.remove(self._save, keep={file.key for file in (*self._late, final)})
+
+    def _home(self, key: str) -> tuple[str, str]:
+        """The folder of an object, and its name in there."""
+        return beside(key) or (self.url.key.rpartition("/")[2], key)
+
+    def written(self) -> Store:
+        store, bucket, parent = Virtual(self.url), bucket_of(self.url), self.url.parent
+        for key, (nbytes, _) in self._delivered.items():
+            folder, name = self._home(key)
+            at = parent.below(f"{folder}/{name}" if folder else name).key
+            store.put(VirtualFile(nbytes, partial(_read, bucket, at)), key)
+        content = memoryview(self._content or b"")
+
+        def read(start: int, out: memoryview) -> None:
+            out[:] = content[start : start + out.nbytes]
+
+        store.put(VirtualFile(content.nbytes, read), self._save.index)
+        return store
+
+    def give_up(self) -> None:
+        """Remove all objects of the save, also of parts that are no more, unless it was published or may have been."""
+        if self._over or not self._save.revocable:
+            return
+        self._over = True
+        super().give_up()
+        if self.save:
+            below = f"{self.url.key}/" if self.url.key else ""
+            with suppress(HoldfastError):
+                bucket = bucket_of(self.url)
+                found = [one.key for one in bucket.below(below, MOST)]
+                bucket.delete([key for key in found if key.startswith(below) and self.save in key[len(below) :]])
+
+
+class CopyTarget(Target):
+    """Objects below a prefix whose names are those of a source that is copied.
+
+    Two copies would write the same names, so one claims the place first. What has names in common with a checkpoint that it
+    replaces would be a mixture of both for a while: then the old one goes first. But not before everything is in the bucket, under
+    hidden names, from which the store copies it: what fails on the way here leaves the old one as it was.
+    """
+
+    def __init__(self, url: Url, index: str, *, overwrite: bool, names: BucketNames, parts: int | None) -> None:
+        super().__init__()
+        self._save, self._names = PrefixSave(url, index, overwrite=overwrite, parts=parts), names
+        self._save.begin(names.counts)
+        there = self._save.there
+        self._replaced = names.replaced(url, there) if overwrite and there else ReplacedObjects()
+
+    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+        save, old = self._save, self._replaced.names
+        mine = {*(one.key for one in self._linked), *(file.key for file in (*self._files, *index))}
+        files = sorted(self._files, key=lambda file: self._names.weights(file.key))
+        aside = {file.key: _hidden(file.key) for file in files if file.key in save.there and file.nbytes <= COPIED_NBYTES}
+        over = [file for file in files if file.key in save.there and file.key not in aside]
+        with save.claimed():
+            try:
+                for file in files:
+                    if file not in over:
+                        _put(file, how, save, aside.get(file.key, file.key))
+                how.last()
+                if mine.intersection(old[1:] if index else old):
+                    save.replaces_nothing(old[:1])
+                for file in over:
+                    _put(file, how, save, file.key)
+                for one in self._linked:
+                    save.copy(one.key, f"{Url(one.folder).key}/{one.key}")
+                for name, hidden in aside.items():
+                    save.copy(name, save.url.below(hidden).key)
+                save.dismiss(aside.values())
+                if over:
+                    how.last()
+                for file in index:
+                    save.commit(_text(file, how))
+            except BaseException:
+                save.give_up()
+                raise
+        self._replaced.remove(save, keep=mine)
+
+
+def _check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:
+    """Read an object back, and compare it with the checksums of what was written to it."""
+    store = RemoteStore(url)
+    (key,) = store.list()
+    for label, found in stored_crcs(file, store, key).items():
+        if found != crcs[label]:
+            message = "what was written does not read back the same; nothing was published"
+            raise NotCommitted(message, file=store.name, tensor=label, expected=crcs[label], found=found)
+
+
+def _hidden(name: str) -> str:
+    """A name beside this one that no reader takes for a file of a checkpoint."""
+    folder, slash, last = name.rpartition("/")
+    return f"{folder}{slash}{temporary_name(last)}"
+
+
+def _read(bucket: Bucket, key: str, start: int, out: memoryview) -> None:
+    try:
+        got = bucket.get(key, start, start + out.nbytes)
+    except StoreError as error:
+        if error.errno == errno.ENOENT:
+            raise StoreError("an object that a rank has uploaded is not there", file=bucket.url(key)) from None
+        raise
+    out[:] = got.data

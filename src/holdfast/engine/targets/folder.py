@@ -1,0 +1,249 @@
+"""A file, and a folder of files, on a file system that all ranks see: hidden beside their name until the rename."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Store
+from holdfast.engine.commit.linked import linked_or_copied
+from holdfast.engine.commit.new_file import NewFile
+from holdfast.engine.commit.resumable import Staging
+from holdfast.engine.commit.target import refusing
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
+from holdfast.engine.readback import check_source, check_written
+from holdfast.engine.stream import Writer
+from holdfast.engine.targets.target import Delivered, Fill, Reads, Saving, Target
+from holdfast.engine.write import write_file
+from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan
+from holdfast.stores.files import Files, make_parents
+from holdfast.stores.local import LocalStore
+from holdfast.stores.path_files import system_files
+
+
+def _fill(file: FilePlan, how: Saving, sink: NewFile, path: str) -> Mapping[str, int]:
+    """Write a file, sure of what was read and, where that is wanted, of what was written."""
+    receipt = write_file(file, sink, crcs=how.crcs, threads=how.threads, progress=how.progress, block=how.block)
+    how.crcs.update(receipt.crcs)
+    check_source(file, how.crcs)
+    if how.read_back:
+        check_written(file, sink.descriptor, how.crcs, path=path, blocks=receipt.blocks, threads=how.threads)
+    sink.complete = True
+    return receipt.crcs
+
+
+class FileTarget(Target):
+    """One file."""
+
+    def __init__(self, path: str, *, durable: bool, overwrite: bool, files: Files | None) -> None:
+        self._system, self._path, self._durable = files or system_files(), path, durable
+        self._transaction = FileTransaction(path, durable=durable, overwrite=overwrite, files=files)
+        self._transaction.__enter__()
+
+    def begin(self, file: FilePlan) -> Fill:
+        return lambda how: _fill(file, how, self._transaction.file, self._path)
+
+    @contextmanager
+    def reading(self, key: str) -> Iterator[Reads | None]:
+        yield partial(self._system.pread, self._transaction.descriptor)
+
+    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+        how.seals.take(self, how.threads)
+        how.last()
+        with how.seals.around(self._system, durable=self._durable):
+            self._transaction.commit()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._transaction.__exit__(kind, error, trace)
+
+
+class AtEnd:
+    """A file that is written from front to back."""
+
+    def __init__(self, out: NewFile) -> None:
+        self._out, self._nbytes = out, 0
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        self._out.write(self._nbytes, data)
+        self._nbytes += memoryview(data).nbytes
+
+
+class JoinedFolder(Target):
+    """The hidden folder, or one that is there, on a part that did not make it."""
+
+    def __init__(self, folder: str, *, path: str, durable: bool) -> None:
+        self._name, self._path, self._durable = folder, path, durable
+        self._system = system_files()
+        self._open: int | None = None
+        self._made: list[NewFile] = []
+
+    @property
+    def _folder(self) -> int:
+        if self._open is None:
+            with refusing("opening the folder", self._path):
+                self._open = self._system.open_directory(self._name)
+        return self._open
+
+    def _create(self, key: str) -> NewFile:
+        label = f"{self._path}/{key}"
+        with refusing("creating a file", label):
+            made = NewFile(self._system, self._system.create(key, at=self._folder), path=label, durable=self._durable)
+        self._made.append(made)
+        return made
+
+    def begin(self, file: FilePlan) -> Fill:
+        made = self._create(file.key)
+
+        def fill(how: Saving) -> Mapping[str, int]:
+            crcs = _fill(file, how, made, self._path)
+            made.finish(durable=self._durable)
+            return crcs
+
+        return fill
+
+    def stream(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
+        made = self._create(key)
+        write(AtEnd(made))
+        made.finish(durable=self._durable)
+
+    def free_names(self, prefix: str, suffix: str) -> Iterator[str]:
+        known, number = set(self._system.list(self._folder)), 0
+        while True:
+            if (key := f"{prefix}{number}{suffix}") not in known:
+                yield key
+            number += 1
+
+    def link(self, file: LinkedFile) -> bool:
+        label, system = f"{self._path}/{file.key}", self._system
+        with _base(system, file.folder) as base, refusing("taking over a file of the base", label):
+            made, linked = linked_or_copied(system, file.key, file.nbytes, source_at=base, at=self._folder, label=label)
+            made.finish(durable=self._durable)
+        return linked
+
+    def close(self) -> None:
+        for made in self._made:
+            made.give_up()
+        found, self._open = self._open, None
+        if found is not None:
+            self._system.close(found)
+
+
+class FolderTarget(Target):
+    """A folder of files, on the part that makes it.
+
+    With `resumed`, each file is finished in a folder that outlives a crash (engine/commit/resumable), and then linked.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        durable: bool,
+        overwrite: bool,
+        replaceable: Callable[[str], bool],
+        resumed: SavePlan | None,
+        parents: bool,
+        files: Files | None,
+    ) -> None:
+        self._system, self._path, self._durable = files or system_files(), path, durable
+        if parents:
+            with refusing("making the folders that lead to it", path):
+                make_parents(path, durable=durable)
+        self._staging = None if resumed is None else Staging(path, resumed, durable=durable, files=files)
+        self._staged: list[FilePlan] = []
+        self._published = False
+        self._folder = DirectoryTransaction(path, durable=durable, overwrite=overwrite, replaceable=replaceable, files=files)
+        if self._staging is None:
+            self._folder.__enter__()
+
+    @property
+    def told(self) -> str:
+        return self._folder.folder
+
+    def link(self, file: LinkedFile) -> bool:
+        with _base(self._system, file.folder) as base:
+            return self._folder.link(file.key, file.nbytes, folder=base)
+
+    def begin(self, file: FilePlan) -> Fill:
+        if self._staging is None:
+            made = self._folder.create(file.key)
+            return lambda how: _fill(file, how, made, self._path)
+        staging = self._staging
+        self._staged.append(file)
+
+        def fill(how: Saving) -> Mapping[str, int]:
+            crcs = staging.put(file, lambda file, sink: _fill(file, how, sink, self._path))
+            how.crcs.update(crcs)
+            return crcs
+
+        return fill
+
+    def adopt(self, key: str, path: str) -> None:
+        self._folder.adopt(key, path)
+
+    @contextmanager
+    def reading(self, key: str) -> Iterator[Reads | None]:
+        files = self._system
+        at = files.open_directory(self._folder.folder)
+        try:
+            if files.stat(key, at=at) is None:
+                yield None
+                return
+            descriptor = files.open(key, at=at)
+            try:
+                yield partial(files.pread, descriptor)
+            finally:
+                files.close(descriptor)
+        finally:
+            files.close(at)
+
+    def written(self) -> Store:
+        return LocalStore(self._folder.folder, max_files=Limits().files)
+
+    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+        folder = self._folder
+        if self._staging is not None:
+            folder.__enter__()
+            for file in self._staged:
+                self._staging.adopt(folder, file)
+        for key, nbytes, linked in others:
+            folder.join(key, nbytes, linked=linked)
+        folder.seal_data()
+        for file in index:
+            how.seals.take(self, how.threads)  # one of them may speak of all before it
+            _fill(file, how, folder.create(file.key), self._path)
+        how.seals.take(self, how.threads)
+        how.last()
+        with how.seals.around(self._system, durable=self._durable):
+            folder.commit()
+        self._published = True
+
+    def give_up(self) -> None:
+        self.__exit__(None, None, None)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        staging, self._staging = self._staging, None
+        try:
+            self._folder.__exit__(kind, error, trace)
+            if staging is not None and self._published:
+                staging.remove()
+        finally:
+            if staging is not None:
+                staging.close()
+
+
+@contextmanager
+def _base(files: Files, folder: str) -> Iterator[int]:
+    with refusing("opening the base", folder):
+        try:
+            base = files.open_directory(folder)
+        except FileNotFoundError:
+            raise OSError(errno.ESTALE, "the base was removed meanwhile") from None
+    try:
+        yield base
+    finally:
+        files.close(base)

@@ -1,0 +1,195 @@
+"""`Target`: where a save goes, and nobody finds it before it is published. A part of a save is a process: one alone, or a rank.
+
+                     a file or a folder (`folder`)                objects (`bucket`)
+
+    unpublished      under a hidden name beside the target        names that carry the id of the save, or hidden ones
+    others are told  the name of the hidden folder                that id
+    published        by one rename                                by one put with a condition: of the index, or of the object
+    given up         the part that opened it removes it           each part removes its objects, the first one all of the save
+
+A part links what it takes over from a base, begins files and fills them. The part that opened the target publishes what all have
+written. It knows the formats by what it is given: which names belong to a checkpoint, and what a checkpoint in a bucket names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from msgspec import field
+
+from holdfast.core.protocols import Store
+from holdfast.core.value import Value
+from holdfast.engine.stream import Writer
+from holdfast.engine.write import Progress
+from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan
+from holdfast.stores.files import Files
+from holdfast.stores.place import place_at
+from holdfast.stores.remote.url import Url
+
+if TYPE_CHECKING:
+    from holdfast.engine.targets.bucket import BucketNames
+
+Reads = Callable[[int, int], bytes]
+"""Reads some bytes at an offset, in this order."""
+
+
+class Seals(Protocol):
+    """The seals of what is replaced, which are made anew (`rewrite/renewal`)."""
+
+    def noting(self, key: str, file: Writer, /) -> AbstractContextManager[Writer]:
+        """A writer to this one, for the whole content of a file."""
+
+    def take(self, target: Target, threads: int | None = None) -> None:
+        """Digest what was written, as far as it can be read back and is not known."""
+
+    def around(self, files: Files, *, durable: bool) -> AbstractContextManager[None]:
+        """The block in which the rename is."""
+
+    def in_bucket(self, url: Url, gone: Collection[str]) -> AbstractContextManager[None]:
+        """The block in which the index is put; `gone` are names of objects that are deleted when it is."""
+
+
+class Saving(Value, frozen=True, kw_only=True):
+    """How a save is carried out."""
+
+    seals: Seals
+    crcs: dict[str, int] = field(default_factory=dict)
+    """Of all data that was written before, by label. Each file adds its own."""
+    threads: int | None = None
+    block: int | None = None
+    progress: Progress | None = None
+    read_back: bool = False
+    """Whether what was written is read again and compared."""
+    last: Callable[[], None] = lambda: None
+    """Asked when everything is written: what it raises keeps what was there."""
+    attributes: Mapping[str, str] | None = None
+    """What the object of the index says of itself."""
+
+
+Fill = Callable[[Saving], Mapping[str, int]]
+"""Writes a file that has its place, now or when it is published; the CRC-32 of each piece of data by its label, if now."""
+
+Delivered = tuple[str, int, bool]
+"""A file that another part has written: key, length, and whether it is one of the base."""
+
+
+def nothing_yet(how: Saving) -> Mapping[str, int]:
+    """A file that is written when it is published."""
+    return {}
+
+
+class Target:
+    """Where a save goes, as one part sees it. A context manager: what was not published when the block ends is given up."""
+
+    def __init__(self) -> None:
+        self._files: list[FilePlan] = []
+        self._linked: list[LinkedFile] = []
+
+    save = ""
+    """What the names of data files carry: the id of the save; nothing where the whole is published by a rename."""
+
+    @property
+    def told(self) -> str:
+        """What other parts are told, so that they find it (`join_target`)."""
+        return self.save
+
+    def link(self, file: LinkedFile) -> bool:
+        """Take over a file of the base; whether by a second name, or where it is, and not by a copy. Or note that it is to be."""
+        self._linked.append(file)
+        return True
+
+    def begin(self, file: FilePlan) -> Fill:
+        """Give a file its place, or note that it is to have one when it is published."""
+        self._files.append(file)
+        return nothing_yet
+
+    def stream(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
+        """Make a file of about so many bytes, which `write` gives from front to back."""
+        raise NotImplementedError
+
+    def free_names(self, prefix: str, suffix: str) -> Iterator[str]:
+        """Names that no file of the save has."""
+        raise NotImplementedError
+
+    def adopt(self, key: str, path: str) -> None:
+        """Give a file that was there before, at this path, a second name in the target."""
+        raise NotImplementedError
+
+    def reading(self, key: str) -> AbstractContextManager[Reads | None]:
+        """How to read back what was written under a key; None where it is not there, or not to be read by itself."""
+        return nullcontext(None)
+
+    def written(self) -> Store:
+        """Everything that was written, before anybody else can see it."""
+        raise NotImplementedError
+
+    def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
+        """Make a checkpoint of what this part has, and of what `others` delivered. The last of the index files makes it one."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what is open on this part, when all of its files are written."""
+
+    def give_up(self) -> None:
+        """Remove what this part may remove. Only for a save that is known not to be published; of whoever opened it, for any."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.give_up()
+
+
+def target_of(
+    path: str,
+    plan: SavePlan,
+    *,
+    overwrite: bool,
+    durable: bool,
+    names: Callable[[], BucketNames],
+    replaceable: Callable[[str], bool],
+    save: str = "",
+    parts: int | None = None,
+    resume: bool = False,
+    parents: bool = False,
+    files: Files | None = None,
+) -> Target:
+    """The target of a save to a path or a URL, for whoever publishes it. Raises `NotCommitted` where there may be none.
+
+    Of the plan its kind counts, and what its files are called. On a disk, `replaceable` says which names in a folder may go,
+    `parents` whether folders are made that lead to it, and `resume` whether finished files of an earlier try are taken over. In a
+    bucket, `names` says what is there, and `save` is the id of a save of several parts.
+    """
+    url = place_at(path).url
+    if url is not None:
+        from holdfast.engine.targets.bucket import CopyTarget, ObjectTarget, PrefixTarget  # for those who have a bucket
+
+        if not plan.directory:
+            return ObjectTarget(url, overwrite=overwrite, parts=parts)
+        if plan.copied:
+            return CopyTarget(url, plan.index[0].key if plan.index else "", overwrite=overwrite, names=names(), parts=parts)
+        return PrefixTarget(url, save, (*plan.files, *plan.index)[-1].key, overwrite=overwrite, names=names(), parts=parts)
+    from holdfast.engine.targets.folder import FileTarget, FolderTarget
+
+    if not plan.directory:
+        return FileTarget(path, durable=durable, overwrite=overwrite, files=files)
+    resumed = plan if resume else None
+    return FolderTarget(
+        path, durable=durable, overwrite=overwrite, replaceable=replaceable, resumed=resumed, parents=parents, files=files
+    )
+
+
+def join_target(told: str, path: str, *, durable: bool) -> Target:
+    """On another part: the target of which the first one has told."""
+    url = place_at(path).url
+    if url is not None:
+        from holdfast.engine.targets.bucket import JoinedPrefix
+
+        return JoinedPrefix(url, told)
+    from holdfast.engine.targets.folder import JoinedFolder
+
+    return JoinedFolder(told, path=path, durable=durable)

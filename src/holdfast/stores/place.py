@@ -1,0 +1,207 @@
+"""`Place`: a path or a URL as one thing, which can be asked what differs between a disk and a bucket.
+
+Text is what goes through the library and what results show: a `str`, and for a place in an object store a `Url`, which is one, too.
+Whoever has to know more asks `place_at(text)`. There are two kinds with the same members, and no other module asks which one it is:
+
+    LocalPlace    a file or a folder of this machine
+    Url           an object, or all objects below a prefix (`stores/remote/url`)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePath
+from urllib.parse import quote
+
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Store
+from holdfast.core.value import Value
+from holdfast.errors import StoreError, detached
+from holdfast.stores.local import LocalStore, free_nbytes
+from holdfast.stores.remote.url import Problem, Recover, Stamps, Url, is_url
+
+
+class LocalPlace(Value, frozen=True):
+    """A file or a folder of this machine. The members are described here for both kinds of places."""
+
+    path: str
+    url: None = None
+    """What it is in an object store; None on this machine."""
+    on_disk: bool = True
+    """Whether it is on this machine: a folder is then replaced as a whole, by a rename."""
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return PurePath(self.path).name
+
+    @property
+    def parent(self) -> str:
+        """The folder in which it is; the place itself at the top."""
+        return os.path.dirname(self.path) or os.curdir
+
+    @property
+    def rooted(self) -> str:
+        """The same from the root on, whatever folder the program goes to."""
+        return os.path.abspath(self.path)
+
+    @property
+    def real(self) -> str:
+        """The same with all links followed."""
+        return os.path.realpath(self.path)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What is equal for two places of one thing, and for stores that were opened there (`Store.place`)."""
+        return "file", self.real
+
+    @property
+    def named(self) -> str:
+        """What it is called in a record: its real folder, and its own name in there."""
+        folder, name = os.path.split(self.path.rstrip("/"))
+        return os.path.join(os.path.realpath(folder), name)
+
+    @property
+    def uri(self) -> str:
+        """The same as a URI; a path that does not begin at the root gives a relative one."""
+        pure = PurePath(self.path)
+        # A drive stands behind a third slash, with its colon; a server behind the second.
+        drive = pure.drive.replace("\\", "/")
+        root = drive if drive.startswith("//") else f"///{drive}" if drive else "//"
+        text = quote(pure.as_posix()[len(drive) :].encode("utf-8", "surrogateescape"))
+        return f"file:{root}{text}" if pure.is_absolute() else text
+
+    @property
+    def says_folder(self) -> bool:
+        """Whether it was given as a folder's, with a slash at its end."""
+        return self.path.endswith("/")
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether a folder is there; of a URL, whether it says so."""
+        return os.path.isdir(self.path)
+
+    @property
+    def may_be_file(self) -> bool:
+        """Whether there is a file that can be read, or nobody knows: no device, and no link to nowhere."""
+        try:
+            return stat.S_ISREG(os.stat(self.path).st_mode)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # opening it says what is wrong
+
+    def below(self, name: str, *, folder: bool = False) -> str:
+        """The place of a name in this folder; `folder` where it is to say that it is one."""
+        return os.path.join(self.path, name) + ("/" if folder else "")
+
+    def file(self, key: str) -> str:
+        """The place of a file of the store that was opened here: this place, where it is one file."""
+        return self.below(key) if self.is_folder else self.path
+
+    def is_same(self, other: Place) -> bool:
+        """Whether two places are one, however they are spelled: not all file systems tell cases apart."""
+        if not isinstance(other, LocalPlace):
+            return False
+        try:
+            return self.identity == other.identity or os.path.samefile(self.path, other.path)
+        except OSError:
+            return False
+
+    def free_nbytes(self) -> int | None:
+        """What may still be written in the folder of this place; None where there is no end. Raises `StoreError`."""
+        # Following every link of a path is slow, and the system does it by itself for all but the last.
+        place = self.path.rstrip("/") or self.path
+        return free_nbytes(os.path.dirname(os.path.realpath(place) if os.path.islink(place) else place) or os.curdir)
+
+    def settled(self, limits: Limits) -> str:
+        """The place in one spelling, which says whether it is a folder. Raises where it takes a request and nothing is there."""
+        return str(Path(self.path))
+
+    def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
+        """Every folder at or below this one, with the names of its files, at most so many of them in a bucket.
+
+        Links to folders are not followed. `problem` is told of what cannot be listed, when all else was.
+        """
+        problems: list[OSError] = []
+        for folder, folders, names in os.walk(self.path, onerror=problems.append):
+            folders.sort()
+            yield str(Path(folder)), names
+        for one in problems:
+            problem(str(one.filename), f"cannot list this folder: {one.strerror}")
+
+    def files(self) -> dict[str, int]:
+        """The files right in this folder, sorted, with their lengths."""
+        found = sorted(os.scandir(self.path), key=lambda entry: entry.name)
+        return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
+
+    def stamps(self) -> Stamps | None:
+        """All files here, each by its name, its length and what changes with it; None where something else is there."""
+        path = self.path.rstrip("/")
+        try:
+            found = os.lstat(path)
+            if stat.S_ISREG(found.st_mode):
+                return [("", found.st_size, str(found.st_mtime_ns))]
+            if not stat.S_ISDIR(found.st_mode):
+                return None
+            inner = [(entry, entry.stat(follow_symlinks=False)) for entry in os.scandir(path)]
+        except OSError:
+            return None
+        if not all(stat.S_ISREG(one.st_mode) for _, one in inner):
+            return None
+        return sorted((entry.name, one.st_size, str(one.st_mtime_ns)) for entry, one in inner)
+
+    def store(self, limits: Limits, recover: Recover) -> Store:
+        """The store of what is there; `recover` finds what a save had set aside when it was cut off, or still has."""
+        absent = 0
+        while True:
+            try:
+                return LocalStore(self.path, max_files=limits.files)
+            except StoreError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                missing = detached(error)
+            kept = recover(self.path)
+            # A directory that is replaced in two steps has no name between them, and may have one by the time we look.
+            absent += kept is None and not os.path.exists(self.path)
+            if absent > 1:
+                try:
+                    raise missing
+                finally:
+                    del missing
+            if kept is not None:
+                try:
+                    return LocalStore(kept, max_files=limits.files, instead_of=self.real)
+                except StoreError as error:
+                    if error.errno != errno.ENOENT:
+                        raise
+
+
+Place = LocalPlace | Url
+
+
+def place_at(path: str) -> Place:
+    """The place of a path or a `Url` that `place_of` gave, or that was found. Any other text is a path, be it called `s3:/x`."""
+    return path if isinstance(path, Url) else LocalPlace(path)
+
+
+def place_named(text: str) -> Place:
+    """The place that a user's text, or that of a report, seems to be; nothing of it is checked.
+
+    >>> place_named("runs/step-1").on_disk, place_named("s3://bucket/step-1").on_disk
+    (True, False)
+    """
+    return Url(text) if is_url(text) else LocalPlace(text)
+
+
+def same_place(one: str, other: str) -> bool:
+    """Whether two paths or URLs are those of one file, directory or object."""
+    return place_at(one).identity == place_at(other).identity
+
+
+def join(folder: str, name: str) -> str:
+    """A name in a folder, be it on this machine or in a bucket."""
+    return place_at(folder).below(name)
