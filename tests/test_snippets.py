@@ -250,6 +250,16 @@ def test_a_guide_makes_its_files():
     assert missing == []
 
 
+def test_what_is_installed_from_the_folder_is_said_to_be_a_clone():
+    """`pip install .` fails anywhere else. The sentence before it says so, for whoever begins with this page."""
+    pages = {name_of(page): content_of(page) for page in PAGES}
+    before = {
+        name: content.partition("\npip install .")[0][-400:] for name, content in pages.items() if "\npip install ." in content
+    }
+    assert {"README.md", "docs/start.md"} <= set(before)
+    assert [name for name, text in before.items() if not re.search(r"\bclone\b", text)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_says_where_its_files_are_from(page: Path):
     content = content_of(page)

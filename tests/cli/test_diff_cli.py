@@ -6,6 +6,7 @@ import json
 import math
 
 import numpy as np
+import pytest
 
 from holdfast.cli.diff import diff_document, diff_lines
 from holdfast.cli.document import dumps
@@ -83,3 +84,19 @@ def test_a_part_under_other_names(run, tmp_path):
     code, out, err = run("diff", a, b, "--filter", "x")
     assert (code, out) == (2, "")
     assert "nothing in either checkpoint" in err
+
+
+def test_what_became_nan_has_no_largest_difference(run, tmp_path):
+    w = np.arange(1, 5, dtype=np.float32)
+    save({"some": w, "all": w}, tmp_path / "a.pt", durable=False)
+    save({"some": np.array([1, 2, 3.5, np.nan], np.float32), "all": w * np.nan}, tmp_path / "b.pt", durable=False)
+    code, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert code == 1
+    assert [" ".join(line.split()) for line in out.splitlines()[2:4]] == [
+        "! all float32 [4] 4 became NaN relative - cosine - max abs - 4 of 4",
+        "! some float32 [4] 1 became NaN relative - cosine - max abs 0.5 2 of 4",
+    ]
+    _, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json")
+    found = {change["name"]: change["content"] for change in json.loads(out)["changed"]}
+    assert (found["all"]["max_abs"], found["all"]["max_rel"]) == (None, None)
+    assert (found["some"]["max_abs"], found["some"]["max_rel"]) == (0.5, pytest.approx(1 / 7))

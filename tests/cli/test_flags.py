@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -102,3 +103,41 @@ def test_what_is_quoted_stays():
     assert in_flags("'keep=True' and \"overwrite=True\" are names", known) == "'keep=True' and \"overwrite=True\" are names"
     assert in_flags("dry_run=True only looks", known) == "dry_run=True only looks"
     assert in_flags("it's keep= that isn't overwrite=True", known).count("--") >= 1
+
+
+def test_a_number_is_no_value_of_a_keyword():
+    """`model=2` is an axis of a mesh."""
+    assert (
+        in_flags("1 tensor cut over model=2, dp=4 and step=100", set(FLAGS.values()))
+        == "1 tensor cut over model=2, dp=4 and step=100"
+    )
+
+
+def test_a_note_on_a_mesh_names_its_axes(tmp_path, capsys):
+    source = tmp_path / "llama.safetensors"
+    holdfast.save({"layers.0.q_proj.weight": np.ones((4, 4), np.float32)}, source)
+    for number, more in enumerate(([], ["--dry-run"])):
+        assert main(["reshard", str(source), str(tmp_path / f"{number}"), "--mesh", "model=2", *more]) == 0
+        assert "1 tensor cut along dimension 0 over model=2\n" in capsys.readouterr().out
+
+
+def test_a_note_has_the_flags_of_its_own_verb(folder, capsys, monkeypatch):
+    """The same words are a flag where the verb has it, and a keyword where it has none."""
+    monkeypatch.setattr(
+        "holdfast.rewrite.planned.Planned.look", lambda planned, progress: dataclasses.replace(planned.report, notes=NOTES)
+    )
+    assert main(["convert", "b.safetensors", "c.pt", "--dry-run"]) == 0
+    assert "note   --model chooses, mesh='dp=2' cuts" in capsys.readouterr().out
+    assert main(["reshard", "b.safetensors", "c", "--mesh", "dp=2", "--dry-run"]) == 0
+    assert "note   model=… chooses, --mesh dp=2 cuts" in capsys.readouterr().out
+
+
+NOTES = ("model=… chooses, mesh='dp=2' cuts",)
+
+
+def test_a_sentence_that_names_another_verb_has_its_flags(folder, golden_dir, capsys):
+    assert main(["show", str(golden_dir / "files" / "tiny.gguf")]) == 0
+    assert "convert with --dequantize writes the numbers" in capsys.readouterr().out
+    holdfast.package({"x": "b.safetensors", "y": "b.safetensors"}, "both.pt2")
+    assert main(["package", "x=both.pt2", "again.pt2"]) == 2
+    assert "extract one first (convert with --model)" in capsys.readouterr().err

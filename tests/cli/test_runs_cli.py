@@ -56,7 +56,7 @@ def test_steps_of_another_trainer_may_be_deleted_by_it(tmp_path: Path, capsys: p
     assert "nothing is deleted" not in out
     head, hint, *_ = out.splitlines()
     assert head.endswith("no rules: none of Holdfast are recorded here, and another program may delete steps")
-    assert hint == "  no steps, for they have no seal: checkpoint-1000; `holdfast seal PATH` makes each a step"
+    assert hint.startswith("  no steps, for they have no seal: checkpoint-1000; `holdfast seal PATH` makes each a step, with")
     code, out, _ = printed(capsys, "runs", tmp_path, "--json")
     found = json.loads(out)
     assert (found["recorded"], found["unsealed"], [step["step"] for step in found["steps"]]) == (False, ["checkpoint-1000"], [500])
@@ -77,6 +77,31 @@ def test_steps_of_torchtitan_are_not_said_to_stay(tmp_path: Path, capsys: pytest
     assert "nothing is deleted" not in page
 
 
+def test_a_step_of_dcp_without_a_seal_is_not_torn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint import save
+
+    for number in (90, 100):
+        save({"w": torch.ones(3)}, checkpoint_id=tmp_path / f"step-{number}", no_dist=True)
+    (tmp_path / "step-110").mkdir()
+    holdfast.save({"w": np.ones(3)}, tmp_path / "step-110" / "model.safetensors")  # as save_pretrained leaves it
+    code, out, _ = printed(capsys, "runs", tmp_path)
+    assert code == 0
+    assert "  no steps, for they have no seal: step-90, step-100, step-110; `holdfast seal PATH` makes each a step" in out
+    assert "whole" not in out
+    _, out, _ = printed(capsys, "runs", tmp_path, "--json")
+    assert (json.loads(out)["unsealed"], json.loads(out)["steps"]) == (["step-90", "step-100", "step-110"], [])
+    assert printed(capsys, "seal", tmp_path / "step-100")[0] == 0
+    with holdfast.Run(tmp_path) as run:
+        assert run.latest().step == 100
+    # In the directory of a Run they are named as well, and what lacks its index is torn.
+    (tmp_path / "step-90" / ".metadata").unlink()
+    code, out, _ = printed(capsys, "runs", tmp_path)
+    assert code == 1
+    assert "step-90: neither a seal nor a manifest: it was not written to its end" in out
+    assert "no seal: step-110; `holdfast seal PATH`" in out
+
+
 def test_files_of_lightning_without_a_seal_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     files = ["epoch=0-step=10.ckpt", "epoch=1-step=20.ckpt", "last.ckpt", "z\x1b[2J.ckpt"]
     for name in (*files, "hparams.yaml", "metrics-step-5.json"):
@@ -90,6 +115,16 @@ def test_files_of_lightning_without_a_seal_are_named(tmp_path: Path, capsys: pyt
     assert "hparams" not in out
     _, out, _ = printed(capsys, "runs", tmp_path, "--json")
     assert json.loads(out)["unsealed"] == files
+
+
+def test_numbered_files_without_a_seal_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("model_1.pt", "model-2.safetensors", "model-00001-of-00002.safetensors", "rng_state_0.pth"):
+        holdfast.save({"w": np.ones(3)}, tmp_path / name)
+    code, out, _ = printed(capsys, "runs", tmp_path)
+    assert code == 0
+    assert "no seal: model-2.safetensors, model_1.pt; `holdfast seal PATH` makes each a step, with `--step N`" in out
+    assert printed(capsys, "seal", tmp_path / "model_1.pt", "--step", "1")[0] == 0
+    assert "1 step," in printed(capsys, "runs", tmp_path)[1]
 
 
 def test_what_is_torn_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):

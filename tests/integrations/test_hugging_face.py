@@ -1,4 +1,5 @@
-"""Hugging Face folders, with transformers' own loaders: weights of torch become safetensors; code runs that a scan told of."""
+"""Hugging Face folders, with transformers' own loaders: weights of torch become safetensors; code runs that a scan told of;
+models in `torch.compile` and DistributedDataParallel are saved as transformers loads them."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 import holdfast.torch
@@ -22,16 +27,20 @@ pytestmark = pytest.mark.timeout(180)
 IDS = torch.tensor([[1, 5, 3, 2]])
 
 
-def write_bin(path: Path, *, tied: bool, shard: int | None) -> Path:
-    """A model with weights of torch, in shards of some bytes, as huggingface_hub splits them."""
-    torch.manual_seed(0)
+def llama(*, tied: bool, seed: int = 0) -> nn.Module:
+    """A small model with weights of its own for each seed."""
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=tied, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(path)
+    return transformers.LlamaForCausalLM(config)
+
+
+def write_bin(path: Path, *, tied: bool, shard: int | None) -> Path:
+    """A model with weights of torch, in shards of some bytes, as huggingface_hub splits them."""
+    model = llama(tied=tied)
+    model.config.save_pretrained(path)
     model.generation_config.save_pretrained(path)
     state = model.state_dict()
     split = hub.split_torch_state_dict_into_shards(
@@ -49,6 +58,10 @@ def logits(path: Path) -> torch.Tensor:
     model, told = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
+    return answer(model)
+
+
+def answer(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(IDS).logits
 
@@ -65,8 +78,7 @@ def test_a_folder_of_bin_becomes_one_of_safetensors(tied: bool, shard: int | Non
     assert torch.equal(logits(tmp_path / "new"), logits(old))
     model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(old))
     holdfast.torch.load_into(model, old)
-    with torch.no_grad():
-        assert torch.equal(model(IDS).logits, logits(old))
+    assert torch.equal(answer(model), logits(old))
 
 
 def test_both_kinds_in_one_folder(tmp_path: Path):
@@ -79,6 +91,67 @@ def test_both_kinds_in_one_folder(tmp_path: Path):
         assert found.format == "safetensors-dir"
         for name, value in loaded.state_dict().items():
             assert torch.equal(value, torch.from_numpy(found[name].numpy()).float()), name
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "ddp": DistributedDataParallel,
+    "compiled-ddp": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+    "ddp-of-compiled": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
+}
+
+
+def save_whole(model: nn.Module, path: Path) -> None:
+    path.mkdir()
+    holdfast.save(model, path / "model.safetensors")
+
+
+def save_shards(model: nn.Module, path: Path) -> None:
+    holdfast.save(model, f"{path}/", format="safetensors", max_shard_size=6_000)
+
+
+def save_ranks(model: nn.Module, path: Path) -> None:
+    holdfast.torch.save_sharded(model, path, format="safetensors")
+
+
+def save_step(model: nn.Module, path: Path) -> None:
+    """A step of training with more in it, of which the model is taken."""
+    step = path.with_name("step")
+    holdfast.torch.save_sharded({"model": model, "epoch": 3}, step)
+    holdfast.convert(step, f"{path}/", format="safetensors", keep=["model.*"], rename=[("model.*", "*")], tensors_only=True)
+
+
+SAVES = (save_whole, save_shards, save_ranks, save_step)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize("save", SAVES)
+def test_from_pretrained_loads_what_was_saved_of_a_wrapped_model(save, wrap, tied: bool, tmp_path: Path, alone: None):
+    model = llama(tied=tied)
+    save(wrap(model), tmp_path / "out")
+    model.config.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(tmp_path / "out"), answer(model))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize("load", [holdfast.torch.load_into, holdfast.torch.load_sharded])
+def test_what_save_pretrained_wrote_is_loaded_into_a_wrapped_model(load, wrap, tied: bool, tmp_path: Path, alone: None):
+    saved, model = llama(tied=tied), llama(tied=tied, seed=1)
+    saved.save_pretrained(tmp_path)
+    assert not torch.equal(answer(model), answer(saved))
+    wrapped = wrap(model)
+    load(wrapped, tmp_path)
+    assert torch.equal(answer(model), answer(saved))
 
 
 CODE = """

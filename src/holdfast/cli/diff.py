@@ -128,7 +128,7 @@ def _statistics(content: Content) -> list[str]:
     cells = [
         "relative -" if content.relative is None else f"relative {number(content.relative)}",
         "cosine -" if content.cosine is None else f"cosine {content.cosine:.6f}",
-        f"max abs {number(content.max_abs)}",
+        "max abs -" if content.max_abs is None else f"max abs {number(content.max_abs)}",
         f"{count(content.changed)} of {count(content.total)}",
     ]
     odd = (
@@ -218,5 +218,5 @@ def _content(content: Content) -> dict[str, object]:
     }
 
 
-def _native(value: float) -> float | str:
-    return value if isinstance(value, int) or math.isfinite(value) else str(value)
+def _native(value: float | None) -> float | str | None:
+    return value if value is None or isinstance(value, int) or math.isfinite(value) else str(value)

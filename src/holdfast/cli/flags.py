@@ -2,7 +2,8 @@
 
 The library's messages name keywords, because most who read them wrote a call. A person at a shell has flags, so every sentence is
 translated where it is printed (`in_flags`), by one table. What stands in quotes is a name or a path, and stays as it is; so does a
-keyword for which the verb has no flag, like `Limits(files=…)`: that is for a program.
+keyword for which the verb has no flag, like `Limits(files=…)`: that is for a program. A number after it is no keyword's: `model=2`
+is an axis of a mesh. A sentence that names another verb (`convert with model=…`) means that one's flags.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FLAGS = {
 
 WORD = re.compile(
     r"""'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*"                                           # a name or a path
-      | \b(?P<keyword>[a-z]+(?:_[a-z]+)*)=(?P<value>True|False|None|'[^']*'|"[^"]*"|…)?  # overwrite=True, masks='only', keep=
+      | (?P<other>\bconvert\ with\ )?                                                   # of another verb
+        \b(?P<keyword>[a-z]+(?:_[a-z]+)*)=(?:(?P<value>True|False|None|'[^']*'|"[^"]*"|…)|(?!\w))  # overwrite=True, keep=
       | \b(?P<bare>[a-z]+_[a-z_]+)\b(?![.(=])                                            # max_memory is too small""",
     re.VERBOSE,
 )
@@ -43,14 +45,15 @@ def in_flags(text: str, known: Collection[str]) -> str:
 
     def translated(found: re.Match[str]) -> str:
         flag = FLAGS.get(found["keyword"] or found["bare"] or "")
-        if flag is None or flag not in known:
+        other = found["other"] or ""
+        if flag is None or not (other or flag in known):
             return found[0]
         value = (found["value"] or "").strip("'\"")
         if value in ("", "True", "…") or flag.startswith("--no-") or flag == "--content":
-            return flag
+            return other + flag
         if value in ("False", "None"):
-            return f"--no-{flag[2:]}" if f"--no-{flag[2:]}" in known else f"no {flag}"
-        return f"{flag} {value}"
+            return other + (f"--no-{flag[2:]}" if f"--no-{flag[2:]}" in known else f"no {flag}")
+        return f"{other}{flag} {value}"
 
     return WORD.sub(translated, text)
 

@@ -52,6 +52,8 @@ class Parser(argparse.ArgumentParser):
         fill, self.fill = self.fill, None
         if fill is not None:
             fill(self)
+            # For what is said of them later: `in_flags`.
+            self.set_defaults(flags=tuple(self._option_string_actions))
         return self
 
     def parse_known_args(  # type: ignore[override]  # as argparse asks for it

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli import values
-from holdfast.cli.flags import FLAGS, in_flags
+from holdfast.cli.flags import in_flags
 from holdfast.cli.values import positive, size
 
 if TYPE_CHECKING:
@@ -104,11 +104,14 @@ def carry_out(
     """
     from holdfast.cli.progress import bar
     from holdfast.cli.text import print_lines
+    from holdfast.core.value import replace
 
     begin = time.perf_counter() if begin is None else begin
     with planned, bar(title, None if options.dry_run else planned.report.nbytes, quiet=options.quiet or options.json) as progress:
         done = planned.look(progress) if options.dry_run else planned.run(progress)
     seconds = time.perf_counter() - begin
+    if not options.json:
+        done = replace(done, notes=tuple(in_flags(note, options.flags) for note in done.notes))
     if options.json:
         from holdfast.cli.document import print_json
 
@@ -165,4 +168,4 @@ def note_lines(done: Saved) -> Iterable[Line]:
     from holdfast.core.text import clip, escape
 
     for note in done.notes:
-        yield [("  note  ", "note"), (escape(clip(in_flags(note, FLAGS.values()), 600)), "")]
+        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]

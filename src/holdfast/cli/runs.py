@@ -190,7 +190,8 @@ def _head(table: RunTable) -> Iterator[Line]:
     if table.unsealed:
         more = f" and {len(table.unsealed) - NAMED:,} more" if len(table.unsealed) > NAMED else ""
         names = ", ".join(escape(clip(name, 60)) for name in table.unsealed[:NAMED])
-        yield [(f"  no steps, for they have no seal: {names}{more}; `holdfast seal PATH` makes each a step", "note")]
+        how = "`holdfast seal PATH` makes each a step, with `--step N` where neither its name nor the file says which"
+        yield [(f"  no steps, for they have no seal: {names}{more}; {how}", "note")]
     if table.writer is not None:
         yield [(f"  a run has it open: {escape(str(table.writer))}", "note")]
 

@@ -200,7 +200,9 @@ def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
             (f"  ({plural(len(names), 'global')} not imported, shown as data; see holdfast scan)", "dim"),
         ]
     for note in checkpoint.notes[:10]:
-        yield [(f"note      {_plain_text(note, 400)}", "note")]
+        from holdfast.cli.flags import in_flags  # for the few files that have a note
+
+        yield [(f"note      {_plain_text(in_flags(note, ()), 400)}", "note")]
     if len(checkpoint.notes) > 10:
         yield [(f"note      … {len(checkpoint.notes) - 10:,} more notes: see --json", "note")]
 

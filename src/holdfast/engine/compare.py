@@ -8,7 +8,8 @@ a block is a handful of numbers (`Tally`); tallies of blocks add up to that of t
 - Floats are compared as float64, which holds every value of the narrower ones. Integers are compared exactly, across signs
   and widths; an integer and a float as float64.
 - NaN and infinities are counted where they appear and where they go. A vector with a NaN in it has no norm and no angle, so where
-  one appeared or went, neither the relative difference nor the cosine is a number. Those that stay are left out of both.
+  one appeared or went, neither the relative difference nor the cosine is a number. Those that stay are left out of both. Where a
+  NaN is in every pair that changed, there is no largest difference.
 - Squares and products are summed per block as float64, scaled by a power of two, and across blocks as exact fractions: no
   magnitude overflows, and none is lost beside a larger one of another block.
 
@@ -60,10 +61,11 @@ class Content:
     changed: int
     """Elements that are not the same."""
     total: int
-    max_abs: int | float
-    """The largest |a − b|, exact for integers; infinite where an infinity met something else. Pairs with a NaN do not count."""
-    max_rel: float
-    """The largest |a − b| / max(|a|, |b|): 0 to 2, or infinite where an infinity met something else."""
+    max_abs: int | float | None
+    """The largest |a − b|, exact for integers; infinite where an infinity met something else. Pairs with a NaN do not count; None
+    where each pair that changed has one."""
+    max_rel: float | None
+    """The largest |a − b| / max(|a|, |b|): 0 to 2, or infinite where an infinity met something else; None as above."""
     cosine: float | None
     """The cosine of the angle between the two as vectors; None where either is all zeros, or where something that is not finite
     appeared or went. What is not finite in both is left out."""
@@ -110,6 +112,8 @@ class Tally(Value, frozen=True):
     """Of the differences: what is left of the three above would be their rounding, where little changed."""
     odd: tuple[int, ...] = NONE
     """NaN that appeared and went, infinities that did, and that changed their sign."""
+    beyond: int = 0
+    """Elements that changed, and are NaN on one side or both: their difference is no number."""
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -123,12 +127,13 @@ class Tally(Value, frozen=True):
             self.squares_b + other.squares_b,
             self.apart + other.apart,
             tuple(map(add, self.odd, other.odd)),
+            self.beyond + other.beyond,
         )
 
     def content(self) -> Content:
         """The numbers that people want."""
-        counts = self.changed, self.total
-        return Content(*counts, self.max_abs, self.max_rel, self._cosine(), self.nans, self._relative(), *self.odd[:4])
+        most, ratio = (None, None) if 0 < self.changed == self.beyond else (self.max_abs, self.max_rel)
+        return Content(self.changed, self.total, most, ratio, self._cosine(), self.nans, self._relative(), *self.odd[:4])
 
     def _relative(self) -> float | None:
         if not self.squares_a or any(self.odd):
@@ -272,7 +277,8 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
         left, right = wide_a[usable], wide_b[usable]
     max_abs, max_rel = _largest(wide_a[countable], wide_b[countable])
     sums = _dot(left, right), _squares(left), _squares(right), _apart(left, right)
-    return Tally(int(changed.sum()), a.size, max_abs, max_rel, nans, *sums, odd)
+    many = int(changed.sum())
+    return Tally(many, a.size, max_abs, max_rel, nans, *sums, odd, many - int(countable.sum()))
 
 
 def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:

@@ -48,6 +48,9 @@ SPEEDS = ("_runtime", "_per_second", "_time")
 STEP = re.compile(r"(?:^|[-_=.])(?:global_?step|steps?|checkpoint|ckpt|iter|iteration)[-_=]?(\d{1,18})(?=$|[-_.])")
 """A step in a name: checkpoint-500, step-500, global_step500, epoch=3-step=500.ckpt. An epoch is no step."""
 
+ONE_OF_MANY = re.compile(r"(?:model|epoch|weights?|net)[-_=]?\d{1,18}(?:$|\.)")
+"""What people call one checkpoint of several: model_1.pt, epoch-3. Whether the number is a step, nobody can say."""
+
 COUNTED = re.compile(r"checkpoint_(\d+)")
 """What accelerate calls its folders by itself: the number of the save."""
 
@@ -94,11 +97,12 @@ def recognised(path: str, names: Sequence[str], limits: Limits) -> TrainerFolder
 def looks_like_a_step(name: str, *, folder: bool) -> bool:
     """Whether a file or folder is called as trainers call their checkpoints. Nothing is opened.
 
-    >>> [looks_like_a_step(name, folder=False) for name in ("last.ckpt", "step-500.pt", "step-500.json", "model.safetensors")]
+    >>> [looks_like_a_step(name, folder=False) for name in ("last.ckpt", "model_1.pt", "step-500.json", "model.safetensors")]
     [True, True, False, False]
     """
     lower = name.lower()
-    return lower.endswith(".ckpt") or (_step_in(lower) is not None and (folder or lower.endswith(SUFFIXES)))
+    called = _step_in(lower) is not None or ONE_OF_MANY.match(lower) is not None
+    return lower.endswith(".ckpt") or (called and (folder or lower.endswith(SUFFIXES)))
 
 
 def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str]]:

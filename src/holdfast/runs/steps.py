@@ -41,6 +41,8 @@ from holdfast.stores.path_files import system_files
 NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
 ASIDE = re.compile(r"\.(step-[0-9]{1,19})\.[0-9a-f]{16}\.old", re.ASCII)
 
+LAST = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
+"""Files that other programs write last into a folder: `dcp.save`, `save_pretrained`, TorchTitan's last step."""
 
 LIMITS = Limits()
 
@@ -101,6 +103,8 @@ class FoundStep(Value, frozen=True):
     whole: Step | None
     why: str = ""
     """What is wrong with it, where it is not whole."""
+    sealed: bool = True
+    """False of what another program wrote, by all signs to its end, and nobody sealed: it is no step, and not torn either."""
 
 
 class RunFolder:
@@ -174,7 +178,7 @@ class RunFolder:
                 for name in look.claims[number]:
                     seen = look.examine(name, number)
                     if isinstance(seen, str):
-                        found.append(FoundStep(name, number, None, seen))
+                        found.append(FoundStep(name, number, None, seen, not look.is_of_others(name)))
                     elif taken is not None:
                         found.append(FoundStep(name, number, None, f"{taken.name} is step {number} already"))
                     else:
@@ -349,6 +353,8 @@ class _Look:
                 if seal is not None:
                     return self._sealed(name, number, seal, folder)
                 manifest = self.files.stat(MANIFEST, at=folder)
+            if manifest is None and self.is_of_others(name):
+                return "another program wrote it, and it has no seal; `holdfast seal` makes it a step"
             if manifest is None:
                 return "neither a seal nor a manifest: it was not written to its end"
             return self._by_manifest(name, number, manifest)
@@ -356,6 +362,12 @@ class _Look:
             return error.message
         except OSError as error:
             return error.strerror or str(error)
+
+    def is_of_others(self, name: str) -> bool:
+        """Whether a folder has neither a seal nor a manifest, and what other writers write last: torch's DCP, transformers."""
+        with self._opened(name) as folder:
+            there = set() if folder is None else set(self.files.list(folder))
+        return not there & {SEAL, MANIFEST} and bool(there & LAST)
 
     def _sealed(self, name: str, number: int, seal: Seal, folder: int) -> Step | str:
         if seal.step is not None and seal.step != number:

@@ -42,7 +42,8 @@ class RunTable:
     recorded: bool
     """Whether a Run wrote its rules down here. Where none did, another program has made the steps, and may delete them."""
     unsealed: Sequence[str]
-    """Checkpoints of other trainers that are no steps, for nobody sealed them; asked for where no Run has been."""
+    """Checkpoints of other trainers that are no steps, for nobody sealed them: folders `step-N`, and where no Run has been others,
+    too."""
 
     @property
     def without_rules(self) -> str:
@@ -56,7 +57,8 @@ class RunTable:
 
 def look(folder: RunPlace, rules: Collection[Rule], path: str, *, recorded: bool) -> RunTable:
     """What is in a run's directory now; `path` is what it is called."""
-    survey = folder.survey()
+    every = folder.survey()
+    survey = [found for found in every if found.sealed]
     steps = [found.whole for found in survey if found.whole is not None]
     pins, writer = folder.pins(), folder.writer()
     now = time.time()
@@ -68,4 +70,5 @@ def look(folder: RunPlace, rules: Collection[Rule], path: str, *, recorded: bool
         seen.update(own)
         fate = fates.get(found.whole.step) if found.whole is not None else None
         rows.append(RunRow(found, fate, new, sum(own.values()) - new))
-    return RunTable(path, rows, tuple(rules), writer, now, sum(seen.values()), recorded, () if recorded else folder.unsealed())
+    unsealed = [*(found.name for found in every if not found.sealed), *(() if recorded else folder.unsealed())]
+    return RunTable(path, rows, tuple(rules), writer, now, sum(seen.values()), recorded, unsealed)
