@@ -283,3 +283,30 @@ def test_where_nothing_is_published_the_seal_is_as_it_was(tmp_path: Path, monkey
     with pytest.raises(NotCommitted):
         cut(str(path))
     assert (path.read_bytes(), (tmp_path / "last.ckpt.seal.json").read_bytes()) == before
+
+
+@each_verb
+def test_the_time_that_a_run_had_run_is_kept(tmp_path: Path, verb: str):
+    """`Within` counts by it."""
+    path = tmp_path / "m.ckpt"
+    holdfast.save(flat(1), path, format="torch")
+    holdfast.seal(path, step=5, metrics=METRICS, ran=77)
+    VERBS[verb](str(path))
+    seal = read_seal(path)
+    assert seal is not None
+    assert (seal.step, dict(seal.metrics), seal.ran) == (5, METRICS, 77.0)
+
+
+def test_a_second_seal_says_what_the_first_said(tmp_path: Path):
+    path = tmp_path / "m.ckpt"
+    holdfast.save(flat(1), path, format="torch")
+    holdfast.seal(path, step=5, metrics=METRICS, ran=77)
+    first = read_seal(path)
+    holdfast.seal(path, overwrite=True)
+    assert read_seal(path) == first
+    holdfast.seal(path, overwrite=True, step=6)
+    second = read_seal(path)
+    assert first is not None
+    assert second is not None
+    assert (second.step, second.ran) == (6, None)
+    assert second.saved > first.saved

@@ -379,6 +379,7 @@ def follow(schedule: Schedule, place: str) -> None:
     world.run.close()
 
 
+@pytest.mark.timeout(3600)
 def test_random_clocks(request: pytest.FixtureRequest):
     count = 10_000 if request.config.getoption("--exhaustive") else 100
     root = tempfile.mkdtemp(prefix="holdfast-clocks-")

@@ -207,6 +207,8 @@ def test_in_a_bucket():
         other.save(1, state(7))
     with pytest.raises(BadArgument, match="another run"):
         holdfast.Run(place, export=Export("memory://exports/runs/b/"))
+    with pytest.raises(BadArgument, match="inside of the directory of another run"):
+        holdfast.Run(place, export=Export("memory://exports/runs/b/step-00000001/hf"))
     with pytest.raises(BadArgument, match="two exports"):
         holdfast.Run(place, export=[Export("memory://exports/hf"), Export("memory://exports/hf/")])
     export = Export("memory://exports/hf", keep="model.*")

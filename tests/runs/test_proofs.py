@@ -278,3 +278,27 @@ print("over", flush=True)
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
     assert time.monotonic() - began < 100  # all of it would take 128 seconds
+
+
+def test_a_deep_look_is_written_down_when_the_run_is_closed(place: str):
+    with holdfast.Run(place, keep=[Latest(9)]) as run:
+        run.save(1, state(1))
+        run.save(2, state(1))
+        damage(run.latest())
+        run.latest(deep=True)
+    with holdfast.Run(place, keep=[Latest(9)]) as run:
+        run.save(3, state(1))
+        assert is_good(run.latest())
+
+
+def test_nothing_is_written_down_for_another_run(tmp_path: Path):
+    path = tmp_path / "run"
+    run = holdfast.Run(path, keep=[Latest(9)])
+    run.save(1, state(1))
+    damage(run.latest())
+    run.latest(deep=True)
+    path.rename(tmp_path / "away")
+    with holdfast.Run(path) as other:
+        other.save(7, state(7))
+        run.close()
+        assert not (path / "holdfast.proofs.json").exists()

@@ -46,7 +46,7 @@ def parse_rule(text: str) -> PlacementRule:
     """A rule from text.
 
     >>> parse_rule("*.weight: tp=0, dp=1")
-    Rule(pattern='*.weight', axes={'tp': 0, 'dp': 1})
+    PlacementRule(pattern='*.weight', axes={'tp': 0, 'dp': 1})
     """
     pattern, colon, placed = text.rpartition(":")
     axes: dict[str, int] = {}

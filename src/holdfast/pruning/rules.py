@@ -107,7 +107,7 @@ def parse_rule(text: str) -> PruningRule:
     """A rule from text. Raises `ValueError` with what is wrong.
 
     >>> parse_rule("*.weight: 2:4").method, parse_rule("a:b: block 4x4 0.9")
-    (Groups(n=2, m=4), Rule(pattern='a:b', method=Block(height=4, width=4, level=0.9), text='block 4x4 0.9'))
+    (Groups(n=2, m=4), PruningRule(pattern='a:b', method=Block(height=4, width=4, level=0.9), text='block 4x4 0.9'))
     """
     found = FORM.fullmatch(text.strip())
     if found is None:

@@ -45,9 +45,9 @@ def places(names: Sequence[str]) -> list[MatrixCell]:
     """The place of each name among the others.
 
     >>> places(["h.0.attn.w", "h.1.attn.w"])
-    [Place(layer=0, role='h.*.attn.w', expert=-1), Place(layer=1, role='h.*.attn.w', expert=-1)]
+    [MatrixCell(layer=0, role='h.*.attn.w', expert=-1), MatrixCell(layer=1, role='h.*.attn.w', expert=-1)]
     >>> places(["h.2.experts.7.w1", "h.2.norm.1.w"])
-    [Place(layer=2, role='h.*.experts.*.w1', expert=7), Place(layer=2, role='h.*.norm.1.w', expert=-1)]
+    [MatrixCell(layer=2, role='h.*.experts.*.w1', expert=7), MatrixCell(layer=2, role='h.*.norm.1.w', expert=-1)]
     >>> [place.layer for place in places(["Dense_0.k", "Dense_1.k", "Dense_2.k", "ln_1.k", "ln_2.k"])]
     [0, 1, 2, -1, -1]
     """

@@ -87,7 +87,7 @@ class Known(Value, frozen=True):
     def about(self, names: Collection[str]) -> Seal:
         """What it says of these files alone."""
         files = tuple(file for file in self.seal.files if file.name in names)
-        return Seal(self.seal.step, self.seal.saved, self.seal.metrics, files)
+        return replace(self.seal, files=files)
 
 
 class Renewal(Value, frozen=True):
@@ -236,7 +236,7 @@ class Renewal(Value, frozen=True):
         for name, other in () if both else seals.items():
             text = self._text(other)
             new[name] = SealedFile(name, len(text), digest_of(one.algorithm, partial(_slice, text))[0])
-        return encode_seal(Seal(one.seal.step, one.seal.saved, one.seal.metrics, tuple(new.values())))
+        return encode_seal(replace(one.seal, files=tuple(new.values())))
 
     def _listed(self, one: Known) -> Mapping[str, Known]:
         """The other seals that this one lists, by their names in it."""

@@ -28,9 +28,9 @@ from holdfast.engine.commit.target import open_target, refusal, refuse_existing,
 from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
-from holdfast.errors import LimitExceeded, NoSuchPath, NotCommitted
+from holdfast.errors import HoldfastError, LimitExceeded, NoSuchPath, NotCommitted
 from holdfast.formats.seal import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, beside, encode_seal
-from holdfast.inspect.sealed import is_part
+from holdfast.inspect.sealed import is_part, read_seal
 from holdfast.inspect.trainers import recognised, torn
 from holdfast.stores.files import FileEntry, Files, split_path
 from holdfast.stores.path_files import system_files
@@ -127,25 +127,39 @@ def seal(
         more = f"; and {len(wrong) - SHOWN:,} more" if len(wrong) > SHOWN else ""
         raise refusal(f"this is torn, and no seal is put on it ({told}{more})", path)
     found = recognised(path, list(listing), limits)
-    unknown = step is None and found.step is None
+    # A seal that is put on anew says what the old one said, where nobody says otherwise.
+    old = _old_seal(path, limits) if overwrite else None
+    known = found.step if old is None or found.step is not None else old.step
+    unknown = step is None and known is None
     report = Sealed(
         path=path,
         seal=place,
         format=found.writer,
         nbytes=sum(entry.nbytes for entry in listing.values()),
         files=tuple((name, entry.nbytes) for name, entry in listing.items()),
-        step=found.step if step is None else step,
-        metrics=found.metrics if metrics is None else metrics,
+        step=known if step is None else step,
+        metrics=(found.metrics or (old.metrics if old else {})) if metrics is None else metrics,
         notes=(*found.notes, *((NO_STEP,) if unknown else ())),
         done=not dry_run,
     )
     if not dry_run:
-        about = Seal(report.step, max(time.time(), 0.0), report.metrics, (), None if ran is None else seconds(ran))
+        same = old is not None and old.step == report.step
+        saved = old.saved if old is not None and same else max(time.time(), 0.0)
+        counted = seconds(ran) if ran is not None else old.ran if old is not None and same else None
+        about = Seal(report.step, saved, report.metrics, (), counted)
         write_seal(
             path, about, listing=listing, digest=digest, overwrite=overwrite, durable=durable, limits=limits, threads=threads,
             progress=progress, files=files,
         )  # fmt: skip
     return report
+
+
+def _old_seal(path: str, limits: Limits | None) -> Seal | None:
+    """The seal that is there; None where there is none that can be read."""
+    try:
+        return read_seal(path, limits)
+    except HoldfastError:
+        return None
 
 
 def unseal(src: AnyPath, *, durable: bool = True) -> bool:

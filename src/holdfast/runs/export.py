@@ -221,7 +221,7 @@ def _mark(folder: str, *, steps: bool) -> str | None:
     """What says that a folder is a run's directory: what a run writes down, or (`steps`) a step that one saved."""
     place = place_at(folder)
     if not place.on_disk:
-        return _mark_in_bucket(place) if steps else None
+        return _mark_in_bucket(place)
     found = next((name for name in MARKS if os.path.lexists(place.below(name))), None)
     if found is not None or not steps:
         return found

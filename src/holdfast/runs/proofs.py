@@ -151,6 +151,7 @@ class Proving:
         with self._turn:
             if not self._unwritten:
                 return
+            self._place.check()  # the directory may be another run's by now
             place, known = place or self._place, self._known()
             there = {_key(one) for one in place.steps()} if known else set()
             self._doubts = {key: why for key, why in known.items() if key in there}

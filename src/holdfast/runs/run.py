@@ -27,7 +27,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, overload
@@ -502,6 +502,10 @@ class Run(RunView):
     def _finish(self) -> None:
         """Wait for what goes on in the background, and raise what went wrong."""
         self._proofs.close()
+        if self._lock is not None:
+            # What a deep look or a resume has found since the last save is for the next process, too.
+            with suppress(HoldfastError, OSError):
+                self._proofs.write()
         self._exports.wait()
         self._exports.tell()
         self._proofs.tell()

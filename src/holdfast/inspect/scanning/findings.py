@@ -190,7 +190,7 @@ def places_of(tree: object) -> dict[str, tuple[str, ...]]:
         root = root_global(value) if isinstance(value, Opaque) else None
         if root is not None:
             _note(found.setdefault(root, []), place)
-        waiting += reversed([(inside, PathStep(key, place)) for key, inside in _inside(value)])
+        waiting += reversed([(inside, PathStep(key, place) if key else place) for key, inside in _inside(value)])
     return {str(what): tuple(paths) for what, paths in found.items()}
 
 
