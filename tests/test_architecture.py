@@ -24,7 +24,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 MAX_LINES = 700
 
-TOTALS = {"lines": 86484, "modules": 428, "classes": 899}
+TOTALS = {"lines": 86489, "modules": 428, "classes": 899}
 """Of `src`: a ratchet. A commit that makes less lowers a number; one that raises one says here what a user gets for it."""
 
 SLACK = {"lines": 200, "modules": 0, "classes": 0}
