@@ -25,6 +25,7 @@
     │   │       └── NotAPath (TypeError)    nor is it text
     │   ├── DurabilityUncertain             the new content is in place, but may not survive a power cut
     │   ├── RanksFailed                     a save or load of several ranks failed, for the same reasons on all of them
+    │   │   ├── RanksFoundNothing (NoSuchPath)  there is nothing at the path, as every rank sees it
     │   │   └── RanksRefused (CannotHold)   what the ranks were to save cannot be held; `problems` lists all of it
     │   └── RankLost                        a rank gave no sign of life: it was killed, or its machine is gone
     ├── CannotHold (ValueError)             the format has no way to say this; `problems` lists all of it, nothing was written
@@ -76,6 +77,7 @@ __all__ = [
     "PickleError",
     "RankLost",
     "RanksFailed",
+    "RanksFoundNothing",
     "RanksRefused",
     "Refused",
     "Replaced",
@@ -248,6 +250,20 @@ class RanksFailed(NotCommitted):
     def __init__(self, message: str, *, causes: Mapping[int, str], file: str | None = None) -> None:
         HoldfastError.__init__(self, message, file=file, found=tuple(causes))
         self.causes = dict(causes)
+
+
+class RanksFoundNothing(RanksFailed, NoSuchPath):
+    """`NoSuchPath` on every rank of a group, of one process as well. Where some ranks see a checkpoint it is a `RanksFailed`: a
+    disk that is missing on one machine is no reason to begin anew."""
+
+    def __init__(self, message: str, path: str | None, *, causes: Mapping[int, str]) -> None:
+        super().__init__(message, causes=causes)
+        self.path = path
+
+    @property
+    def filename(self) -> str | None:
+        """The path or URL; the message has it in its causes."""
+        return self.path
 
 
 class RankLost(SaveError):

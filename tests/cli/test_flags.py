@@ -18,7 +18,7 @@ from holdfast.cli.main import main, parser
 SOURCE = Path(holdfast.__file__).parent
 
 NOT_OURS = {
-    *("exported_programs", "trust_remote_code"),  # of torch, and of Transformers
+    *("exported_programs", "trust_remote_code", "from_tf", "from_flax"),  # of torch, and of Transformers
     *("use_collectives", "weights_only", "unit", "unit_scale"),  # of torch's functions, and tqdm's
     *("per_rank", "values", "check_replicas"),  # of `holdfast.torch.save_sharded`
     *("mmap", "verify", "out", "copy", "progress", "keep_tree", "find_renamed", "names"),  # of no command

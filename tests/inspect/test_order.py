@@ -9,7 +9,10 @@ from safetensors.numpy import save_file
 
 import holdfast
 from holdfast.cli.main import main
+from holdfast.cli.text import plain
+from holdfast.cli.verify import verify_lines
 from holdfast.core.order import in_order
+from holdfast.inspect.verify import Damage, VerifyReport
 
 LAYERS = [f"layers.{n}.w" for n in range(20)]
 
@@ -50,6 +53,25 @@ def test_stats_zeros_and_notebooks(two, capsys):
         assert list(checkpoint)[:3] == ["layers.0.w", "layers.1.w", "layers.10.w"], "a program reads the file as it is"
     for html in (shown, holdfast.stats(two[0])._repr_html_()):
         assert _numbers(html, "layers") == list(range(20))
+
+
+def test_what_has_no_checksum_and_what_is_damaged(two):
+    """In a notebook and as text; the reports have them as the files do."""
+    report = holdfast.verify(two[0])
+    assert report.unchecked[:3] == ("layers.0.w", "layers.1.w", "layers.10.w")
+    assert _numbers(report._repr_html_(), "layers") == list(range(20))
+    found = [Damage("a.pt", (name,), f"data/{at}", 64 * at, 64, 1, 2) for at, name in enumerate(sorted(LAYERS))]
+    damaged = VerifyReport("a.pt", "torch-zip", damaged=tuple(found), notes=("b 10", "b 2"))
+    assert _numbers(damaged._repr_html_(), "layers") == list(range(20))
+    assert damaged._repr_html_().index("b 10") < damaged._repr_html_().index("b 2")
+    assert _numbers("\n".join(plain(line) for line in verify_lines(damaged, everything=True)), "layers") == list(range(20))
+
+
+def test_renamed_in_a_notebook(tmp_path):
+    for name in ("old", "new"):
+        save_file({f"{name}.{n}.w": np.full(2, n, np.float32) for n in range(12)}, tmp_path / f"{name}.safetensors")
+    shown = holdfast.diff(tmp_path / "old.safetensors", tmp_path / "new.safetensors")._repr_html_()
+    assert _numbers(shown, "old") == list(range(12))
 
 
 def test_json_is_in_the_order_of_the_file(two, capsys):

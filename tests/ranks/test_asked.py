@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import RanksFailed
+from holdfast.errors import NoSuchPath, RanksFailed, RanksFoundNothing
 from holdfast.torch import load_into
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
@@ -182,3 +183,41 @@ def test_tied_shards(pool: Pool, tmp_path: Path):
     other[3, 1] = 9
     holdfast.save({"head": whole, "embed": other}, tmp_path / "bad")
     good(pool.run(2, tied_shards, str(tmp_path / "bad"), True))
+
+
+# Nothing at all.
+
+
+def nothing_there(world: World, path: str, seen_by: int | None) -> None:
+    own = path if world.rank == seen_by else f"{path}-away"
+    with pytest.raises(RanksFailed, match="NoSuchPath") as caught:
+        load_sharded(own, {"w": torch.zeros(2)}, group=world.group)
+    assert isinstance(caught.value, FileNotFoundError) is (seen_by is None)
+    assert len(caught.value.causes) == world.size - (seen_by is not None)
+
+
+@pytest.mark.parametrize("seen_by", [None, 0, 1])
+def test_nothing_at_the_path_is_so_where_every_rank_finds_nothing(pool: Pool, tmp_path: Path, seen_by: int | None):
+    """A program that begins anew on a FileNotFoundError does not do so where one machine lacks its disk."""
+    holdfast.save({"w": np.ones(2, np.float32)}, tmp_path / "step")
+    good(pool.run(2, nothing_there, str(tmp_path / "step"), seen_by))
+
+
+@pytest.mark.parametrize("missing", ["missing", "memory://bucket/missing"])
+def test_nothing_at_the_path_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="missing") as caught:
+        load_sharded(missing, {"w": torch.zeros(2)})
+    assert isinstance(caught.value, RanksFoundNothing)
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename.endswith("missing")
+    assert str(caught.value).count("missing") == 1
+    assert isinstance(caught.value.__cause__, NoSuchPath)
+
+
+def test_a_file_that_is_missing_in_a_checkpoint_is_another_matter(tmp_path: Path):
+    holdfast.save({"w": np.ones(2, np.float32)}, tmp_path / "step")
+    next((tmp_path / "step").glob("data-*")).unlink()
+    with pytest.raises(RanksFailed) as caught:
+        load_sharded(tmp_path / "step", {"w": torch.zeros(2)})
+    assert not isinstance(caught.value, FileNotFoundError)

@@ -150,6 +150,24 @@ def test_a_mesh_that_would_cut_nothing_is_refused(mesh: str, model: Path, tmp_pa
     reshard(model, tmp_path / "out", mesh=mesh, rules=["*: replicate"])
 
 
+@pytest.mark.parametrize(
+    ("mesh", "rules", "idle"),
+    [
+        ("dp=2,tp=2", (), ["tp=2"]),  # names of GPT-2 and BERT, of which no plan is known
+        ("pp=4,dp=2,tp=2,cp=1", (), ["pp=4", "tp=2"]),
+        ("dp=2,tp=2", ["*.c_attn.weight: tp=1"], ["dp=2"]),
+        ("dp=2,tp=2", ["*.c_attn.weight: tp=1, dp=0"], []),
+    ],
+)
+def test_an_axis_that_cuts_nothing_is_named(mesh: str, rules: list[str], idle: list[str], tmp_path: Path):
+    names = ("h.0.attn.c_attn.weight", "bert.encoder.layer.0.attention.self.query.weight")
+    holdfast.save({name: np.ones((8, 8), np.float32) for name in names}, tmp_path / "gpt2.safetensors")
+    done = reshard(tmp_path / "gpt2.safetensors", tmp_path / "out", mesh=mesh, rules=rules)
+    told = [note for note in done.notes if note.startswith("nothing is cut over ")]
+    assert [note.split(":")[0].removeprefix("nothing is cut over ") for note in told] == idle
+    assert all(("rules say" in note) is (not rules) for note in told)
+
+
 def test_the_command_says_what_was_cut(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["reshard", str(model), str(tmp_path / "out"), "--mesh", "dp=8"]) == 0
     said = capsys.readouterr().out

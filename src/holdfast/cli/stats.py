@@ -66,13 +66,11 @@ def _bins(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.cli.progress import bar
-    from holdfast.core.patterns import matcher
     from holdfast.inspect.open import open as open_checkpoint
-    from holdfast.inspect.stats import measure, reading_nbytes
+    from holdfast.inspect.stats import chosen, measure, reading_nbytes
 
-    wanted = matcher("*" if options.filter is None else options.filter)
     with open_checkpoint(options.path, threads=1) as checkpoint:
-        tensors = [checkpoint[name] for name in checkpoint if wanted(name)]
+        tensors = chosen(checkpoint, options.filter)
         total = reading_nbytes(tensors, bins=options.bins)
         with bar("Reading", total, quiet=options.quiet or options.json) as progress:
             found = measure(tensors, bins=options.bins, threads=options.threads, progress=progress)
@@ -146,13 +144,12 @@ def run_sparsity(path: Path, *, pattern: str | None, everything: bool, as_json: 
     """The command; returns its exit code."""
     from holdfast.cli.progress import bar
     from holdfast.cli.show import LINES
-    from holdfast.core.patterns import matcher
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.sparsity import find_zeros
+    from holdfast.inspect.stats import chosen
 
-    wanted = matcher("*" if pattern is None else pattern)
     with open_checkpoint(path, threads=1) as checkpoint:
-        tensors = [checkpoint[name] for name in checkpoint if wanted(name)]
+        tensors = chosen(checkpoint, pattern)
         with bar("Reading", sum(tensor.nbytes for tensor in tensors), quiet=as_json) as progress:
             found = find_zeros(tensors, progress=progress)
         if as_json:

@@ -9,6 +9,7 @@ from pathlib import Path
 from holdfast.cli.progress import bar
 from holdfast.cli.seal import seal_fields, sealed_words
 from holdfast.cli.text import Line, print_lines
+from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, nbytes, plural
 from holdfast.inspect.sealed import is_sealed
 from holdfast.inspect.verify import Damage, Problem, VerifyReport, verify
@@ -75,7 +76,8 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
     yield line
     for problem in report.problems:
         yield from _problem_lines(problem, report.path)
-    shown = report.damaged if everything else report.damaged[:SHOWN]
+    damaged = in_order(report.damaged, lambda damage: (*damage.tensors, damage.label)[0])
+    shown = damaged if everything else damaged[:SHOWN]
     for damage in shown:
         yield from _damage_lines(damage, report.path)
     if len(shown) < len(report.damaged):

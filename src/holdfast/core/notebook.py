@@ -106,9 +106,10 @@ class Shown:
                 yield name, "yes" if getattr(self, name) else "no"
 
     def _arranged(self, field: str, value: object) -> object:
-        """A field as it is shown: rows that have names in the order in which people count."""
-        named = isinstance(value, tuple) and all(isinstance(getattr(row, "name", None), str) for row in value)
-        return tuple(in_order(value, lambda row: row.name)) if named and isinstance(value, tuple) else value
+        """A field as it is shown: names, and rows that have some, in the order in which people count."""
+        if field == "notes" or not isinstance(value, tuple):
+            return value
+        return tuple(in_order(value, _name)) if all(map(_name, value)) else value
 
     def _repr_html_(self) -> str:
         """What Jupyter asks for."""
@@ -116,6 +117,13 @@ class Shown:
         facts = [*self._headline(), *((_words(name), _fact(name, value)) for name, value in values.items() if _plain(value))]
         tables = [_rows(name, value) for name, value in values.items() if not _plain(value)]
         return card(type(self).__name__, facts, tables=filter(None, tables))
+
+
+def _name(row: object) -> str:
+    """What a row is called: itself, the first of a pair, its name, or the first of the tensors that it is about."""
+    found = getattr(row, "name", None) or getattr(row, "tensors", None) or row
+    first = found[0] if isinstance(found, tuple) and found else found
+    return first if isinstance(first, str) else ""
 
 
 def _fields(value: object) -> dict[str, object]:

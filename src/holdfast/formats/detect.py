@@ -127,6 +127,15 @@ def detect(source: Source) -> Format:
     if inner:
         raise UnknownFormat(f"no checkpoint in this folder itself; its folder {inner[0]!r} has one, open that", found=inner[:3])
     if len(keys) > 1:
+        from holdfast.formats.index_file import FOREIGN, some
+
+        foreign = [key for key in keys if FOREIGN.fullmatch(key)]
+        if foreign and not any(key.endswith((".pt", ".pth", ".ckpt", ".gguf", ".npz")) for key in keys):
+            raise UnknownFormat(
+                f"the weights in this folder are of kinds that Holdfast does not read: {some(foreign)}; get the model with its "
+                "safetensors, or load it where these belong (transformers 4: from_tf=True, from_flax=True) and save it from there",
+                found=foreign[:3],
+            )
         raise UnknownFormat(
             "no checkpoint in this folder: no holdfast.json, no .metadata, no safetensors files and no pytorch_model.bin; open one "
             "of its files instead",

@@ -33,8 +33,10 @@ FILES = "holdfast.files"
 TORCH_WEIGHTS = re.compile(r"(?:[^/.][^/]*[._-])?(?:pytorch_model|adapter_model|pytorch_lora_weights)[^/]*\.bin")
 """What transformers, diffusers and peft call files of `torch.save`: with a number, a variant (`.fp16`), a word before it."""
 
-OTHERS = re.compile(rf"{TORCH_WEIGHTS.pattern}|[^./][^/]*\.(?:h5|msgpack|ot|onnx)")
-"""Files in which weights lie: of torch, TensorFlow, Flax, Rust and ONNX."""
+FOREIGN = re.compile(r"[^./][^/]*\.(?:h5|msgpack|ot|onnx)")
+"""Files in which weights lie that nobody reads here: of TensorFlow, Flax, Rust and ONNX."""
+
+OTHERS = re.compile(rf"{TORCH_WEIGHTS.pattern}|{FOREIGN.pattern}")
 
 SHOWN = 5
 """Names that a message lists before it says how many more there are."""

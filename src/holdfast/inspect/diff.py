@@ -185,9 +185,9 @@ class Diff(Shown):
         return tuple(named if by == "name" else sorted(named, key=lambda change: (-change.appeared, -change.size)))
 
     def _arranged(self, field: str, value: object) -> object:
-        if field == "changed":
-            return self.ranked()
-        return tuple(in_order(value)) if field in ("added", "removed") and isinstance(value, tuple) else value
+        if field == "renamed":
+            return tuple(in_order(self.renamed, lambda one: one.a))
+        return self.ranked() if field == "changed" else Shown._arranged(self, field, value)
 
 
 ORDERS = ("change", "name", "file")

@@ -26,7 +26,7 @@ from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import BLOCK_ELEMENTS
 from holdfast.engine.numbers import BitPatternCounts, Moments, countable, counts_patterns, histogram, walk
-from holdfast.errors import located
+from holdfast.errors import NoSuchTensor, located
 from holdfast.inspect.open import Openable, opened
 
 T = TypeVar("T")
@@ -97,13 +97,21 @@ def stats(
 ) -> StatsReport:
     """The statistics of the tensors whose names match a glob, in the order of the checkpoint. `bins=0` leaves out the histogram.
 
-    Complex numbers count by their absolute values. Tensors without data, and elements that are no numbers, are left out.
+    Complex numbers count by their absolute values. Tensors without data, and elements that are no numbers, are left out. Raises
+    `NoSuchTensor` where no name matches.
     """
     workers = reading_threads(max_memory, threads)
     with opened(src, threads=1, limits=limits) as source:
-        wanted = [source[name] for name in filter(matcher(pattern), source)]
-        rows = measure(wanted, bins=bins, threads=workers, progress=progress)
+        rows = measure(chosen(source, pattern), bins=bins, threads=workers, progress=progress)
         return StatsReport(source.path, source.format, rows, source.notes)
+
+
+def chosen(source: Checkpoint, pattern: str | None) -> list[LazyTensor]:
+    """The tensors whose names match a glob: of None all, and of any other at least one, or `NoSuchTensor` is raised."""
+    found = [source[name] for name in filter(matcher("*" if pattern is None else pattern), source)]
+    if not found and pattern not in (None, "*"):
+        raise NoSuchTensor(f"no tensor in the checkpoint is called {pattern!r}", file=source.path, found=pattern)
+    return found
 
 
 def measure(

@@ -105,6 +105,10 @@ def _cuts(placed: Mapping[str, Mapping[str, int]], mesh: Mapping[str, int], *, d
         many = f"{count:,} tensor{'s' * (count > 1)}"
         why = ": too small for the mesh, not divisible, or of a name that these axes do not cut" if default else ""
         yield f"{many} cut {cut}" if cut else f"{many} not cut{why}"
+    for axis, size in mesh.items():
+        if size > 1 and not any(axis in axes for axes in placed.values()):
+            how = f"; rules say what it cuts, like '*.weight: {axis}=0'" if default else ""
+            yield f"nothing is cut over {axis}={size}: its {size:,} ranks have the same{how}"
 
 
 def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, int], *, axes: Mapping[str, int]) -> Box:

@@ -16,7 +16,7 @@ from obstore.store import MemoryStore
 
 import holdfast
 import holdfast.torch
-from holdfast.errors import LimitExceeded, Unsupported
+from holdfast.errors import LimitExceeded, UnknownFormat, Unsupported
 
 EMBED = torch.arange(12.0).reshape(3, 4)
 STATE = {
@@ -139,6 +139,20 @@ def test_other_weights_are_told(tmp_path: Path):
     with holdfast.open(model) as found:
         assert found.notes == ('beside them lie other weights, which are not read: "flax_model.msgpack", "tf_model.h5"',)
         check(found)
+
+
+@pytest.mark.parametrize("weights", [["tf_model.h5"], ["flax_model.msgpack", "flax_model-2.msgpack"], ["rust_model.ot"]])
+def test_a_folder_of_other_weights_only_says_which(weights: list[str], tmp_path: Path):
+    """Holdfast opens none of them, so it does not send anybody to one of its files."""
+    for name in ("config.json", "training_args.bin", *weights):
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UnknownFormat, match="does not read: " + ", ".join(f'"{name}"' for name in sorted(weights))) as caught:
+        holdfast.open(tmp_path)
+    assert "save it from there" in str(caught.value)
+    assert "open one of its files" not in str(caught.value)
+    holdfast.save({"w": np.ones(2)}, tmp_path / "other.pt")
+    with pytest.raises(UnknownFormat, match="open one of its files instead"):
+        holdfast.open(tmp_path)
 
 
 def test_safetensors_win(tmp_path: Path):

@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import Store
 
 from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.engine.threads import default_threads
-from holdfast.errors import CannotHold, DurabilityUncertain, RankLost, RanksFailed, RanksRefused
+from holdfast.errors import CannotHold, DurabilityUncertain, NoSuchPath, RankLost, RanksFailed, RanksFoundNothing, RanksRefused
 from holdfast.ranks.merge import say_ranks
 
 DEADLINE = 60.0
@@ -169,7 +169,7 @@ class Ranks:
         begins with what that means (`otherwise`). A `DurabilityUncertain` of `decide` stays one, on every rank: something was
         published.
         """
-        said = [self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local)]
+        said = [self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local), _absent(local)]
         content = local if isinstance(local, bytes) else b""
         head = json.dumps(said).encode("utf-8", "replace")
         cause = local if isinstance(local, BaseException) else None
@@ -181,9 +181,10 @@ class Ranks:
             raise
         answers: list[bytes] | None = None
         if gathered is not None:
-            causes, contents, problems = self._opened(gathered)
+            causes, contents, problems, absent = self._opened(gathered)
             try:
-                answers = [_failure(causes, problems)] * self.size if causes else [b"+" + answer for answer in decide(contents)]
+                failed = [_failure(causes, problems, absent)] * self.size if causes else None
+                answers = failed or [b"+" + answer for answer in decide(contents)]
             except DurabilityUncertain as error:
                 cause, answers = error, [b"?" + _said(error).encode("utf-8", "replace")] * self.size
             except Exception as error:
@@ -193,8 +194,10 @@ class Ranks:
             return answer[1:]
         if answer[:1] == b"?":
             raise DurabilityUncertain(answer[1:].decode()) from cause
-        listed, problems = json.loads(answer[1:])
+        listed, problems, absent = json.loads(answer[1:])
         known = {int(rank): str(text) for rank, text in listed.items()}
+        if absent is not None:
+            raise RanksFoundNothing(f"{otherwise}: {_causes(known)}", absent, causes=known) from cause
         if problems is not None:
             raise RanksRefused(f"{otherwise}: {_causes(known)}", problems, causes=known) from cause
         raise RanksFailed(f"{otherwise}: {_causes(known)}", causes=known) from cause
@@ -211,22 +214,24 @@ class Ranks:
         if self._pulse is not None:
             self._pulse.join(timeout=2)
 
-    def _opened(self, gathered: list[bytes]) -> tuple[dict[int, str], list[bytes], list[str] | None]:
-        """The causes of ranks that failed, everybody's contents, and all problems where each cause is a `CannotHold`."""
+    def _opened(self, gathered: list[bytes]) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
+        """The causes of ranks that failed, everybody's contents, all problems where each cause is a `CannotHold`, and the path
+        where there is nothing for any rank."""
         causes: dict[int, str] = {}
         problems: dict[str, None] | None = {}
-        contents = []
+        contents, absent = [], list[str]()
         for rank, message in enumerate(gathered):
             stop = 8 + int.from_bytes(message[:8], "little")
-            doing, failed, refused = json.loads(message[8:stop])
+            doing, failed, refused, missed = json.loads(message[8:stop])
             contents.append(message[stop:])
+            absent += [missed] if missed is not None and doing == self._doing else []
             if doing != self._doing:
                 causes[rank] = f"it was asked to {doing}, and rank 0 to {self._doing}"
             elif failed:
                 causes[rank] = failed
             if rank in causes:
                 problems = None if problems is None or refused is None else problems | dict.fromkeys(refused)
-        return causes, contents, None if problems is None else list(problems)
+        return causes, contents, None if problems is None else list(problems), absent[0] if len(absent) == self.size else None
 
     def _gather(self, content: bytes) -> list[bytes] | None:
         """Everybody's content on the first rank, None on the others. Raises `RankLost` for a rank that is gone."""
@@ -364,8 +369,13 @@ def _problems(local: object) -> list[str] | None:
     return list(local.problems) if isinstance(local, CannotHold) else None
 
 
-def _failure(causes: dict[int, str], problems: list[str] | None = None) -> bytes:
-    return b"-" + json.dumps([causes, problems]).encode()
+def _absent(local: object) -> str | None:
+    """The path at which nothing is; None for anything else."""
+    return local.filename or "" if isinstance(local, NoSuchPath) else None
+
+
+def _failure(causes: dict[int, str], problems: list[str] | None = None, absent: str | None = None) -> bytes:
+    return b"-" + json.dumps([causes, problems, absent]).encode()
 
 
 def _causes(known: dict[int, str]) -> str:
