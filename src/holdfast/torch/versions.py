@@ -85,9 +85,7 @@ class Change(Value, frozen=True):
 
 # Names that torch has.
 
-DTENSOR = Change(
-    (2, 5), "torch.distributed.tensor is public, has LocalShardsWrapper, and checkpoints know objects that hold shards"
-)
+DTENSOR = Change((2, 5), "torch.distributed.tensor is public, has LocalShardsWrapper, and checkpoints know holders of shards")
 MANY_VERSIONS = Change((2, 5), "torch.autograd.graph.increment_version takes several tensors")
 LENGTHS_KEPT = Change((2, 5), "jagged tensors are made with their shortest and longest length, and pickled as such")
 MPS = Change((2, 5), "torch.mps says whether it is available")
@@ -109,9 +107,7 @@ EMPTY_SHARDS = Change((2, 8), "LocalShardsWrapper may hold shards of any number 
 FSDP_ON_CPU = Change((2, 8), "a model that FSDP shards runs and is trained on a CPU; it was seen not to in 2.6")
 UNEVEN_PARALLEL = Change((2, 8), "FSDP cuts what tensor parallelism cut before also where it does not come out even")
 HUGGING_FACE = Change((2, 9), "torch.distributed.checkpoint writes folders of safetensors in pieces, and ranks may save alone")
-CHECKPOINTABLE_TENSOR = Change(
-    (2, 14), "a tensor with global_shape and three fields more is a shard to torch.distributed.checkpoint"
-)
+CHECKPOINTABLE_TENSOR = Change((2, 14), "a tensor with global_shape and three fields more is a shard to dcp.save and dcp.load")
 
 UINT16 = Change((2, 6), "torch saves uint16, uint32 and uint64, and bits of any width")
 INT1 = Change((2, 6), "torch has int1 to int7")
