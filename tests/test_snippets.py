@@ -32,8 +32,10 @@ import torch.distributed as dist
 
 import holdfast.torch
 from holdfast.cli.main import main
+from holdfast.torch import versions
 from tests.pages import PAGES, ROOT, Block, blocks, commands, content_of, headings, indented, is_python, links, name_of
 from tests.ranks.pool import ENVIRONMENT, PRELOAD
+from tests.support import needs
 
 NOT_RUN = Counter(
     {
@@ -63,6 +65,14 @@ REFERENCE = {"cli", "index"}
 
 ANSWERS = {"scan", "verify", "diff"}
 """Commands whose exit status is an answer: 1 where they found something."""
+
+NEEDS = {
+    "docs/how-to/train.md": versions.DECOUPLED,  # shows sizes of steps
+    "docs/packages.md": versions.PT2_ARCHIVE,
+    "docs/tour.md": versions.PT2_ARCHIVE,
+    "docs/training.md": versions.FSDP_ON_CPU,
+}
+"""What torch must have for pages that do more than every version can."""
 
 WITH_CODE = [page for page in PAGES if any(block.is_code for block in blocks(content_of(page)))]
 
@@ -225,7 +235,11 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=needs(NEEDS[name_of(page)]) if name_of(page) in NEEDS else ()) for page in WITH_CODE],
+    ids=name_of,
+)
 def test_the_snippets(page: Path, typed: None, request: pytest.FixtureRequest):
     Reader(name_of(page), content_of(page), exhaustive=request.config.getoption("--exhaustive")).read()
 

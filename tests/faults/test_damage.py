@@ -350,7 +350,7 @@ def test_numbers_in_an_index_that_no_writer_of_ours_has(tmp_path):
 def test_another_save_into_a_distributed_checkpoint_is_reported_and_opened(tmp_path):
     _sharded(tmp_path / "dcp", "dcp")
     index = tmp_path / "dcp" / ".metadata"
-    index.write_bytes(index.read_bytes().replace(b"1.0.0", b"1.0.1"))
+    index.write_bytes(index.read_bytes().replace(b"model.w", b"model.v"))
     with pytest.raises(Corrupted, match="checksum"):
         holdfast.open(tmp_path / "dcp")
     _other = tmp_path / "other"

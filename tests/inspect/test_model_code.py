@@ -134,7 +134,9 @@ def test_in_a_folder_that_is_one_checkpoint(format: str, tmp_path: Path):
     if format == "dcp":
         dcp = pytest.importorskip("torch.distributed.checkpoint")
         torch = pytest.importorskip("torch")
-        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "m", no_dist=True)
+        from tests.support import ALONE
+
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "m", **ALONE)
     else:
         holdfast.save({"w": np.ones(3)}, tmp_path / "m")
     (tmp_path / "m" / "modeling_x.py").write_text("")

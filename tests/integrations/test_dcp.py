@@ -19,18 +19,19 @@ import holdfast
 from holdfast.errors import NotCommitted, StoreError, Unsupported
 from holdfast.integrations.dcp import Reader, Writer
 from tests.parity.test_installed import state, zeroed
+from tests.support import ALONE
 from tests.torch.serialization.test_weights import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def save(value: object, writer: object) -> None:
-    dcp.save(value, storage_writer=writer, no_dist=True)
+    dcp.save(value, storage_writer=writer, **ALONE)
 
 
 def loaded(reader: object, like: object) -> object:
     target = zeroed(like)
-    dcp.load(target, storage_reader=reader, no_dist=True)
+    dcp.load(target, storage_reader=reader, **ALONE)
     return target
 
 
@@ -61,17 +62,17 @@ def test_the_reader_takes_any_format(writer: str, tmp_path: Path):
 def test_tensors_of_safetensors(tmp_path: Path):
     holdfast.save({"a.w": np.arange(6.0).reshape(2, 3)}, tmp_path / "m.safetensors")
     target = {"a": {"w": torch.zeros(2, 3, dtype=torch.float64)}}
-    dcp.load(target, storage_reader=Reader(tmp_path / "m.safetensors"), no_dist=True)
+    dcp.load(target, storage_reader=Reader(tmp_path / "m.safetensors"), **ALONE)
     assert target["a"]["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_part_of_the_state_and_other_dtypes(tmp_path: Path):
     save({"a": torch.arange(4.0), "b": torch.ones(3), "n": 5}, Writer(tmp_path / "step"))
     target = {"b": torch.zeros(3, dtype=torch.float16)}
-    dcp.load(target, storage_reader=Reader(tmp_path / "step"), no_dist=True)
+    dcp.load(target, storage_reader=Reader(tmp_path / "step"), **ALONE)
     assert target["b"].tolist() == [1, 1, 1]
     with pytest.raises(CheckpointException, match="Missing key"):
-        dcp.load({"c": torch.zeros(1)}, storage_reader=Reader(tmp_path / "step"), no_dist=True)
+        dcp.load({"c": torch.zeros(1)}, storage_reader=Reader(tmp_path / "step"), **ALONE)
 
 
 class Counter:
@@ -89,7 +90,7 @@ def test_objects_with_a_state(tmp_path: Path):
     model = nn.Linear(3, 2)
     save({"model": model, "counter": Counter(7)}, Writer(tmp_path / "step"))
     other, counter = nn.Linear(3, 2), Counter(0)
-    dcp.load({"model": other, "counter": counter}, storage_reader=Reader(tmp_path / "step"), no_dist=True)
+    dcp.load({"model": other, "counter": counter}, storage_reader=Reader(tmp_path / "step"), **ALONE)
     assert torch.equal(other.weight, model.weight)
     assert counter.count == 7
 
@@ -123,10 +124,10 @@ def test_an_index_that_runs_code_is_not_run(tmp_path: Path):
     found.planner_data = {**found.planner_data, "evil": Marks(str(tmp_path / "pwned"))}
     index.write_bytes(pickle.dumps(found))
     target = {"w": torch.zeros(2)}
-    dcp.load(target, storage_reader=Reader(tmp_path / "step"), no_dist=True)
+    dcp.load(target, storage_reader=Reader(tmp_path / "step"), **ALONE)
     assert target["w"].tolist() == [1, 1]
     assert not (tmp_path / "pwned").exists()
-    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "step"), no_dist=True)
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "step"), **ALONE)
     assert (tmp_path / "pwned").exists()  # stock torch runs it
 
 
@@ -134,10 +135,10 @@ def test_a_value_that_runs_code_is_refused_by_its_name(tmp_path: Path):
     save({"w": torch.ones(2), "deep": {"evil": Marks(str(tmp_path / "pwned"))}}, FileSystemWriter(tmp_path / "step"))
     target = {"w": torch.zeros(2), "deep": {"evil": 0}}
     with pytest.raises(CheckpointException, match=r"deep\.evil") as caught:
-        dcp.load(target, storage_reader=Reader(tmp_path / "step"), no_dist=True)
+        dcp.load(target, storage_reader=Reader(tmp_path / "step"), **ALONE)
     assert any(isinstance(error, Unsupported) for error in _causes(caught.value))
     assert not (tmp_path / "pwned").exists()
-    dcp.load({"w": torch.zeros(2)}, storage_reader=Reader(tmp_path / "step"), no_dist=True)
+    dcp.load({"w": torch.zeros(2)}, storage_reader=Reader(tmp_path / "step"), **ALONE)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -153,7 +154,7 @@ def test_damage_is_found(tmp_path: Path):
     content[at] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointException, match="checksum"):
-        dcp.load({"w": torch.zeros(1000)}, storage_reader=Reader(tmp_path / "step"), no_dist=True)
+        dcp.load({"w": torch.zeros(1000)}, storage_reader=Reader(tmp_path / "step"), **ALONE)
 
 
 def test_the_old_step_stays_until_the_new_one_is_whole(tmp_path: Path):
@@ -180,4 +181,4 @@ def test_what_is_no_checkpoint_is_said_in_our_words(tmp_path: Path):
     with pytest.raises(StoreError, match=r"no such file .*nowhere"):
         Reader(tmp_path / "nowhere").read_metadata()
     with pytest.raises(CheckpointException):  # some versions of torch say the reason, others do not
-        dcp.load({"w": torch.zeros(1)}, storage_reader=Reader(tmp_path / "nowhere"), no_dist=True)
+        dcp.load({"w": torch.zeros(1)}, storage_reader=Reader(tmp_path / "nowhere"), **ALONE)

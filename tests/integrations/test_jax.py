@@ -24,12 +24,13 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from tests.integrations.page import run_page  # noqa: E402
+from tests.support import ALONE  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 WRITERS: dict[str, Callable[[dict[str, object], Path], object]] = {
     "torch": lambda state, path: torch.save(state, path),
-    "dcp": lambda state, path: dcp.save(state, checkpoint_id=path, no_dist=True),
+    "dcp": lambda state, path: dcp.save(state, checkpoint_id=path, **ALONE),
     "native": lambda state, path: holdfast.save(state, path, format="native"),
 }
 DTYPES = [

@@ -14,13 +14,14 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast.torch import slices
+from tests.support import ALONE
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 STEPS: dict[str, Callable[[dict[str, object], Path], object]] = {
-    "dcp": lambda state, path: dcp.save(state, checkpoint_id=path, no_dist=True),
+    "dcp": lambda state, path: dcp.save(state, checkpoint_id=path, **ALONE),
     "torch": lambda state, path: torch.save(state, path),
     "native": lambda state, path: holdfast.save(state, path, format="native"),
 }

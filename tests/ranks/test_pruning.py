@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
 from holdfast.torch.sparsity import BaseSparsifier, CubicSL, MagnitudeSparsifier, WeightNormSparsifier
 from tests.dtensor import DTensor, fully_shard
 from tests.ranks.pool import Failure, Pool, World, good
+from tests.support import needs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -134,6 +136,7 @@ def zeros(masks: list[list[bool]]) -> list[int]:
     return [mask.count(False) for mask in masks]
 
 
+@needs(versions.FSDP_ON_CPU)
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_hold_from_two_ranks_to_one(pool: Pool, tmp_path: Path, kind: str):
     path = str(tmp_path / "step")
@@ -175,7 +178,7 @@ def test_masks_hold_from_two_ranks_to_one(pool: Pool, tmp_path: Path, kind: str)
 @pytest.mark.parametrize(
     ("job", "kind", "text"),
     [
-        (squash, "Refused", "squash_mask() of a model that is cut over ranks"),
+        pytest.param(squash, "Refused", "squash_mask() of a model that is cut over ranks", marks=needs(versions.FSDP_ON_CPU)),
         (load_late, "Refused", "load_state_dict() of a model that is cut over ranks"),
         (prepare_late, "TypeError", "is a DTensor: masks are for plain tensors; prepare before fully_shard"),
     ],

@@ -16,7 +16,7 @@ from tests.dtensor import DTensor, fully_shard
 from tests.ranks.pool import Pool, World, good
 from tests.support import needs
 
-pytestmark = [pytest.mark.timeout(120), needs(versions.FULLY_SHARD)]
+pytestmark = [pytest.mark.timeout(120), needs(versions.FSDP_ON_CPU)]
 
 
 class Model(nn.Module):

@@ -15,10 +15,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import holdfast
 from holdfast.errors import CannotHold, RanksFailed
+from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.dtensor import fully_shard
 from tests.ranks.pool import Pool, World, good
+from tests.support import needs
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -134,6 +136,7 @@ def app_both_ways(world: World, path: str, ours: bool, loads_ours: bool, steps: 
     torch.distributed.barrier(world.group)
 
 
+@needs(versions.FSDP_ON_CPU)
 @pytest.mark.parametrize(("ours", "loads_ours"), [(True, True), (True, False), (False, True)])
 def test_the_state_of_an_application(pool: Pool, tmp_path: Path, ours: bool, loads_ours: bool):
     good(pool.run(2, app_both_ways, str(tmp_path / "step"), ours, loads_ours, int(ours)))
@@ -162,6 +165,7 @@ def sharded_optimizer(world: World, path: str, format: str) -> None:
     same(own, other)
 
 
+@needs(versions.FSDP_ON_CPU)
 @pytest.mark.parametrize("format", ["native", "dcp"])
 def test_a_fresh_optimizer_gets_shards_like_its_parameters(pool: Pool, tmp_path: Path, format: str):
     good(pool.run(2, sharded_optimizer, str(tmp_path / "step"), format))

@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from holdfast.torch import versions
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.dtensor import DTensor, fully_shard
 from tests.ranks.pool import Pool, World, good
-from tests.support import element_bytes
+from tests.support import element_bytes, needs
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), needs(versions.FSDP_ON_CPU)]
 
 WIDTH, LENGTH, VOCABULARY, BATCH = 32, 6, 17, 8
 BEFORE, AFTER = 3, 3

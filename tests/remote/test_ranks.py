@@ -25,6 +25,7 @@ from tests.ranks.pool import Pool, failures, good
 from tests.remote import rank_jobs
 from tests.remote.killing import killed
 from tests.remote.servers import Asked, Fault, Proxy
+from tests.support import ALONE
 
 
 def keys(url: str) -> list[str]:
@@ -291,11 +292,11 @@ def test_torchs_own_functions_with_a_client_of_the_callers_own():
 
     store = MemoryStore()
     state = {"w": torch.arange(12.0), "step": 3}
-    dcp.save(state, storage_writer=Writer("run/step-1", store=store), no_dist=True)
-    dcp.save(state, checkpoint_id="run/step-2", storage_writer=Writer(store=store), no_dist=True)
+    dcp.save(state, storage_writer=Writer("run/step-1", store=store), **ALONE)
+    dcp.save(state, checkpoint_id="run/step-2", storage_writer=Writer(store=store), **ALONE)
     for reader, more in ((Reader("run/step-2", store=store), {}), (Reader(store=store), {"checkpoint_id": "run/step-1"})):
         found = {"w": torch.zeros(12), "step": 0}
-        dcp.load(found, storage_reader=reader, no_dist=True, **more)
+        dcp.load(found, storage_reader=reader, **ALONE, **more)
         assert torch.equal(found["w"], state["w"])
         assert found["step"] == 3
     assert sorted(one["path"] for one in obstore.list_with_delimiter(store, "run/step-1")["objects"])[0] == "run/step-1/.metadata"

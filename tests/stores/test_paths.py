@@ -262,7 +262,8 @@ def test_the_drop_in_takes_paths_as_torch_does(tmp_path: Path, monkeypatch: pyte
                 told = ""
             except RuntimeError as error:
                 told = str(error).split(" (")[0]
-            outcomes.append((told, {found.name: found.read_bytes() for found in place.iterdir()}))
+            # Before it says that there is no folder, torch 2.6 makes an empty file of that name.
+            outcomes.append((told, {found.name: content for found in place.iterdir() if (content := found.read_bytes())}))
         assert outcomes[0] == outcomes[1], path
 
 

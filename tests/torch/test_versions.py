@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ import torch
 from holdfast.errors import HoldfastWarning, Unsupported
 from holdfast.torch import versions
 from holdfast.torch.versions import CHANGES, HERE, NEWEST, OLDEST, Change, check_version, parsed
+from tests.dtensor import distribute_tensor
 from tests.support import needs
 
 
@@ -98,6 +100,8 @@ def test_a_change_lies_inside_of_the_range(name):
         (versions.FLOAT8_E8M0, lambda: hasattr(torch, "float8_e8m0fnu")),
         (versions.FLOAT4, lambda: hasattr(torch, "float4_e2m1fn_x2")),
         (versions.BCOMPLEX, lambda: hasattr(torch, "bcomplex32")),
+        (versions.DECOUPLED, lambda: "decoupled_weight_decay" in torch.optim.AdamW([torch.zeros(1)]).defaults),
+        (versions.SRC_DATA_RANK, lambda: "src_data_rank" in inspect.signature(distribute_tensor).parameters),
         (versions.NESTED_ASKED_FOR, lambda: not versions.allowed_globals(["torch._utils._rebuild_nested_tensor"])),
     ],
     ids=lambda value: value.what if isinstance(value, Change) else "",

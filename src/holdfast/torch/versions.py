@@ -85,9 +85,7 @@ class Change(Value, frozen=True):
 
 # Names that torch has.
 
-DTENSOR = Change(
-    (2, 5), "torch.distributed.tensor is public, has LocalShardsWrapper, and checkpoints know objects that hold shards"
-)
+DTENSOR = Change((2, 5), "torch.distributed.tensor is public, has LocalShardsWrapper, and checkpoints know holders of shards")
 MANY_VERSIONS = Change((2, 5), "torch.autograd.graph.increment_version takes several tensors")
 LENGTHS_KEPT = Change((2, 5), "jagged tensors are made with their shortest and longest length, and pickled as such")
 MPS = Change((2, 5), "torch.mps says whether it is available")
@@ -103,12 +101,13 @@ CUSTOM_OBJECTS = Change((2, 13), "torch.export.save writes constants of register
 CUSTOM_OBJECTS_RENAMED = Change((2, 14), "what torch called opaque values are called objects of custom classes")
 FAKE_KINDS = Change((2, 14), "torch asks is_fake_tensor whether a tensor is fake, and no longer its class")
 NO_DIST = Change((2, 7), "torch.distributed.checkpoint is told by no_dist that it is alone")
+SRC_DATA_RANK = Change((2, 7), "distribute_tensor is told by src_data_rank that every rank has the whole tensor")
 FORKS = Change((2, 8), "a process that has imported torch.distributed can be forked into ranks; it was seen not to in 2.6")
 EMPTY_SHARDS = Change((2, 8), "LocalShardsWrapper may hold shards of any number of dimensions, or none")
+FSDP_ON_CPU = Change((2, 8), "a model that FSDP shards runs and is trained on a CPU; it was seen not to in 2.6")
+UNEVEN_PARALLEL = Change((2, 8), "FSDP cuts what tensor parallelism cut before also where it does not come out even")
 HUGGING_FACE = Change((2, 9), "torch.distributed.checkpoint writes folders of safetensors in pieces, and ranks may save alone")
-CHECKPOINTABLE_TENSOR = Change(
-    (2, 14), "a tensor with global_shape and three fields more is a shard to torch.distributed.checkpoint"
-)
+CHECKPOINTABLE_TENSOR = Change((2, 14), "a tensor with global_shape and three fields more is a shard to dcp.save and dcp.load")
 
 UINT16 = Change((2, 6), "torch saves uint16, uint32 and uint64, and bits of any width")
 INT1 = Change((2, 6), "torch has int1 to int7")
@@ -122,6 +121,7 @@ VERSIONED = Change((2, 9), "the description of a sharded checkpoint has a versio
 # What torch does.
 
 WEIGHTS_ONLY = Change((2, 6), "torch.load is called with weights_only=True unless told otherwise")
+DECOUPLED = Change((2, 7), "the state of Adam and AdamW says whether weights decay on their own")
 NUMBERED_CONTAINER = Change((2, 7), "torch.save records the format of an archive and its alignment, and orders storages by number")
 META_SHARES = Change((2, 15), "tensors of one storage share it after a load to the meta device")
 NESTED_ASKED_FOR = Change((2, 15), "weights_only=True loads nested tensors where they were allowed by name only")

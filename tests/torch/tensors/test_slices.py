@@ -13,12 +13,13 @@ import holdfast
 from holdfast.errors import Corrupted
 from holdfast.torch import save_sharded, slices
 from holdfast.torch.tensors import slices as module
+from tests.support import ALONE
 
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)}, "step": 3}
 FORMATS: dict[str, Callable[[Path], object]] = {
     "torch": lambda path: torch.save(STATE, path),
     "native": lambda path: holdfast.save(STATE, path, format="native"),
-    "dcp": lambda path: dcp.save(STATE, checkpoint_id=path, no_dist=True),
+    "dcp": lambda path: dcp.save(STATE, checkpoint_id=path, **ALONE),
     "sharded": lambda path: save_sharded(STATE, path),
 }
 
