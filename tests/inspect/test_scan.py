@@ -389,3 +389,19 @@ def test_scanning_imports_nothing(bare):
 )
 def test_severity(module, name, uses, severity):
     assert judge(Global(module, name), uses)[0] == severity
+
+
+def test_a_folder_that_is_called_like_a_url_is_a_folder(tmp_path, monkeypatch):
+    """Nobody is sent to the network by the name of something in a folder."""
+
+    def asked(*given, **more):
+        raise AssertionError("an object store was asked")
+
+    monkeypatch.setattr("holdfast.stores.remote.client.bucket_of", asked)
+    monkeypatch.chdir(tmp_path)
+    inside = tmp_path / "s3:" / "bucket"
+    inside.mkdir(parents=True)
+    np.save(inside / "weights.npy", np.ones(3))
+    report = scan(tmp_path)
+    assert report.verdict() == "clean"
+    assert [os.path.relpath(one.path, tmp_path) for one in report.reports] == ["s3:/bucket/weights.npy"]
