@@ -934,11 +934,12 @@ def test_the_disk_is_told_to_begin_where_it_will_be_waited_for(tmp_path: Path, m
 def test_what_the_disk_was_not_told_of_is_left_to_the_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A disk that is slow to be told is not waited for stretch by stretch, and nobody touches a closed file."""
     monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 12)
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
     class Slow(Begun):
         def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
             self.told.append((offset, nbytes))
+            begun.set()
             go.wait(60)
             os.fstat(descriptor)
 
@@ -949,6 +950,7 @@ def test_what_the_disk_was_not_told_of_is_left_to_the_fsync(tmp_path: Path, monk
     files, data = Slow(), os.urandom(1 << 16)
     with FileTransaction(tmp_path / "model", files=files) as t:
         t.write(0, data)
+        assert begun.wait(60)
         threading.Timer(0.05, go.set).start()
         t.commit()
     assert (tmp_path / "model").read_bytes() == data

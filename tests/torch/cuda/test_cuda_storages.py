@@ -203,9 +203,12 @@ def same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None
 
 
 @pytest.mark.parametrize("alignment", [1, 64])
-def test_many_are_spread_on_the_device(tmp_path, fills, alignment, monkeypatch):
-    monkeypatch.setattr(config.save, "storage_alignment", alignment)
-    save(bank(), tmp_path / "a.pt")
+def test_many_are_spread_on_the_device(tmp_path, fills, alignment):
+    before, config.save.storage_alignment = config.save.storage_alignment, alignment
+    try:
+        save(bank(), tmp_path / "a.pt")
+    finally:
+        config.save.storage_alignment = before
     same(load(tmp_path / "a.pt", map_location="cuda"), bank())
     # The first ones of a file, and dtypes whose storages are bytes, are left to the machine.
     assert sum(fills) < 100
