@@ -13,7 +13,7 @@ from holdfast.engine.digest import recorded_crc
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.write import Block
 from holdfast.errors import Corrupted, NotCommitted
-from holdfast.plan.saves import Data, FilePlan, Gathered, Hole
+from holdfast.plan.saves import Data, FilePlan, Gathered, Hole, Memory
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
 
@@ -100,7 +100,7 @@ def stored_crcs(plan: FilePlan, store: Store, key: str, *, threads: int | None =
     """The CRC-32 of every data segment of a file that has this layout, from what its store gives."""
     spans: dict[str, Span] = {}
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
-        if isinstance(segment, Data):
+        if isinstance(segment, Data | Memory):
             spans[segment.label] = Span(key, offset, segment.nbytes)
         elif isinstance(segment, Gathered) and segment.lengths is not None:
             starts = accumulate(segment.lengths, initial=offset)

@@ -31,6 +31,7 @@ from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.errors import CannotHold, HoldfastError, Unsupported, located
 from holdfast.formats.detect import describe, detect
 from holdfast.formats.native.write import lay_out_native
+from holdfast.formats.safetensors.record import SHARDING_INFO
 from holdfast.formats.safetensors.write import lay_out_safetensors
 from holdfast.formats.seal import SEAL
 from holdfast.formats.torch.write import archive_name, lay_out_torch_zip
@@ -142,7 +143,8 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     """
     table, leaves = table_of(state), state.leaves
     rows = sorted({*_of_each_kind(table), *table.odd})
-    if leaves is None or 2 * len(rows) >= len(table) or _near_limits(plan, table):
+    # What says where pieces lie names them all.
+    if leaves is None or 2 * len(rows) >= len(table) or _near_limits(plan, table) or SHARDING_INFO in state.metadata:
         return rehearse(plan, path)
     sample: dict[str, object] = {f"{at}": table.lazy(row) for at, row in enumerate(rows)}
     if not leaves.flat:

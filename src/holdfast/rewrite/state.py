@@ -122,7 +122,12 @@ def tabulate_state(
 def _unkept_notes(leaves: Leaves, table: Table) -> tuple[str, ...]:
     """Sentences about what is not kept of leaves that are no plain tensors."""
     remarks, unkept = _remarks(), Unkept()
-    for name, value in (*leaves.places, *((table.names[row], leaves.values[row]) for row in sorted(table.odd))):
+    odd = [(row, table.names[row], leaves.values[row]) for row in table.odd]
+    for name, value in leaves.places:
+        made = leaves.described(value)
+        first = next((f"{name}.{part}" for part, _ in made.children()), name) if isinstance(made, Composite) else name
+        odd.append((table.rows.get(first, 0), name, value))
+    for _, name, value in sorted(odd, key=lambda one: one[0]):
         for what in remarks(value):
             unkept.add(what, name)
     return unkept.notes()

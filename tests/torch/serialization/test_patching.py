@@ -31,7 +31,7 @@ def load(*args):
 def surface(monkeypatch):
     """`holdfast.torch` with two functions that are easy to tell, and the rest of its names."""
     for module in (settings, locations, allowed):
-        for name in set(module.__all__) & set(theirs.__all__):
+        for name in set(vars(module)) & set(theirs.__all__):
             monkeypatch.setattr(ours, name, getattr(module, name), raising=False)
     monkeypatch.setattr(ours, "save", save, raising=False)
     monkeypatch.setattr(ours, "load", load, raising=False)

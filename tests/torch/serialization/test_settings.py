@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.serialization as theirs
 
+import holdfast.torch
 from holdfast.errors import HoldfastWarning, Refused
 from holdfast.torch import versions
 from holdfast.torch.serialization import settings as ours
@@ -43,7 +44,7 @@ def test_constants_and_classes_are_torchs():
     for name in ("DEFAULT_PROTOCOL", "MAGIC_NUMBER", "PROTOCOL_VERSION", "STORAGE_KEY_SEPARATOR"):
         assert getattr(ours, name) == getattr(theirs, name)
     for name in ("LoadEndianness", "SourceChangeWarning", "StorageType"):
-        assert getattr(ours, name) is getattr(theirs, name)
+        assert getattr(holdfast.torch, name) is getattr(theirs, name)
 
 
 @pytest.mark.parametrize("value", [*ours.LoadEndianness, None])
