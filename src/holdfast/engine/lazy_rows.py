@@ -7,74 +7,19 @@ records. What cannot be read is read again by itself, so that the error names it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 
 from holdfast.core.chunk import c_strides
-from holdfast.core.columns import NO_CRC, Columns, columns_of
-from holdfast.core.crc import crc32
+from holdfast.core.columns import columns_of
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Store
 from holdfast.core.rows import RowTensor
 from holdfast.core.tensor import PLAIN, LazyTensor
-from holdfast.engine.readback import source_changed
-from holdfast.errors import HoldfastError, located
-from holdfast.plan.coalesce import MEMORY, coalesce
 from holdfast.plan.rows import RowKind, TensorRows
-from holdfast.plan.saves import Data
+from holdfast.plan.table import FileRanges
 
 LAZY_TYPES = (LazyTensor, RowTensor)
-
-
-class LazyRows:
-    """The bytes of tensors in files."""
-
-    def __init__(self, tensors: Sequence[LazyTensor], columns: Columns) -> None:
-        self._tensors, self._columns = tensors, columns
-        self._store: Store = tensors[0].source.store
-
-    def read(self, numbers: Sequence[int]) -> list[memoryview]:
-        """Those of these numbers."""
-        columns, wanted = self._columns, np.array(numbers, np.int64)
-        pieces: list[memoryview] = [memoryview(b"")] * len(wanted)
-        for file in np.unique(columns.files[wanted]).tolist():
-            places = np.flatnonzero(columns.files[wanted] == file)
-            places = places[np.argsort(columns.starts[wanted[places]], kind="stable")]
-            starts = columns.starts[wanted[places]]
-            stops = starts + columns.nbytes[wanted[places]]
-            heads = coalesce(starts, stops, MEMORY)
-            ends = [*heads[1:].tolist(), len(places)]
-            for first, last in zip(heads.tolist(), ends, strict=True):
-                begin = int(starts[first])
-                data = self._span(columns.keys[file], begin, int(stops[last - 1]), wanted[places[first:last]].tolist())
-                rows = zip(places[first:last].tolist(), starts[first:last].tolist(), stops[first:last].tolist(), strict=True)
-                for place, start, stop in rows:
-                    pieces[place] = data[start - begin : stop - begin]
-        self._compare(wanted.tolist(), pieces)
-        return pieces
-
-    def _span(self, key: str, start: int, stop: int, members: list[int]) -> memoryview:
-        data = np.empty(stop - start, np.uint8).data
-        try:
-            self._store.read(key, start, data)
-        except HoldfastError:
-            for number in members:
-                begin = int(self._columns.starts[number])
-                with located(tensor=self._tensors[number].name):
-                    self._store.read(key, begin, data[begin - start : begin - start + int(self._columns.nbytes[number])])
-        return data
-
-    def _compare(self, numbers: list[int], pieces: list[memoryview]) -> None:
-        recorded = self._columns.crcs[np.array(numbers, np.int64)].tolist()
-        for number, piece, crc in zip(numbers, pieces, recorded, strict=True):
-            if crc != NO_CRC and (found := crc32(piece)) != crc:
-                raise source_changed(self._tensors[number], found)
-
-    def alone(self, number: int, label: str) -> Data:
-        """Those of a long one, a block at a time."""
-        return Data(self._tensors[number], label)
 
 
 def ask_lazy(values: list[object]) -> TensorRows | None:
@@ -106,7 +51,8 @@ def ask_lazy(values: list[object]) -> TensorRows | None:
             return None
         kinds.append(positions.setdefault((tensor.dtype, tensor.shape, location), len(positions)))
     table = [_kind(*kind, nbytes=int(columns.nbytes[kinds.index(at)])) for kind, at in positions.items()]
-    held = LazyRows(tensors, columns)
+    places = [(store, key) for key in columns.keys]
+    held = FileRanges(tensors, places, np.stack((columns.files, columns.starts, columns.nbytes, columns.crcs), axis=1))
     own = np.fromiter(map(id, tensors), np.int64, len(tensors))
     return TensorRows(own, kinds, table, range(len(tensors)), columns.nbytes, None, held.read, held.alone)
 
