@@ -22,8 +22,8 @@ from holdfast.core.limits import Limits
 from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.errors import HoldfastError
 from holdfast.plan import table
+from holdfast.plan.files import FileStorages
 from holdfast.plan.rows import SMALL_NBYTES
-from holdfast.plan.table import FileRanges
 from holdfast.rewrite import save, small
 from holdfast.rewrite.formats import Options
 from holdfast.rewrite.small import FEW, plan_small
@@ -157,14 +157,14 @@ PATHS = {"torch-zip": "a.pt", "safetensors": "a.safetensors", "native": "a"}
 FORMATS = sorted(PATHS)
 
 
-NO_RANGES = FileRanges([], [], np.zeros((0, 4), np.int64))
+NO_RANGES = FileStorages([], *np.zeros((4, 0), np.int64), names=[])
 
 
 def assert_same(state, path, sampled=False, **options):
     with (
         mock.patch.object(small, "FEW", 1 << 60),
         mock.patch.object(save, "tabulate_state", describe_state),
-        mock.patch.object(table, "_file_ranges", return_value=([], NO_RANGES)),
+        mock.patch.object(table, "_file_storages", return_value=([], NO_RANGES)),
     ):
         slow = outcome(state, path, **options)
     with mock.patch.object(small, "REHEARSED", FEW // 2 if sampled else FEW * 8):

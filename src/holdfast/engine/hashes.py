@@ -16,12 +16,12 @@ from xxhash import xxh3_128_intdigest
 
 from holdfast.core.content_hash import HEAD_NBYTES, ContentHash, Hashed, hash_bytes
 from holdfast.core.crc import crc32
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, mapped_bytes, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
-from holdfast.plan.table import Table
 
 BLOCK_NBYTES = 4 << 20
 """Bytes that a thread reads or looks at in one task."""

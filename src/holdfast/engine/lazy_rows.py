@@ -16,8 +16,8 @@ from holdfast.core.columns import columns_of
 from holdfast.core.dtype import DType
 from holdfast.core.rows import RowTensor
 from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.plan.files import FilePlace, FileStorages
 from holdfast.plan.rows import RowKind, TensorRows
-from holdfast.plan.table import FileRanges
 
 LAZY_TYPES = (LazyTensor, RowTensor)
 
@@ -51,8 +51,9 @@ def ask_lazy(values: list[object]) -> TensorRows | None:
             return None
         kinds.append(positions.setdefault((tensor.dtype, tensor.shape, location), len(positions)))
     table = [_kind(*kind, nbytes=int(columns.nbytes[kinds.index(at)])) for kind, at in positions.items()]
-    places = [(store, key) for key in columns.keys]
-    held = FileRanges(tensors, places, np.stack((columns.files, columns.starts, columns.nbytes, columns.crcs), axis=1))
+    places = [FilePlace(tensors[0].source, key, store) for key in columns.keys]
+    names = [tensor.name for tensor in tensors]
+    held = FileStorages(places, columns.files, columns.starts, columns.nbytes, columns.crcs, names=names)
     own = np.fromiter(map(id, tensors), np.int64, len(tensors))
     return TensorRows(own, kinds, table, range(len(tensors)), columns.nbytes, None, held.read, held.alone)
 

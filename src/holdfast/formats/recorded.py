@@ -19,6 +19,7 @@ from holdfast.core.columns import Columned, Columns
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Outlined, Source
 from holdfast.core.sharing import groups, twins
+from holdfast.core.table import Table
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, MetadataError
@@ -26,7 +27,6 @@ from holdfast.formats.safetensors.schema import ADDRESSABLE
 from holdfast.formats.strict_json import kind, pointer, quoted
 from holdfast.formats.tree_json.decode import decode_tree
 from holdfast.formats.tree_json.encode import flat_tree
-from holdfast.plan.table import Table
 
 LARGEST_STORAGE_RATIO = 2
 """A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""

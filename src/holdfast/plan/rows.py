@@ -18,10 +18,11 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DType
+from holdfast.core.protocols import Store
+from holdfast.core.table import Kind, Piece
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.plan.saves import Data, Gathered, Memory, Segment
-
-Piece = bytes | memoryview
 
 SMALL_NBYTES = 64 << 10
 """What is longer is written from where it lies, by itself."""
@@ -70,6 +71,38 @@ class TensorRows(Value, frozen=True, eq=False):
 
     def __len__(self) -> int:
         return len(self.kinds)
+
+
+class RowStorages:
+    """The storages of several `TensorRows`, one behind the other, as those of a table."""
+
+    def __init__(self, parts: Sequence[TensorRows], view: Callable[[int], LazyTensor]) -> None:
+        self._parts, self._view = parts, view
+        self._edges = np.cumsum([0, *(len(part.nbytes) for part in parts)])
+        self.nbytes: Ints = (
+            parts[0].nbytes if len(parts) == 1 else np.concatenate([part.nbytes for part in parts] or [self._edges[:0]])
+        )
+        self.stores: tuple[Store, ...] = ()
+
+    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        if len(self._parts) == 1:
+            return self._parts[0].read(numbers)
+        wanted = np.array(numbers, np.int64)
+        sides = np.searchsorted(self._edges, wanted, side="right") - 1
+        pieces: list[Piece] = [b""] * len(numbers)
+        for side in np.unique(sides).tolist():
+            here = np.flatnonzero(sides == side)
+            found = self._parts[side].read((wanted[here] - self._edges[side]).tolist())
+            for place, piece in zip(here.tolist(), found, strict=True):
+                pieces[place] = piece
+        return pieces
+
+    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+        side = int(np.searchsorted(self._edges, number, side="right")) - 1
+        return self._parts[side].alone(number - int(self._edges[side]), label)
+
+    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+        return self._view(number).renamed(name)
 
 
 def joined(parts: Sequence[TensorRows], order: Sequence[int]) -> TensorRows:

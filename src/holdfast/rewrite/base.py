@@ -22,6 +22,7 @@ from holdfast.core.content_hash import HASH, Hashed
 from holdfast.core.keys import DATA, beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.hashes import tensor_hashes, unchanged, unchanged_rows
@@ -35,7 +36,6 @@ from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
-from holdfast.plan.table import Table
 from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
 
@@ -65,7 +65,7 @@ class OpenBase(Value, frozen=True):
             return Reuse(notes=self.notes)
         short = self.base.short(table, rows)
         same = {table.names[row] for row in unchanged_rows(table, short, threads=self.threads)}
-        rest = {table.names[row]: table.lazy(row) for row in rows if row not in short}
+        rest = {table.names[row]: table.view(row) for row in rows if row not in short}
         pieces: dict[str, LazyTensor] = {}
         recorded: dict[str, Hashed] = {}
         of: dict[str, str] = {}

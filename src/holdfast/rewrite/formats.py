@@ -23,6 +23,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Outlined, State, Store
 from holdfast.core.runtime import resting_collector
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
@@ -36,7 +37,7 @@ from holdfast.formats.safetensors.write import lay_out_safetensors
 from holdfast.formats.seal import SEAL
 from holdfast.formats.torch.write import archive_name, lay_out_torch_zip
 from holdfast.plan.saves import Data, Gathered, Memory, SavePlan
-from holdfast.plan.table import Table, table_of
+from holdfast.plan.table import table_of
 from holdfast.rewrite.base import OpenBase
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.state import describe_state
@@ -146,7 +147,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     # What says where pieces lie names them all.
     if leaves is None or 2 * len(rows) >= len(table) or _near_limits(plan, table) or SHARDING_INFO in state.metadata:
         return rehearse(plan, path)
-    sample: dict[str, object] = {f"{at}": table.lazy(row) for at, row in enumerate(rows)}
+    sample: dict[str, object] = {f"{at}": table.view(row) for at, row in enumerate(rows)}
     if not leaves.flat:
         sample["containers"] = {f"{at}": container for at, container in enumerate(leaves.samples())}
     described = describe_state(sample, metadata=state.metadata)

@@ -15,7 +15,6 @@ they are taken wherever they stand, a state dict that holds more of them include
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
@@ -32,6 +31,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.rows import RowTensor
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import PLAIN as NO_TRAITS
 from holdfast.core.tensor import Composite, LazyTensor, Part, Traits
 from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
@@ -40,8 +40,8 @@ from holdfast.engine.array_rows import TYPES, Ask, array_addresses, ask_arrays, 
 from holdfast.engine.arrays import Resident
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.tree_json.encode import is_marked
-from holdfast.plan.rows import RowKind, TensorRows
-from holdfast.plan.table import ODD, Kind, Table, lazy_table
+from holdfast.plan.rows import RowKind, RowStorages, TensorRows
+from holdfast.plan.table import lazy_table
 from holdfast.stores.paths import content_and_path
 
 LAZY_TYPES = (LazyTensor, RowTensor, Part)
@@ -270,16 +270,15 @@ class _Tabulating:
             odd[row] = tensor if tensor.name == names[row] else tensor.renamed(names[row])
             kind[row] = len(kinds)
             kinds.append(Kind.of(tensor))
+        plain = [row for own, _, _ in asked for row in own] if odd or len(asked) > 1 else range(len(names))
         made: dict[int, LazyTensor] = {}
 
-        def lazy(row: int) -> LazyTensor:
-            if row not in made:
-                made[row] = cast("LazyTensor", self._leaf(values[row], ())).renamed(names[row])
-            return made[row]
+        def view(number: int) -> LazyTensor:
+            if number not in made:
+                made[number] = cast("LazyTensor", self._leaf(values[plain[number]], ()))
+            return made[number]
 
-        parts = [rows for _, rows, _ in asked]
-        stores = tuple(dict.fromkeys(tensor.source.store for tensor in odd.values()))
-        return Table(names, kinds, kind, parts=parts, storages=storages, odd=odd, lazy=lazy, stores=stores)
+        return Table(names, kinds, kind, storages, RowStorages([rows for _, rows, _ in asked], view), odd)
 
 
 TRAITS = {
@@ -292,8 +291,7 @@ TRAITS = {
 
 
 def _kind_of(kind: RowKind) -> Kind:
-    nbytes = kind.dtype.nbytes(math.prod(kind.shape))
-    return Kind(kind.dtype, kind.shape, TRAITS[kind.requires_grad, kind.parameter], nbytes)
+    return Kind.plain(kind.dtype, kind.shape, TRAITS[kind.requires_grad, kind.parameter], location=kind.location)
 
 
 def _leaf(arrays: Arrays, resident: Resident) -> Leaf:

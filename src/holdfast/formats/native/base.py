@@ -27,12 +27,12 @@ from msgspec import field
 
 from holdfast.core.box import Box
 from holdfast.core.content_hash import HASH, HEAD_NBYTES, Hashed
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk, StoredPart
 from holdfast.plan.saves import LinkedFile
-from holdfast.plan.table import Table
 
 MANY = 16
 """Small files that a directory may have of older steps."""

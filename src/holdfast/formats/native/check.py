@@ -14,6 +14,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Source
 from holdfast.core.sparse.storage import SparseStorage
+from holdfast.core.table import Kind
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, MetadataError
 from holdfast.formats.native.base import parts_of
@@ -24,7 +25,6 @@ from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.write import HeaderKind
 from holdfast.formats.strict_json import hexadecimal
-from holdfast.plan.table import Kind
 
 NOT_NEEDED = "nothing in it is needed to open the checkpoint"
 

@@ -42,6 +42,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.sparse.storage import SparseParts
+from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import CannotHold
@@ -75,7 +76,7 @@ from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, seal
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.plan.rows import BATCH
 from holdfast.plan.saves import HASH_KEY, FilePlan, Hashing, Late, Literal, SavePlan, known_later
-from holdfast.plan.table import Kind, Table, table_of
+from holdfast.plan.table import table_of
 
 SHARD_NBYTES = 5 << 30
 """Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""
@@ -135,7 +136,7 @@ def lay_out_native(
     reuse = take_over(table, rows) if take_over else NOTHING
     names = table.names
     new = [row for row in rows if names[row] not in reuse.chunks] if reuse.chunks else rows
-    packed = without_clashes(pack({names[row]: table.lazy(row) for row in new}), [names[row] for row in rows]) if pack else {}
+    packed = without_clashes(pack({names[row]: table.view(row) for row in new}), [names[row] for row in rows]) if pack else {}
     known = hashes({name: table[name] for name in packed}) if hashes else {}
     hashing = (
         {names[row]: "head" if names[row] in reuse.changed else "hash" for row in new if names[row] not in packed} if hashes else {}
@@ -146,7 +147,7 @@ def lay_out_native(
             return []
         part, inside = table, own
         if packed:
-            entries = {row: entries_of(names[row], table.lazy(row), packed[names[row]]) for row in own if names[row] in packed}
+            entries = {row: entries_of(names[row], table.view(row), packed[names[row]]) for row in own if names[row] in packed}
             part = table.with_entries(own, entries)
             inside = range(len(part))
         return [(part, [inside[at] for at in some]) for some in fill_shards(part.nbytes_of(inside), max_shard_size or SHARD_NBYTES)]
@@ -179,7 +180,7 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str
     """
     table = table_of(state)
     kept = _what_is_kept(state, table)
-    written = {table.names[row]: table.lazy(row) for row in kept.sharing.rows}
+    written = {table.names[row]: table.view(row) for row in kept.sharing.rows}
     files = []
     for rank, boxes in enumerate(parts):
         own = {name: box for name, box in boxes.items() if name in written}

@@ -32,6 +32,7 @@ from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
+from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted
 from holdfast.core.value import Value
@@ -45,7 +46,7 @@ from holdfast.formats.tree_json.encode import encode_state, is_marked
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.plan.rows import BATCH
 from holdfast.plan.saves import FilePlan, Hashing, Late, Literal, SavePlan
-from holdfast.plan.table import Kind, Table, segments, table_of
+from holdfast.plan.table import segments, table_of
 
 METADATA = "__metadata__"
 

@@ -25,6 +25,7 @@ from holdfast.core.leaves import PLAIN, Leaves
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
+from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
 from holdfast.core.value import Value
@@ -33,7 +34,6 @@ from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultD
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.strict_json import as_keys
 from holdfast.formats.tree_json import scalars
-from holdfast.plan.table import Table
 
 TAG = "$"
 """The key that makes an object more than a dict. Dicts with a key that begins like this are written as tagged, too."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32_each
+from holdfast.core.table import Piece
 from holdfast.core.value import Value
 from holdfast.formats.zip.layout import (
     DESCRIBED,
@@ -36,7 +37,7 @@ from holdfast.formats.zip.layout import (
     NARROW,
     UTF8,
 )
-from holdfast.plan.rows import BATCH, Piece, runs
+from holdfast.plan.rows import BATCH, runs
 from holdfast.plan.saves import MISTAKEN_KEY, Data, Gathered, Late, Literal, Memory, Segment
 
 ENTRY_CRC = 16

@@ -1,0 +1,227 @@
+"""`Table`: the tensors of a checkpoint or of a state, as columns; a tensor a row.
+
+A hundred thousand tensors are of a few kinds: a dtype, a shape, strides, what they are beyond their elements. What they have in
+common is said once (`Kind`). A row is a name, a kind and the number of a storage.
+
+The storages are one medium (`Storages`): ranges of files, arrays of numpy, tensors of torch, the memory of a GPU. Two rows of one
+number share their storage. A row in several pieces, or one that is computed, is *odd*: it has a lazy tensor that says where its
+elements are, and no number.
+
+A `LazyTensor` is made of a row when somebody asks for one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from holdfast.core.arrays import Ints
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
+from holdfast.core.dtype import DType
+from holdfast.core.protocols import Store
+from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.value import Value
+
+if TYPE_CHECKING:
+    from holdfast.plan.saves import Data, Memory
+
+ODD = -1
+"""The number of the storage of an odd row."""
+
+Piece = bytes | memoryview
+
+
+class Kind(Value, frozen=True, eq=False):
+    """What many rows have in common."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    traits: Traits
+    nbytes: int
+    """Bytes of the elements."""
+    strides: tuple[int, ...] = ()
+    """Bits from one element to the next, a dimension each."""
+    offset: int = 0
+    """Bit of the storage where the first element lies."""
+    storage_nbytes: int = 0
+    """Bytes of the storage."""
+    byteorder: str = "little"
+    location: str = ""
+    """The device that the writer had it on, where somebody says so."""
+    dense: bool = False
+    """Whether the elements follow each other in C order, fill whole bytes and stand for themselves: their bytes are an array's."""
+    whole: bool = False
+    """Whether the elements are dense and all bytes of the storage."""
+
+    @classmethod
+    def of(cls, tensor: LazyTensor) -> Kind:
+        """The kind of a tensor. In several pieces, or in none, it is not dense."""
+        dtype, shape, traits, chunks = tensor.dtype, tensor.shape, tensor.traits, tensor.chunks
+        if len(chunks) != 1 or chunks[0].shape != shape:
+            return cls(dtype, shape, traits, tensor.nbytes)
+        (chunk,) = chunks
+        storage = chunk.storage
+        return cls.strided(
+            dtype, shape, chunk.strides, offset=chunk.offset, storage_nbytes=storage.nbytes, traits=traits,
+            byteorder=storage.byteorder, location=storage.location,
+        )  # fmt: skip
+
+    @classmethod
+    def plain(cls, dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN, *, location: str = "") -> Kind:
+        """Tensors in C order that are all of their storages."""
+        nbytes = dtype.nbytes(math.prod(shape))
+        strides = c_strides(shape, dtype.bits)
+        return cls.strided(dtype, shape, strides, offset=0, storage_nbytes=nbytes, traits=traits, location=location)
+
+    @classmethod
+    def strided(
+        cls,
+        dtype: DType,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        *,
+        offset: int,
+        storage_nbytes: int,
+        traits: Traits = PLAIN,
+        byteorder: str = "little",
+        location: str = "",
+    ) -> Kind:
+        """Tensors of any strides over storages of one length; offset and strides in bits."""
+        nbytes = dtype.nbytes(math.prod(shape))
+        dense = (
+            dtype.bits >= 8
+            and (byteorder == "little" or dtype.swap_nbytes == 1)
+            and (traits is PLAIN or not (traits.conj or traits.neg or traits.meta))
+            and not offset % 8
+            and 0 <= offset // 8 <= storage_nbytes - nbytes
+            and in_c_order(shape, strides, dtype.bits)
+        )
+        whole = dense and nbytes == storage_nbytes
+        return cls(dtype, shape, traits, nbytes, strides, offset, storage_nbytes, byteorder, location, dense, whole)
+
+    def chunk(self, storage: Storage) -> Chunk:
+        """Where the elements of one of them lie in its storage."""
+        return Chunk(Box.whole(self.shape), storage, self.offset, self.strides)
+
+
+class Storages(Protocol):
+    """The medium of a table: a column of stretches of bytes."""
+
+    @property
+    def nbytes(self) -> Ints:
+        """Of each storage."""
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """What is read, beside this process's memory."""
+
+    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        """The bytes of storages of these numbers, all of them together. Raises what names the storage that cannot be had."""
+
+    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+        """The bytes of one storage under a label where they lie, as a segment; `b""` where there are none."""
+
+    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+        """A tensor of a kind over one storage."""
+
+
+class Table(Mapping[str, LazyTensor]):
+    """Tensors by name, a row each. As a mapping it makes a lazy tensor when one is asked for."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        kinds: Sequence[Kind],
+        kind: Sequence[int],
+        storage: Sequence[int],
+        storages: Storages,
+        odd: Mapping[int, LazyTensor],
+    ) -> None:
+        self.names, self.kinds, self.kind = names, kinds, kind
+        """`kind` of each row is a position in `kinds`."""
+        self.storage, self.storages = storage, storages
+        """`storage` of each row is a number in `storages`; `ODD` for an odd row."""
+        self.odd = odd
+        """The tensors of odd rows, by row."""
+        self._rows: dict[str, int] | None = None
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """What is read, beside this process's memory."""
+        return tuple(dict.fromkeys((*self.storages.stores, *(tensor.source.store for tensor in self.odd.values()))))
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """The row of each name."""
+        if self._rows is None:
+            self._rows = dict(zip(self.names, range(len(self.names)), strict=True))
+        return self._rows
+
+    def view(self, row: int) -> LazyTensor:
+        """The row as a lazy tensor."""
+        if row in self.odd:
+            return self.odd[row]
+        return self.storages.view(self.storage[row], self.kinds[self.kind[row]], self.names[row])
+
+    def kind_of(self, row: int) -> Kind:
+        return self.kinds[self.kind[row]]
+
+    def nbytes_of(self, rows: Sequence[int]) -> Ints:
+        """Bytes of the elements of these rows."""
+        lengths, kind = [kind.nbytes for kind in self.kinds], self.kind
+        return np.fromiter((lengths[kind[row]] for row in rows), np.int64, len(rows))
+
+    def read(self, rows: Sequence[int]) -> Sequence[Piece]:
+        """The bytes of rows that are all of their storages, all together."""
+        storage = self.storage
+        return self.storages.read([storage[row] for row in rows])
+
+    def alone(self, row: int, label: str) -> bytes | Data | Memory:
+        """The bytes of a row that is all of its storage, as a segment; `b""` where there are none."""
+        return self.storages.alone(self.storage[row], label)
+
+    def with_entries(self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]) -> Table:
+        """These rows; in the place of some of them, what is given for these rows."""
+        names: list[str] = []
+        kinds, odd = [*self.kinds], dict[int, LazyTensor]()
+        kind: list[int] = []
+        storage: list[int] = []
+        for row in rows:
+            given = entries.get(row)
+            if given is None:
+                if row in self.odd:
+                    odd[len(names)] = self.odd[row]
+                names.append(self.names[row])
+                kind.append(self.kind[row])
+                storage.append(self.storage[row])
+                continue
+            for name, tensor in given.items():
+                odd[len(names)] = tensor
+                names.append(name)
+                kind.append(len(kinds))
+                kinds.append(Kind.of(tensor))
+                storage.append(ODD)
+        return Table(names, kinds, kind, storage, self.storages, odd)
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        return self.view(self.rows[name])
+
+    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        kind = self.kinds[self.kind[self.rows[name]]]
+        return kind.dtype, kind.shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.rows
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} tensors>"

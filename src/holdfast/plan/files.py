@@ -1,0 +1,125 @@
+"""`FileStorages`: storages that are ranges of files, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from holdfast.core.arrays import Ints
+from holdfast.core.chunk import Storage
+from holdfast.core.columns import NO_CRC
+from holdfast.core.crc import crc32
+from holdfast.core.dtype import DTYPES
+from holdfast.core.protocols import Source, Store
+from holdfast.core.table import Kind
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
+from holdfast.errors import Corrupted, HoldfastError, located
+from holdfast.plan.coalesce import MEMORY, coalesce
+from holdfast.plan.saves import Data
+
+BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
+
+
+class FilePlace(Value, frozen=True, eq=False):
+    """A file that has storages."""
+
+    source: Source
+    """What reads it."""
+    key: str
+    home: object
+    """The store that has it, as `Storage.home`."""
+
+
+class FileStorages:
+    """Ranges of files, each with the checksum that its file records."""
+
+    def __init__(
+        self,
+        files: Sequence[FilePlace],
+        file: Ints,
+        start: Ints,
+        nbytes: Ints,
+        crc: Ints,
+        *,
+        names: Sequence[str],
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        self.files, self.file, self.start, self.nbytes = files, file, start, nbytes
+        """`file` of each storage is a position in `files`; `start` its first byte there."""
+        self.crc = crc
+        """CRC-32 of the bytes as the file records it; `NO_CRC` where it does not."""
+        self._names = names
+        """Of a tensor of each, for messages."""
+        self._labels = names if labels is None else labels
+        """What the file calls each."""
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        return tuple(dict.fromkeys(place.source.store for place in self.files))
+
+    def storage(self, number: int, kind: Kind) -> Storage:
+        """One storage."""
+        place, crc = self.files[self.file[number]], int(self.crc[number])
+        return Storage(
+            place.key, int(self.start[number]), int(self.nbytes[number]), kind.byteorder, None if crc == NO_CRC else crc,
+            kind.location, self._labels[number], home=place.home,
+        )  # fmt: skip
+
+    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+        source = self.files[self.file[number]].source
+        return LazyTensor(name, kind.dtype, kind.shape, (kind.chunk(self.storage(number, kind)),), source, kind.traits)
+
+    def read(self, numbers: Sequence[int]) -> list[memoryview]:
+        """The bytes of these; neighbours by one read."""
+        wanted = np.array(numbers, np.int64)
+        pieces: list[memoryview] = [memoryview(b"")] * len(wanted)
+        order = np.lexsort((self.start[wanted], self.file[wanted]))
+        order = order[self.nbytes[wanted[order]] > 0]
+        for places in np.split(order, np.flatnonzero(np.diff(self.file[wanted[order]])) + 1):
+            if not len(places):
+                continue
+            rows = wanted[places]
+            starts = self.start[rows]
+            stops = starts + self.nbytes[rows]
+            heads = coalesce(starts, stops, MEMORY)
+            for first, last in zip(heads.tolist(), [*heads[1:].tolist(), len(places)], strict=True):
+                begin = int(starts[first])
+                data = self._span(rows[first:last].tolist(), begin, int(stops[last - 1]))
+                cut = zip(places[first:last].tolist(), starts[first:last].tolist(), stops[first:last].tolist(), strict=True)
+                for place, start, stop in cut:
+                    pieces[place] = data[start - begin : stop - begin]
+        for number, piece, crc in zip(numbers, pieces, self.crc[wanted].tolist(), strict=True):
+            if crc != NO_CRC and (found := crc32(piece)) != crc:
+                raise self._changed(number, crc, found)
+        return pieces
+
+    def _span(self, members: list[int], start: int, stop: int) -> memoryview:
+        place = self.files[self.file[members[0]]]
+        data = np.empty(stop - start, np.uint8).data
+        store = place.source.store
+        try:
+            store.read(place.key, start, data)
+        except HoldfastError:
+            # Each by itself, so that the error names the one that cannot be read.
+            for number in members:
+                begin = int(self.start[number])
+                with located(tensor=self._names[number]):
+                    store.read(place.key, begin, data[begin - start : begin - start + int(self.nbytes[number])])
+        return data
+
+    def _changed(self, number: int, expected: int, found: int) -> Corrupted:
+        return Corrupted(
+            "the source does not have the checksum that it records: it changed after it was written; get it again",
+            file=self.files[self.file[number]].key,
+            tensor=self._names[number],
+            offset=int(self.start[number]),
+            expected=expected,
+            found=found,
+        )
+
+    def alone(self, number: int, label: str) -> Data | bytes:
+        """The bytes of a long one, a block at a time."""
+        nbytes = int(self.nbytes[number])
+        return Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self._names[number]), label) if nbytes else b""
