@@ -167,6 +167,13 @@ class ItemIndex(PickledObject):
         self.name, self.index = name, index
         self.offset = None if offset is None else _ints(offset, "offset")
 
+    @classmethod
+    def of(cls, name: str, index: int | None, offset: tuple[int, ...] | None) -> ItemIndex:
+        """One with its state, which was checked."""
+        made = cls.__new__(cls)
+        made.filled, made.name, made.index, made.offset = True, name, index, offset
+        return made
+
 
 class Item(PickledObject):
     """`_StorageInfo`: where an item lies, and how it was transformed on its way there."""
@@ -195,6 +202,13 @@ class Item(PickledObject):
                 raise self.wrong("transform_descriptors", transforms)
             self.transforms = tuple(transforms)
         self.file, self.offset, self.length = file, offset, length
+
+    @classmethod
+    def of(cls, file: str, offset: int, length: int) -> Item:
+        """One with its state, which was checked."""
+        made = cls.__new__(cls)
+        made.filled, made.file, made.offset, made.length, made.transforms = True, file, offset, length, ()
+        return made
 
     @property
     def stop(self) -> int:

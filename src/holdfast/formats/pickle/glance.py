@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from holdfast.formats.pickle.state import State
@@ -127,6 +127,24 @@ START = TensorTemplate(b"", (0, 0, 0), NOTHING, make=None, opcodes=0)
 """Before any kind is known. No stream begins with its head."""
 
 
+class Templates(Protocol):
+    """What takes many opcodes at once, where their bytes are known."""
+
+    @property
+    def made(self) -> tuple[object, ...]:
+        """What was taken last, as it goes to the stack."""
+
+    @property
+    def opcodes(self) -> int:
+        """How many opcodes that took."""
+
+    def take(self, pos: int, limit: int) -> int:
+        """Where that ends which begins behind the opener at `pos`; 0, and nothing done, where the machine shall read it."""
+
+    def end(self) -> None:
+        """Let go of what was learned."""
+
+
 class Glance:
     """Looks at what follows the opener, and takes it where it is an ordinary tensor."""
 
@@ -136,7 +154,7 @@ class Glance:
         self._state = state
         self._expected = START
         self._kinds: dict[tuple[bytes, int, int], TensorTemplate] = {}
-        self.made: object = None
+        self.made: tuple[object, ...] = ()
         """The tensor that was taken last."""
         self.opcodes = 0
         """How many it had."""
@@ -173,7 +191,7 @@ class Glance:
         memo.append(text)
         memo += kind.stubs
         memo.append(made)
-        self.made, self.opcodes = made, kind.opcodes
+        self.made, self.opcodes = (made,), kind.opcodes
         return end
 
     def end(self) -> None:
@@ -228,13 +246,18 @@ class Glance:
         return memo[index] if index < len(memo) else NEVER
 
 
-def settle(state: State) -> None:
-    """Make what the memo has `Stub`s for."""
+def settle(state: State) -> bool:
+    """Make what the memo has `Stub`s for. False where some stand for no tensor: those cannot be made out of what is known."""
     memo = state.memo
     for index, value in enumerate(memo):
-        if type(value) is Stub and value.at == 1:
+        if type(value) is not Stub:
+            continue
+        if value.kind is START:
+            return False
+        if value.at == 1:
             made = _values(state, value.kind.claim, str(memo[index - 1]), located=len(value.kind.stubs))
             memo[index : index + len(made)] = made
+    return True
 
 
 def _values(state: State, claim: TensorArguments, key: str, *, located: int) -> list[object]:

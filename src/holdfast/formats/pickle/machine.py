@@ -29,9 +29,9 @@ from holdfast.core.protocols import Foreign
 from holdfast.core.runtime import resting_collector
 from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
-from holdfast.formats.pickle.glance import NEVER, START, Glance, Stub
+from holdfast.formats.pickle.glance import NEVER, START, Stub
 from holdfast.formats.pickle.rare import RARE, REFUSED
-from holdfast.formats.pickle.state import State
+from holdfast.formats.pickle.state import Settled, State
 from holdfast.formats.pickle.table import Pending, ReducerTable
 from holdfast.formats.pickle.text import utf8
 from holdfast.formats.pickle.tolerant import TOLERANT
@@ -92,7 +92,13 @@ def interpret(
     table.begin(limits, end - start)
     try:
         with resting_collector():
-            value = _run(state)
+            try:
+                value = _run(state)
+            except Settled:
+                state = State(data, table, limits, stream=stream, start=start, end=end)
+                state.settled = True
+                table.begin(limits, end - start)
+                value = _run(state)
             table.end()
     except HoldfastError as error:
         if error.offset is None:
@@ -129,7 +135,7 @@ def _run(state: State) -> object:
     call, persistent, fill = table.call, table.persistent, table.spending.fill
     uint16, uint32, int32, float64 = UINT16, UINT32, INT32, FLOAT64
     opener: object = NEVER
-    glance = Glance(state)
+    glance = table.templates(state)
     pos = _protocol(state)
     stack: list[object] = state.stack
     count = int(pos > state.start)
@@ -161,7 +167,7 @@ def _run(state: State) -> object:
                     if value is opener:
                         end = glance.take(pos, limit)
                         if end:
-                            stack.append(glance.made)
+                            stack += glance.made
                             pos, count = end, count + glance.opcodes
                             continue
                     elif type(value) is Stub:
@@ -242,7 +248,7 @@ def _run(state: State) -> object:
                     if value is opener:
                         end = glance.take(pos, limit)
                         if end:
-                            stack.append(glance.made)
+                            stack += glance.made
                             pos, count = end, count + glance.opcodes
                             continue
                     elif type(value) is Stub:

@@ -17,6 +17,10 @@ NAME_NBYTES = 1024
 """The longest module or name of a global. Names are compared and hashed at every mention, so they are kept short."""
 
 
+class Settled(Exception):
+    """Somebody asks for what a template left out of the memo: the stream is read again without any. Nobody outside sees it."""
+
+
 class State:
     """One interpretation at work. The loop keeps `pos` and `stack` in local variables and writes them back for rare opcodes."""
 
@@ -159,7 +163,8 @@ class State:
         """Make all that was left out of the memo, and take nothing at a glance from now on."""
         if not self.settled:
             self.settled, self.opener = True, NEVER
-            settle(self)
+            if not settle(self):
+                raise Settled
 
     def named(self) -> None:
         """Look whether the stream has named what opens an ordinary tensor."""

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.glance import NEVER, Make, TensorArguments
+from holdfast.formats.pickle.glance import NEVER, Glance, Make, Templates, TensorArguments
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.text import python2_string
+
+if TYPE_CHECKING:
+    from holdfast.formats.pickle.state import State
 
 MODULES = {
     "__builtin__": "builtins",
@@ -157,6 +160,10 @@ class ReducerTable:
         )
 
     # What the machine asks for.
+
+    def templates(self, state: State) -> Templates:
+        """What takes many opcodes of a stream at once."""
+        return Glance(state)
 
     def declare(self, protocol: int) -> None:
         """PROTO: what the stream says of itself, before anything else and before the machine has judged it."""
