@@ -79,10 +79,11 @@ def test_steps_of_torchtitan_are_not_said_to_stay(tmp_path: Path, capsys: pytest
 
 def test_a_step_of_dcp_without_a_seal_is_not_torn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     torch = pytest.importorskip("torch")
+    from tests.support import ALONE
     from torch.distributed.checkpoint import save
 
     for number in (90, 100):
-        save({"w": torch.ones(3)}, checkpoint_id=tmp_path / f"step-{number}", no_dist=True)
+        save({"w": torch.ones(3)}, checkpoint_id=tmp_path / f"step-{number}", **ALONE)
     (tmp_path / "step-110").mkdir()
     holdfast.save({"w": np.ones(3)}, tmp_path / "step-110" / "model.safetensors")  # as save_pretrained leaves it
     code, out, _ = printed(capsys, "runs", tmp_path)
