@@ -161,6 +161,10 @@ class Leaves:
             self.beyond = True
         return True
 
+    def others(self) -> list[object]:
+        """Leaves that are neither tensors nor plain values."""
+        return [value for value, made in self.converted.values() if not isinstance(made, LazyTensor | Composite)]
+
     def samples(self) -> list[object]:
         """A container of each kind, with some of its plain values."""
         return [_sample(container, plain=not types.isdisjoint(PLAIN)) for (_, _, types), container in self._like.items()]

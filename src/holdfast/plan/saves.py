@@ -106,6 +106,12 @@ class Gathered(Value, frozen=True, eq=False):
     """The pieces one by one, where they are tensors of a table."""
     hashed: bool = False
     """Whether pieces are hashed, too."""
+    between: int = 0
+    """Bytes that are no data."""
+
+    @property
+    def data_nbytes(self) -> int:
+        return self.nbytes - self.between
 
     @property
     def bare(self) -> bool:

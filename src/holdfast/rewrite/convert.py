@@ -23,30 +23,26 @@ import numpy as np
 from holdfast.core.arguments import AnyDType, pairs, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
-from holdfast.core.limits import DEFAULTS, Limits
+from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, State
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_bytes
-from holdfast.engine.lazy_rows import LAZY_TYPES, ask_lazy
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.open import Openable
 from holdfast.plan.reads import plan_reads
-from holdfast.plan.rows import BLOCK_NBYTES, TensorRows
 from holdfast.plan.saves import Data, Gathered, SavePlan
 from holdfast.rewrite.companions import CopyConfig
-from holdfast.rewrite.formats import TABULAR, Options, format_for, plan_save, without_origin
+from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import Selection, select
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
-from holdfast.rewrite.small import FEW, plan_small
-from holdfast.rewrite.state import OWN_METADATA, describe_state, tabulate_state
+from holdfast.rewrite.state import describe_state, tabulate_state
 from holdfast.rewrite.transform import Edits, Losses, casts_of, left_out, transform
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of
-from holdfast.stores.place import place_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +170,7 @@ def lay_out_conversion(
     options = where.options(options)
     found = format_for(target, where.format, options)
     as_it_is = not edits and not metadata and selection in (None, Selection()) and source.format != "pt2" and not source.beside
-    if as_it_is and found == "torch-zip":
-        small = _lay_out_rows(source, where, limits, options=options)
-        if small is not None:
-            return small
-    if as_it_is and found in TABULAR:
+    if as_it_is:
         described = tabulate_state(source, limits=limits)
         plan = _plan(target, described, found, options=options, tensors_only=False)
         return _planned(source, where, plan, described, (), {})
@@ -204,7 +196,7 @@ def _planned(
     reads = [_read_cost(tensor) for tensor in tensors]
     report = Conversion(
         **planned_fields(plan, where.path), source=source.path, tensors=len(tensors) + sum(len(one.labels) for one in gathered),
-        read_nbytes=sum(read for read, _ in reads) + sum(one.nbytes for one in gathered),
+        read_nbytes=sum(read for read, _ in reads) + sum(one.data_nbytes for one in gathered),
         over_read_nbytes=sum(over for _, over in reads), peak_nbytes=None if within is None else within.peak_nbytes,
     )  # fmt: skip
 
@@ -213,40 +205,6 @@ def _planned(
         return replace(report, notes=(*report.notes, *lost))
 
     return Planned(plan, report, where.writing, reads=stores_of(described), finish=finish)
-
-
-def _lay_out_rows(source: Checkpoint, where: Destination, limits: Limits | None, *, options: Options) -> Planned[Conversion] | None:
-    """A torch file of very many tensors as they are, by rows (`rewrite/small.py`); None where the way of objects has to do it."""
-    # Of limits, only how deep a state may nest is asked for here: that of rows is less than any file may unless it is said.
-    if limits is not None and limits.depth < DEFAULTS.depth:
-        return None
-    target, writing, within = where.path, where.writing, where.writing.budget
-    # Blocks of rows have one size, and what is resumed or far away is compared tensor by tensor.
-    roomy = within is None or within.block >= BLOCK_NBYTES
-    plain = roomy and not writing.resume and place_at(target).on_disk
-    if not plain or source.beside or source.format == "pt2" or len(source) < FEW:
-        return None
-    found = format_for(target, where.format, options)
-    own = dict(source.metadata) if source.format in OWN_METADATA else {}
-    if found == "torch-zip":
-        own = without_origin(own)
-    asked: list[TensorRows] = []
-
-    def ask(values: list[object]) -> TensorRows | None:
-        rows = ask_lazy(values)
-        asked.extend(() if rows is None else (rows,))
-        return rows
-
-    plan = plan_small(source.tree, target, found, metadata=own, options=options, known=[(LAZY_TYPES, ask)])
-    if plan is None:
-        return None
-    (rows,) = asked
-    plan = replace(plan, notes=(*source.notes, *plan.notes))
-    report = Conversion(
-        **planned_fields(plan, target), source=source.path, tensors=len(rows), read_nbytes=int(rows.nbytes.sum()),
-        over_read_nbytes=0, peak_nbytes=None if within is None else within.peak_nbytes,
-    )  # fmt: skip
-    return Planned(plan, report, writing, reads=(source.source.store,))
 
 
 def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, *, path: str) -> State:

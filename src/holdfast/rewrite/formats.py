@@ -124,15 +124,8 @@ def check_sparse(path: str, format: str, sparse: str) -> None:
 def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     """Lay out a state, so that it opens again. Raises `CannotHold` with every problem when the format cannot hold it."""
     check_sparse(path, format, options.sparse)
-    if format not in TABULAR:
-        return rehearse(replace(_lay_out(path, state, format, options=options), holds=state.tensors), path)
-    state = replace(state, tensors=table_of(state))
     plan = replace(_lay_out(path, state, format, options=options), holds=state.tensors)
     return _rehearse_kinds(plan, path, state, format, options)
-
-
-TABULAR = frozenset({"safetensors", "safetensors-dir", "native"})
-"""Formats whose writers take a table."""
 
 
 def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, options: Options) -> SavePlan:
@@ -142,14 +135,18 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     its limits by the layout. Where most tensors are of a kind of their own, or where the whole comes near to a limit, the reader
     opens the plan itself (docs/design/028-table.md).
     """
-    table, leaves = table_of(state), state.leaves
-    rows = sorted({*_of_each_kind(table), *table.odd})
+    leaves = state.leaves
     # What says where pieces lie names them all.
-    if leaves is None or 2 * len(rows) >= len(table) or _near_limits(plan, table) or SHARDING_INFO in state.metadata:
+    if leaves is None or SHARDING_INFO in state.metadata:
+        return rehearse(plan, path)
+    table = table_of(state)
+    rows = sorted({*_of_each_kind(table), *table.odd})
+    if 2 * len(rows) >= len(table) or _near_limits(plan, table):
         return rehearse(plan, path)
     sample: dict[str, object] = {f"{at}": table.view(row) for at, row in enumerate(rows)}
     if not leaves.flat:
         sample["containers"] = {f"{at}": container for at, container in enumerate(leaves.samples())}
+        sample["others"] = leaves.others()
     described = describe_state(sample, metadata=state.metadata)
     alike = replace(options, base=None if options.base is None else OpenBase())
     rehearse(replace(_lay_out(path, described, format, options=alike), holds=described.tensors), path)
@@ -164,7 +161,7 @@ def _of_each_kind(table: Table) -> Iterable[int]:
         kind = table.kinds[number]
         traits = kind.traits
         marks = (traits.requires_grad, traits.parameter, traits.buffer)
-        alike[kind.dtype.name, len(kind.shape), kind.nbytes == 0, marks] = row
+        alike[kind.dtype.name, len(kind.shape), kind.nbytes == 0, marks, kind.location] = row
     return alike.values()
 
 
@@ -172,8 +169,16 @@ def _near_limits(plan: SavePlan, table: Table) -> bool:
     """Whether a plan has so many files, or so long a text, that a reader may refuse it."""
     limits = Limits()
     data = sum(segment.nbytes for file in plan.files for segment in file.segments if isinstance(segment, Data | Memory | Gathered))
-    return len(plan.listed) > limits.files or 4 * (plan.nbytes - data + CHARACTERS * len(table)) > limits.tree_nbytes
+    text, count = plan.nbytes - data, len(table)
+    if plan.format == "torch-zip":
+        # The directory has 46 bytes and a name for each record; names of tensors may take 16 times what the pickle has.
+        directory = count * DIRECTORY_NBYTES > limits.zip_directory_nbytes or 2 * count > limits.zip_records
+        return directory or text > limits.pickle_nbytes or sum(map(len, table.names)) > text
+    return len(plan.listed) > limits.files or 4 * (text + CHARACTERS * count) > limits.tree_nbytes
 
+
+DIRECTORY_NBYTES = 256
+"""Of a record in the directory of an archive whose name is of usual length."""
 
 CHARACTERS = 256
 """Of a tensor, where a state is written out, at the most; but for its name."""

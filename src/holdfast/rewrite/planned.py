@@ -26,6 +26,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State, Store
+from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
@@ -34,7 +35,6 @@ from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, StoreError, Unsupported
 from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import LinkedFile, SavePlan, without_hashes
-from holdfast.plan.table import table_of
 from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
 from holdfast.rewrite.renewal import NOTHING, Renewal, find_seals
@@ -365,7 +365,9 @@ def _destination(
 
 def stores_of(state: State) -> tuple[Store, ...]:
     """What the tensors of a state are read from."""
-    return table_of(state).stores
+    if isinstance(state.tensors, Table):
+        return state.tensors.stores
+    return tuple(dict.fromkeys(tensor.source.store for tensor in state.tensors.values()))
 
 
 def unchanged(stores: Iterable[Store], target: str) -> None:

@@ -7,10 +7,13 @@ the same bytes, which is looked at; where they do not, because someone edited th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.sharing import groups, overlaps
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.assembled import Assembled, Copy
@@ -28,7 +31,10 @@ class Rejoined(Value, frozen=True):
 def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
     """Give the tensors of a state back the storages that they shared. Reads data only where copies of a storage overlap."""
     limits = limits or Limits()
-    noted = {name: t for name, t in state.tensors.items() if t.traits.alias is not None and not t.traits.meta}
+    tensors = state.tensors
+    # Of a table, odd rows alone have such a note.
+    some = [(tensors.names[row], one) for row, one in tensors.odd.items()] if isinstance(tensors, Table) else tensors.items()
+    noted = {name: t for name, t in some if t.traits.alias is not None and not t.traits.meta}
     if not noted:
         return Rejoined(state)
     assembled, storages, notes = Assembled(), dict[Storage, Storage](), list[str]()
@@ -49,7 +55,12 @@ def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
             shared[id(tensor)] = _viewed(tensor, chunk, storages.get(chunk.storage), assembled=assembled)
         return shared[id(tensor)]
 
-    named = {name: change(tensor) for name, tensor in state.tensors.items()}
+    named: Mapping[str, LazyTensor]
+    if isinstance(tensors, Table):
+        odd = {row: change(tensor) for row, tensor in tensors.odd.items()}
+        named = Table(tensors.names, tensors.kinds, tensors.kind, tensors.storage, tensors.storages, odd)
+    else:
+        named = {name: change(tensor) for name, tensor in tensors.items()}
     return Rejoined(replace(state, tree=map_tensors(state.tree, change), tensors=named), tuple(notes))
 
 

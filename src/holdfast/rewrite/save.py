@@ -29,15 +29,12 @@ from holdfast.engine.readback import check_source
 from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
-from holdfast.plan.rows import BLOCK_NBYTES
 from holdfast.rewrite.base import check_shares, not_shared, open_base
-from holdfast.rewrite.formats import DIRECTORIES, NAMES, SUFFIXES, TABULAR, Options, format_for, plan_save, suffix_of
+from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, plan_save
 from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields, stores_of
-from holdfast.rewrite.small import plan_small
-from holdfast.rewrite.state import describe_state, tabulate_state
+from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import check_binary, content_and_path, place_of
-from holdfast.stores.place import place_at
 
 
 @understood
@@ -95,7 +92,7 @@ def save(
     older = None if base is None else place_of(base)
     if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
         check_shares("", "a file object", older, hashes)
-        described = (tabulate_state if _named(path, format) in TABULAR else describe_state)(state, metadata=metadata, limits=limits)
+        described = tabulate_state(state, metadata=metadata, limits=limits)
         return _stream(described, cast(Writer, path), format=format, options=options, writing=writing, progress=progress)
     plan = partial(
         plan_saving, state, place_of(path, store), format=format, metadata=metadata, options=options, writing=writing, limits=limits
@@ -128,18 +125,6 @@ def to_bytes(
     memory = io.BytesIO()
     save(state, memory, format=format, metadata=metadata, keep_tree=keep_tree, limits=limits)
     return memory.getvalue()
-
-
-def _named(file: object, format: str | None) -> str:
-    """The format of a file object, as far as it can be told."""
-    name = getattr(file, "name", None)
-    suffix = os.path.splitext(name)[1].lower() if isinstance(name, str) else ""
-    return NAMES.get(format, "") if format else SUFFIXES.get(suffix, "")
-
-
-def _roomy(writing: Writing) -> bool:
-    """Whether blocks of rows, which have one size, fit into the memory that may be used."""
-    return writing.budget is None or writing.budget.block >= BLOCK_NBYTES
 
 
 def _stream(
@@ -184,17 +169,8 @@ def plan_saving(
     limits: Limits | None,
 ) -> Planned[Saved]:
     """Lay out a save to a path that is not begun."""
-    usual = (format is None or format in NAMES) and (format or suffix_of(target) in SUFFIXES)
-    found = format_for(target, format, options) if usual else ""
-    if found == "torch-zip" and limits is None and base is None and not hashes and place_at(target).on_disk:
-        small = plan_small(state, target, found, metadata=metadata, options=options) if _roomy(writing) else None
-        if small is not None:
-            if writing.overwrite is False:
-                check_target(target, directory=False, writing=writing)
-            return Planned(small, Saved(**planned_fields(small, target)), writing)
-    describe = tabulate_state if found in TABULAR else describe_state
-    described = describe(state, metadata=metadata, limits=limits)
-    found = found or format_for(target, format, options)
+    described = tabulate_state(state, metadata=metadata, limits=limits)
+    found = format_for(target, format, options)
     check_shares(target, found, base, hashes)
     if writing.overwrite is False or found in DIRECTORIES:
         check_target(target, directory=found in DIRECTORIES, writing=writing)

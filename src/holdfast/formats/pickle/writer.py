@@ -444,8 +444,12 @@ class PickleWriter:
         self._items(value)
         state = vars(value)
         if state:
-            self._dict(state.get(ATTRIBUTES, state))
+            self.attributes(state.get(ATTRIBUTES, state))
             self.out.append(b"b")
+
+    def attributes(self, value: dict[object, object]) -> None:
+        """What stands in the attributes of a container."""
+        self._dict(value)
 
     def _counter(self, value: Counter[object]) -> None:
         self.call(value, "collections.Counter", (dict(value),))

@@ -235,7 +235,7 @@ class _Placing:
             self.placed.notes.append(f"{model}.{name} is written as what it stands for: a config has no flag for conjugation")
             return value
         kind = self._kinds.setdefault(value.dtype, StorageRecords(trim=self._trim))
-        return _View(*kind.place(value, (model, name)))
+        return _View(*kind.place(value, (model, name), len(kind.records)))
 
     def _record(self, value: LazyTensor | Pickled, view: _View | LazyTensor | Pickled) -> str:
         """The name of a record, the next free one where it is new."""
@@ -256,7 +256,7 @@ class _Placing:
             case Pickled(content=Data() as content):
                 return Data(content.tensor, record)
             case _View():
-                return Data(view.record.data().tensor, record)
+                return Data(view.record.tensor(), record)
             case LazyTensor():
                 return Data(view, record)
         raise TypeError(f"no payload is made of a {type(view).__name__}")

@@ -27,7 +27,6 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.sharing import overlaps
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.value import replace
-from holdfast.plan.saves import Data
 
 BYTES = DTYPES.storage("ByteStorage")
 UNTYPED = "ByteStorage"
@@ -81,21 +80,20 @@ class StorageRecord(Struct, eq=False):
         """The device that it was on, where that is known."""
         return (self.sample.chunks[0].storage.location if self.sample.chunks else "") or "cpu"
 
-    def data(self) -> Data:
-        """The segment that writes it."""
-        label = f"data/{self.number}"
+    def tensor(self) -> LazyTensor:
+        """What is written."""
         if self.whole:
-            return Data(replace(self.sample, name=self.name, traits=PLAIN), label)
+            return replace(self.sample, name=self.name, traits=PLAIN)
         (chunk,) = self.sample.chunks
         dtype = self.sample.dtype
         if self._is_sample(chunk):
-            return Data(self.sample, label)
+            return self.sample
         if BYTES is not None and not _swapped(chunk.storage, dtype):
             # As bytes: whatever they mean, they are copied.
             dtype = BYTES
         n = self.nbytes * 8 // dtype.bits
         view = Chunk(Box((0,), (n,)), chunk.storage, self.base, (dtype.bits,))
-        return Data(LazyTensor(self.name, dtype, (n,), (view,), self.sample.source), label)
+        return LazyTensor(self.name, dtype, (n,), (view,), self.sample.source)
 
     def _is_sample(self, chunk: Chunk) -> bool:
         """Whether the record is the first tensor and nothing else, so that no other view of the bytes needs to be made."""
@@ -114,15 +112,15 @@ class StorageRecords:
         self.records: list[StorageRecord] = []
         self._found: dict[object, StorageRecord] = {}
 
-    def place(self, tensor: LazyTensor, path: Sequence[object]) -> tuple[StorageRecord, int, tuple[int, ...]]:
-        """Find or begin the record of a tensor, which is not on the meta device.
+    def place(self, tensor: LazyTensor, path: Sequence[object], number: int) -> tuple[StorageRecord, int, tuple[int, ...]]:
+        """Find the record of a tensor, which is not on the meta device, or begin it under this number.
 
         Gives the record, the bit of the source storage where the tensor begins, and its strides in elements.
         """
         shape, dtype = tensor.shape, tensor.dtype
         bits = dtype.bits
         if len(tensor.chunks) != 1:
-            return self._whole(tensor, path)
+            return self._whole(tensor, path, number)
         chunk = tensor.chunks[0]
         start, storage = chunk.offset, chunk.storage
         if 0 in shape:
@@ -134,7 +132,7 @@ class StorageRecords:
                 step, rest = divmod(stride, bits)
                 if stride < 0 or rest:
                     if n > 1:
-                        return self._whole(tensor, path)
+                        return self._whole(tensor, path, number)
                     step = 0
                 steps.append(step)
                 stop += (n - 1) * stride
@@ -153,17 +151,17 @@ class StorageRecords:
         # A packed storage is kept whole: torch pads rows of quint4x2 to bytes, so its last elements lie behind where they should.
         trimmed = odd or (self._trim and not dtype.packed)
         low, high = (start, stop) if trimmed else (0, storage.nbytes * 8)
-        record = StorageRecord(len(self.records), tensor, ".".join(map(str, path)), low, high, max(bits, 8), odd)
+        record = StorageRecord(number, tensor, ".".join(map(str, path)), low, high, max(bits, 8), odd)
         self._found[key] = record
         self.records.append(record)
         return record, start, strides
 
-    def _whole(self, tensor: LazyTensor, path: Sequence[object]) -> tuple[StorageRecord, int, tuple[int, ...]]:
+    def _whole(self, tensor: LazyTensor, path: Sequence[object], number: int) -> tuple[StorageRecord, int, tuple[int, ...]]:
         # Conjugated or not: the stored elements are written, and the pickle says what they mean.
         key = (tensor.dtype, tensor.shape, tensor.chunks)
         record = self._found.get(key)
         if record is None:
-            record = StorageRecord(len(self.records), tensor, ".".join(map(str, path)), 0, 0, 8, 0, whole=True)
+            record = StorageRecord(number, tensor, ".".join(map(str, path)), 0, 0, 8, 0, whole=True)
             self._found[key] = record
             self.records.append(record)
         return record, 0, c_strides(tensor.shape, 1)

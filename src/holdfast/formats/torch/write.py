@@ -19,7 +19,7 @@ storage differs: torch writes all of the storage, this writes what is reached (u
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import PurePath
 
@@ -32,14 +32,18 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import State
 from holdfast.core.runtime import resting_collector
+from holdfast.core.table import ODD, Piece
 from holdfast.errors import CannotHold
+from holdfast.formats.torch.composites import NESTED
+from holdfast.formats.torch.records import StorageRecord
 from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
+from holdfast.formats.torch.templates import NO_ROWS, PickledRows
 from holdfast.formats.torch.tensors import QSCHEMES
-from holdfast.formats.torch.writer import NESTED, TorchPickle
-from holdfast.formats.zip.numbered import Numbered, by_digits, fill_names
-from holdfast.formats.zip.writer import SHORT_NBYTES, Payload, Records, known_archive, lay_out_zip
+from holdfast.formats.torch.writer import TorchPickle
+from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Records, by_digits, fill_names, lay_out_zip
 from holdfast.plan import rows as small
-from holdfast.plan.saves import MISTAKEN_KEY, Data, FilePlan, Hole, Late, Literal, Memory, SavePlan, Segment
+from holdfast.plan.saves import MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
+from holdfast.plan.table import lazy_table, table_of
 
 Words = npt.NDArray[np.uint64]
 
@@ -231,14 +235,79 @@ def lay_out_torch_zip(
 
 
 def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, limits: Limits) -> SavePlan:
-    pickled = TorchPickle(limits, trim=trim)
+    pickled = TorchPickle(limits, trim=trim, rows=pickled_rows(state))
     pickled.write(state.tree)
     if pickled.problems:
         raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
     content = pickled.finish()
-    storages = [record.data() for record in pickled.storages.records]
-    segments = lay_out_container(name, content, [(data.label, data) for data in storages], alignment=alignment, crc=crc)
+    storages = (NO_TENSORS if state.leaves is None else table_of(state)).storages
+    segments = lay_out_container(name, content, [record_folder(pickled, storages)], alignment=alignment, crc=crc)
     return SavePlan("torch-zip", (FilePlan("", segments),), (*_notes(pickled), *_unkept(state.metadata)))
+
+
+NO_TENSORS = lazy_table([], [])
+
+
+def pickled_rows(state: State) -> PickledRows:
+    """The rows of a state that a pickle writes by their kinds: those that are all of a storage which no other has."""
+    leaves = state.leaves
+    if leaves is None:
+        return NO_ROWS
+    table = table_of(state)
+    odd = {number for number, kind in enumerate(table.kinds) if not (kind.whole and kind.nbytes)}
+    storage = table.storage
+    if odd:
+        # What is empty has no place in memory: lazy tensors say who shares it.
+        storage = [ODD if kind in odd else number for kind, number in zip(table.kind, storage, strict=True)]
+    others = frozenset(type(value) for value, made in leaves.converted.values() if made is not value) - leaves.kinds
+    return PickledRows(leaves.values, table.kinds, table.kind, storage, leaves.kinds, leaves.described, others)
+
+
+class RecordStorages:
+    """The bytes of the records of a file: storages of a table, and what lazy tensors by themselves reach."""
+
+    def __init__(self, sources: Sequence[int | StorageRecord], storages: RecordBytes) -> None:
+        self._storages = storages
+        self._numbers = [source if isinstance(source, int) else ODD for source in sources]
+        self._tensors = {at: source.tensor() for at, source in enumerate(sources) if not isinstance(source, int)}
+        rest = [*self._tensors]
+        self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()])
+        self._place = {at: row for row, at in enumerate(rest)}
+        self.apart = [rest[row] for row in self._others.odd]
+        """Records that are read by themselves."""
+        numbers = np.array(self._numbers, np.int64)
+        if rest:
+            lengths = np.empty(len(numbers), np.int64)
+            lengths[rest] = [tensor.nbytes for tensor in self._tensors.values()]
+            plain = np.flatnonzero(numbers != ODD)
+            lengths[plain] = storages.nbytes[numbers[plain]]
+            self.nbytes = lengths
+        else:
+            self.nbytes = storages.nbytes[numbers]
+
+    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        own = [self._numbers[number] for number in numbers]
+        if ODD not in own:
+            return self._storages.read(own)
+        pieces: list[Piece] = [b""] * len(own)
+        plain = [at for at, number in enumerate(own) if number != ODD]
+        for at, piece in zip(plain, self._storages.read([own[at] for at in plain]) if plain else (), strict=True):
+            pieces[at] = piece
+        rest = [at for at, number in enumerate(own) if number == ODD]
+        for at, piece in zip(rest, self._others.read([self._place[numbers[at]] for at in rest]), strict=True):
+            pieces[at] = piece
+        return pieces
+
+    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+        if self._numbers[number] != ODD:
+            return self._storages.alone(self._numbers[number], label)
+        return Data(self._tensors[number], label) if self.nbytes[number] else b""
+
+
+def record_folder(pickled: TorchPickle, storages: RecordBytes) -> RecordFolder:
+    """The records of a pickle, in their order; `storages` are those of its rows."""
+    content = RecordStorages(pickled.sources, storages)
+    return RecordFolder("data", content, content.apart)
 
 
 def lay_out_container(
@@ -257,7 +326,7 @@ def lay_out_container(
     """
     order: list[tuple[str, Payload]] = [("byteorder", sys.byteorder.encode())]
     numbers: list[tuple[str, Payload]] = [(".format_version", b"1"), (".storage_alignment", b"%d" % alignment)]
-    records: list[tuple[str, Payload] | Numbered] = [
+    records: list[tuple[str, Payload] | RecordFolder] = [
         ("data.pkl", content),
         *(numbers if numbered else ()),
         *(order if order_first else ()),
@@ -265,24 +334,7 @@ def lay_out_container(
         ("version", b"3\n"),
         *(() if order_first else order),
     ]
-    known = [(record[0], record[1]) for record in records if isinstance(record, tuple) and isinstance(record[1], bytes)]
-    if len(known) == len(records) and sum([len(payload) for _, payload in known]) < SHORT_NBYTES:
-        return (Literal(_known_container(name, known, alignment=alignment, crc=crc)),)
     return lay_out_zip(name, [*records, (SERIALIZATION_ID, Late(NBYTES, Identity(records, crc=crc)))], alignment=alignment, crc=crc)
-
-
-def _known_container(name: str, records: Sequence[tuple[str, bytes]], *, alignment: int, crc: bool) -> bytes:
-    """The archive in one piece, where all of it is known and short: each payload is summed once."""
-    crcs = [crc32(payload) if crc else 0 for _, payload in records]
-    found: list[int] = []
-    for (_, payload), own in zip(records, crcs, strict=True):
-        if payload:
-            mistaken = mistaken_crc(payload)
-            found += (own,) if mistaken is None else (mistaken, own)
-    identity = b"%020d%020d" % (_fold_numbered(tuple([record[0] for record in records])), fold(found))
-    return known_archive(
-        name, [*records, (SERIALIZATION_ID, identity)], [*crcs, crc32(identity) if crc else 0], alignment=alignment
-    )
 
 
 class Identity:
@@ -298,7 +350,7 @@ class Identity:
         found: list[int] = []
         names: list[str | tuple[str, int]] = []
         for record in self.records:
-            if isinstance(record, Numbered):
+            if isinstance(record, RecordFolder):
                 names.append((record.folder, len(record)))
                 found += self._numbered(record, crcs)
                 continue
@@ -317,23 +369,22 @@ class Identity:
                 found.append(crcs[payload.label])
         return b"%020d%020d" % (_fold_numbered(tuple(names)), fold(found))
 
-    def _numbered(self, rows: Numbered, crcs: Mapping[str, int]) -> list[int]:
-        """The checksums of numbered records."""
-        if self.crc and MISTAKEN_KEY not in crcs and not (rows.nbytes > small.SMALL_NBYTES).any():
-            return [crcs[label] for label, nbytes in zip(rows.names(), rows.nbytes.tolist(), strict=True) if nbytes]
-        return list(self._one_by_one(rows, crcs))
-
-    def _one_by_one(self, rows: Numbered, crcs: Mapping[str, int]) -> Iterator[int]:
-        """The same where some may begin like a descriptor, or are long."""
-        alone = frozenset(np.flatnonzero(rows.nbytes > small.SMALL_NBYTES).tolist())
-        for number in np.flatnonzero(rows.nbytes).tolist():
-            label = rows.name(number)
-            mistaken = crcs.get(label + MISTAKEN_KEY) if MISTAKEN_KEY in crcs else None
-            if number in alone:
-                mistaken = mistaken_crc(_head(rows.alone(number)))
-            if mistaken is not None:
-                yield mistaken
-            yield crcs[label] if self.crc else 0
+    def _numbered(self, records: RecordFolder, crcs: Mapping[str, int]) -> list[int]:
+        """The checksums of numbered records, and what is mistaken for one where a record begins like a descriptor."""
+        alone = {number: records.name(number) for number in records.stands_alone().tolist() if records.content.nbytes[number]}
+        mistaken = {
+            label: sum
+            for number, label in alone.items()
+            if (sum := mistaken_crc(_head(records.content.alone(number, label)))) is not None
+        }
+        if MISTAKEN_KEY in crcs:
+            end = len(MISTAKEN_KEY)
+            mistaken |= {label[:-end]: sum for label, sum in crcs.items() if label.endswith(MISTAKEN_KEY) and label != MISTAKEN_KEY}
+        filled = map(records.name, np.flatnonzero(records.content.nbytes).tolist())
+        if self.crc and not mistaken:
+            return [*map(crcs.__getitem__, filled)]
+        each = ((mistaken.get(label), crcs[label] if self.crc else 0) for label in filled)
+        return [sum for found in each for sum in found if sum is not None]
 
 
 def _head(data: Payload) -> bytes:

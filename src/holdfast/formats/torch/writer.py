@@ -12,19 +12,26 @@ and filled in by `finish`.
 What torch's pickler makes anew for each tensor (the tuples, the empty OrderedDict, the text 'conj') is made anew here, and what it
 has once ('storage', 'cpu', the key of a storage) is shared, so that the bytes are the same.
 
-Sparse, quantised, nested and jagged tensors are one call over their plain parts:
+Sparse, quantised, nested and jagged tensors are one call over their plain parts (`formats.torch.composites`).
 
-    sparse      torch._utils._rebuild_sparse_tensor(layout, (indices…, values, Size[, is_coalesced]))
-    quantised   torch._utils._rebuild_qtensor(storage, offset, size, stride, quantiser, requires_grad, OrderedDict())
-                    quantiser: (scheme, scale, zero point), or (scheme, scales, zero points, axis)
-    nested      torch._utils._rebuild_nested_tensor(buffer, sizes, strides, offsets)
-    jagged      torch._tensor._rebuild_from_type_v2(_rebuild_njt, NestedTensor, ({values, offsets, …},), None)
+Tensors of a table (`PickledRows`) are written by templates. Those of a kind have the same opcodes, but for the key of their storage
+and the numbers that the memo counts.
+
+1. The first tensors of a kind are written opcode by opcode. Once the memo's numbers are four bytes wide, what was written is kept
+   as the template of its kind, with a note where the numbers stand (`Template`).
+2. From then on a tensor is its key between two pieces of bytes. The numbers are filled in together: of the items of a large dict
+   when they are written, of others by `finish`.
+
+All others (odd rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, MutableSequence
+import math
+from array import array
+from itertools import accumulate, repeat
+
+import numpy as np
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
@@ -32,100 +39,15 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.rows import RowTensor
+from holdfast.core.table import ODD, Kind
 from holdfast.core.tensor import Composite, LazyTensor, Part, Traits
 from holdfast.core.value import replace
-from holdfast.formats.pickle.writer import LONG_PUT, TEXT, TUPLES, PickleWriter, get, integer
-from holdfast.formats.torch.records import StorageRecords
+from holdfast.formats.pickle.writer import LONG_GET, LONG_PUT, TEXT, TUPLES, PickleWriter, get, integer
+from holdfast.formats.torch.composites import COMPOSITES
+from holdfast.formats.torch.records import StorageRecord, StorageRecords
 from holdfast.formats.torch.table import LAYOUTS
-from holdfast.formats.torch.tensors import SPARSE_PARTS
-
-NESTED = "torch.nested._internal.nested_tensor"
-
-
-def write_sparse(writer: TorchPickle, whole: Composite) -> None:
-    writer.name(UTILS, "_rebuild_sparse_tensor")
-    writer.layout(whole.kind)
-    writer.out.append(b"(")
-    for part in SPARSE_PARTS[whole.kind]:
-        writer.tensor(whole.parts[part])
-    size = Size(whole.shape)
-    writer.keep(size)
-    writer.size(size)
-    coalesced = whole.attributes.get("coalesced")
-    if isinstance(coalesced, bool):
-        writer.write(coalesced)
-    writer.out.append(b"t")
-    writer.put()
-    writer.end_call(TUPLES[2])
-
-
-def write_quantized(writer: TorchPickle, whole: Composite) -> None:
-    told, parts = whole.attributes, whole.parts
-    writer.name(UTILS, "_rebuild_qtensor")
-    writer.out.append(b"(")
-    writer.view(parts["int_repr"])
-    # torch says per_channel_affine for both kinds, and knows them by the dtype of the zero points (2.13).
-    scheme = str(told["qscheme"]).removesuffix("_float_qparams")
-    if "scale" in told:
-        writer.name("torch", scheme)
-        writer.write(told["scale"])
-        writer.write(told["zero_point"])
-        writer.out.append(TUPLES[3])
-    else:
-        writer.out.append(b"(")
-        writer.name("torch", scheme)
-        writer.tensor(parts["scales"])
-        writer.tensor(parts["zero_points"])
-        writer.write(told["axis"])
-        writer.out.append(b"t")
-    writer.put()
-    writer.write(whole.traits.requires_grad and not whole.traits.parameter)
-    writer.hooks()
-    writer.end_call(b"t")
-
-
-def write_nested(writer: TorchPickle, whole: Composite) -> None:
-    writer.name(UTILS, "_rebuild_nested_tensor")
-    writer.out.append(b"(")
-    for part in ("buffer", "sizes", "strides", "offsets"):
-        writer.tensor(whole.parts[part])
-    writer.end_call(b"t")
-
-
-def write_jagged(writer: TorchPickle, whole: Composite) -> None:
-    values, told = whole.parts["values"], whole.attributes
-    # torch keeps the shortest and the longest length as the shape of a tensor without elements.
-    cached = {
-        name: LazyTensor("", values.dtype, (length, 0), (), values.source)
-        for name in ("min_seqlen", "max_seqlen")
-        if isinstance(length := told.get(name), int)
-    }
-    given = {
-        "values": values,
-        "offsets": whole.parts["offsets"],
-        "lengths": whole.parts.get("lengths"),
-        "_ragged_idx": told["ragged_idx"],
-        "_metadata_cache": cached,
-        "requires_grad": whole.traits.requires_grad,
-    }
-    writer.keep(given)
-    writer.name("torch._tensor", "_rebuild_from_type_v2")
-    writer.out.append(b"(")
-    writer.name(NESTED, "_rebuild_njt")
-    writer.name(NESTED, "NestedTensor")
-    writer.fresh_tuple((given,))
-    writer.write(None)
-    writer.end_call(b"t")
-
-
-COMPOSITES: dict[str, Callable[[TorchPickle, Composite], None]] = {
-    **dict.fromkeys(SPARSE_PARTS, write_sparse),
-    "quantized": write_quantized,
-    "nested": write_nested,
-    "jagged": write_jagged,
-}
-"""By the kind of the composite."""
-
+from holdfast.formats.torch.templates import NO_ROWS, PickledKind, PickledRows, Template, fill_in, is_simple
+from holdfast.plan.rows import BATCH
 
 UTILS = "torch._utils"
 TENSOR = Global("torch", "Tensor")
@@ -139,20 +61,35 @@ BUFFER: dict[str, object] = {"persistent": True, "_is_buffer": True}
 LAYOUT_OF = {name: Global("torch", name) for name in LAYOUTS}
 """One object for each layout, as torch has it."""
 
-CALL = struct.Struct("<cIccIccI").pack
-"""LONG_BINPUT, TUPLE, LONG_BINPUT, REDUCE, LONG_BINPUT, with their numbers."""
-
 ZERO = integer(0)
 OFFSET = 4
 """From the count of a storage to the offset in it: the tuple's end, its number, BINPERSID."""
 
 
-class TorchPickle(PickleWriter):
-    """The pickle of a torch file, and the storage records that it points at."""
+SHORT = 255
+"""The last number of the memo that takes one byte."""
 
-    def __init__(self, limits: Limits | None = None, *, trim: bool = True) -> None:
+MANY = 16
+"""Items of a dict that are worth to be looked at together."""
+
+ONE_DIGIT = 10
+"""CPython has a text of one character once, so the key of such a record may be the same object as a text of the state."""
+
+KEY_TEXTS = [TEXT(b"X", length) for length in range(20)]
+"""How a text of so many bytes begins."""
+
+
+class TorchPickle(PickleWriter):
+    """The pickle of a torch file, and the records that it points at.
+
+    torch makes the location of a storage on a device anew at each use, and `anew` writes it so.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, trim: bool = True, rows: PickledRows = NO_ROWS, anew: bool = False) -> None:
         super().__init__(limits)
         self.storages = StorageRecords(trim=trim)
+        self.sources: list[int | StorageRecord] = []
+        """Of each record: the number of a storage of the table, or what tensors by themselves asked for."""
         self.rows |= {
             LazyTensor: TorchPickle.tensor,
             RowTensor: TorchPickle.tensor,
@@ -163,29 +100,253 @@ class TorchPickle(PickleWriter):
             DType: TorchPickle._torch_dtype,
             Global: TorchPickle._global_or_layout,
         }
-        self._keys: MutableSequence[int] = []
+        self._anew = anew
+        self._given = rows
+        self._plain_rows = {kind: self.rows.get(kind, PickleWriter._problem) for kind in (*rows.types, *rows.others)}
+        """How values of the types of rows are written that are none: in the attributes of a container."""
+        self.rows |= dict.fromkeys(rows.others, TorchPickle._other)
+        self.rows |= dict.fromkeys(rows.types, TorchPickle._row)
+        self._aside = 0
+        """How many containers there are around, of which the attributes are being written."""
+        self._come = 0
+        """Rows so far: they come in their order."""
+        self._places: dict[int, int] | None = None
+        """The row of each value, by identity; made when one comes out of its turn."""
+        self._records: dict[int, int] = {}
+        """The record of each storage of the table."""
+        self._kinds: list[PickledKind | None] = [*map(PickledKind.of, rows.kinds)]
+        self._alike: dict[tuple[object, ...], PickledKind | None] = {}
+        """Kinds of lazy tensors."""
+        self._keys = array("q")
         """The memo's number of each record's key."""
         self._texts: dict[str, bytes] = {}
         """References to texts that are shared by all tensors."""
         self._tuples: dict[tuple[int, ...], bytes] = {}
-        self._met: dict[tuple[DType, bool], tuple[bytes, bytes]] = {}
-        """For each kind of ordinary tensor that was written, what all of them have in common."""
-        self._open: list[tuple[int, int, int, int]] = []
-        """Where in `out` a count and an offset are left open; the number of the record, the first bit, the bits of an element."""
+        self._puts: list[int] | None = None
+        """Which pieces remember something, while a template is made."""
+        self._templates: list[Template] = []
+        self._open: list[tuple[int, StorageRecord, int, int]] = []
+        """Where in `out` a count and an offset are left open; the record, the first bit, the bits of an element."""
 
     def finish(self) -> bytes:
-        records, out = self.storages.records, self.out
+        out = self.out
         self.storages.close()
-        for at, number, start, bits in self._open:
-            record = records[number]
-            out[at] = integer(record.count)
+        for place, record, start, bits in self._open:
+            out[place] = integer(record.count)
             # An empty tensor begins nowhere, and may come before what its record holds.
-            out[at + OFFSET] = integer((start - record.base) // bits) if start > record.base else ZERO
-        return super().finish()
+            out[place + OFFSET] = integer((start - record.base) // bits) if start > record.base else ZERO
+        out.append(b".")
+        made = [template for template in self._templates if template.pieces]
+        if not made:
+            return b"".join(out)
+        ends = np.cumsum(np.fromiter(map(len, out), np.int64, len(out)))
+        content = bytearray().join(out)
+        out.clear()
+        for template in made:
+            for first in range(0, len(template.pieces), BATCH):
+                some = slice(first, first + BATCH)
+                at = ends[np.array(template.pieces[some], np.int64) - 1]
+                fill_in(content, [template] * len(at), at, np.array(template.numbers[some], np.int64))
+        return bytes(content)
+
+    def put(self) -> int:
+        if self._puts is not None:
+            self._puts.append(len(self.out))
+        return super().put()
+
+    def attributes(self, value: dict[object, object]) -> None:
+        """What stands in the attributes of a container is nobody's row."""
+        self._aside += 1
+        super().attributes(value)
+        self._aside -= 1
+
+    def _fill(self, items: list[tuple[object, object]], opcode: bytes) -> None:
+        """As for all values; texts before rows are written here, without a call for each."""
+        if opcode != b"u" or self.count <= SHORT or self._aside:
+            super()._fill(items, opcode)
+            return
+        if len(items) >= MANY and self._fill_many(*zip(*items, strict=True)):
+            return
+        out, memo, types, write = self.out, self.memo, self._given.types, self.write
+        out.append(b"(")
+        path = self.path
+        path.append(None)
+        for key, item in items:
+            path[-1] = key
+            if type(key) is str and (number := memo.get(id(key))) is not None:
+                out.append(LONG_GET(b"j", number) if number > SHORT else get(number))
+            elif type(key) is str and len(key) < SHORT:
+                number = memo[id(key)] = self.count
+                self.count = number + 1
+                raw = key.encode("utf-8", "surrogatepass")
+                out.append(TEXT(b"X", len(raw)) + raw + LONG_PUT(b"r", number))
+            else:
+                write(key)
+            if type(item) in types:
+                self._row(item)
+            else:
+                write(item)
+        path.pop()
+        out.append(opcode)
+
+    def _fill_many(self, keys: tuple[object, ...], values: tuple[object, ...]) -> bool:
+        """Texts and rows of which none has come before, each with a storage of its own: all at once. False for others."""
+        given = self._given
+        if {*map(type, keys)} != {str} or not given.types.issuperset(map(type, values)):
+            return False
+        texts, own, memo, count, first = [*map(id, keys)], [*map(id, values)], self.memo, len(keys), self._come
+        stop = first + count
+        if not memo.keys().isdisjoint(texts) or [*map(id, given.values[first:stop])] != own or not memo.keys().isdisjoint(own):
+            return False
+        storages = given.storage[first:stop]
+        begin = len(self.sources)
+        if begin < ONE_DIGIT or ODD in storages or len({*storages}) < count or not self._records.keys().isdisjoint(storages):
+            return False
+        made = [
+            kind.new for kind in map(self._kinds.__getitem__, given.kind[first:stop]) if kind is not None and kind.new is not None
+        ]
+        if len(made) < count:
+            return False
+        numbers = [*accumulate([template.count + 1 for template in made], initial=self.count)]
+        raws = [str(key).encode("utf-8", "surrogatepass") for key in keys]
+        record_keys = [b"%d" % record for record in range(begin, begin + count)]
+        pieces: list[bytes] = [b""] * (7 * count)
+        pieces[0::7] = map(TEXT, repeat(b"X"), map(len, raws))
+        pieces[1::7] = raws
+        pieces[2::7] = map(LONG_PUT, repeat(b"r"), numbers[:-1])
+        pieces[3::7] = [template.before for template in made]
+        pieces[4::7] = [KEY_TEXTS[len(key)] for key in record_keys]
+        pieces[5::7] = record_keys
+        pieces[6::7] = [template.behind for template in made]
+        content = bytearray().join(pieces)
+        puts = np.array(numbers, np.int64)
+        ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))[5::7]
+        fill_in(content, made, ends, puts[:-1] + 1)
+        self.out += (b"(", bytes(content), b"u")
+        memo.update(zip(texts, numbers, strict=False))
+        memo.update(zip(own, [number - 1 for number in numbers[1:]], strict=True))
+        self._keys.extend([number + 1 for number in numbers[:-1]])
+        self._records.update(zip(storages, range(begin, begin + count), strict=True))
+        self.sources += storages
+        self.count, self._come = numbers[-1], stop
+        return True
+
+    def _row(self, value: object) -> None:
+        """A value of the type of a row."""
+        given, row = self._given, self._come
+        if self._aside:
+            self._plain_rows[type(value)](self, value)
+            return
+        if self.known(value):
+            return
+        if row < len(given.values) and given.values[row] is value:
+            self._come = row + 1
+        else:
+            if self._places is None:
+                self._places = {id(one): row for row, one in enumerate(given.values)}
+            found = self._places.get(id(value))
+            if found is None:
+                self._other(value)
+                return
+            row = found
+            self._come = row + 1
+        storage, kind = given.storage[row], self._kinds[given.kind[row]]
+        if storage == ODD or kind is None:
+            self._other(value)
+            return
+        record = self._records.get(storage)
+        if record is None:
+            record = self._records[storage] = len(self.sources)
+            self.sources.append(storage)
+        self._alike_tensor(value, kind, record)
+
+    def _other(self, value: object) -> None:
+        """A value for which another is written, where there is one."""
+        found = value if self._aside else self._given.described(value)
+        if found is value:
+            self._plain_rows[type(value)](self, value)
+        else:
+            self.write(found)
+
+    def _alike_tensor(self, value: object, kind: PickledKind, record: int) -> None:
+        """A tensor of which the pickle knows all when it comes."""
+        number, new = self.count, record == len(self._keys)
+        made = kind.new if new else kind.known
+        if made is None or record < ONE_DIGIT:
+            self._begin(kind)
+            self._key(record)
+            self._end(kind)
+            if number > SHORT and made is None:
+                if new:
+                    kind.new = self._template(kind, new=True)
+                else:
+                    kind.known = self._template(kind, new=False)
+        else:
+            if new:
+                self._keys.append(number)
+                key = b"%d" % record
+                self.out += (made.before, KEY_TEXTS[len(key)], key)
+            else:
+                self.out += (made.before, get(self._keys[record]))
+            made.pieces.append(len(self.out))
+            made.numbers.append(number)
+            self.out.append(made.behind)
+            self.count = number + made.count
+        self.memo[id(value)] = self.count - 1
+
+    def _template(self, kind: PickledKind, *, new: bool) -> Template:
+        """What was just written, once more and without the key: all that it refers to is known now."""
+        out, count = self.out, self.count
+        self.out, self._puts = [], []
+        try:
+            self._begin(kind)
+            cut = len(self.out)
+            if new:
+                self.put()
+            self._end(kind)
+            before, behind = b"".join(self.out[:cut]), b"".join(self.out[cut:])
+            lengths = np.cumsum([0, *map(len, self.out[cut:])])
+            # Behind the opcode.
+            holes = lengths[np.array(self._puts, np.int64) - cut] + 1
+            made = Template(before, behind, holes, len(holes))
+            self._templates.append(made)
+            return made
+        finally:
+            self.out, self.count, self._puts = out, count, None
+
+    def _begin(self, kind: PickledKind) -> None:
+        """Up to the key of the storage."""
+        if kind.parameter:
+            self.name(UTILS, "_rebuild_parameter")
+        self.name(UTILS, "_rebuild_tensor_v2" if kind.dtype.storage else "_rebuild_tensor_v3")
+        self.out.append(b"(")
+        self._begin_storage(kind.dtype)
+
+    def _end(self, kind: PickledKind) -> None:
+        """From the location of the storage on."""
+        self._location(kind.location)
+        self.out += (integer(kind.count), b"t")
+        self.put()
+        self.out += (b"Q", integer(kind.offset))
+        self._ints(kind.shape)
+        self._ints(kind.strides)
+        self._bool(kind.requires_grad and not kind.parameter)
+        self.hooks()
+        if kind.dtype.storage is None:
+            self._torch_dtype(kind.dtype)
+        self.end_call(b"t")
+        if kind.parameter:
+            self._bool(kind.requires_grad)
+            self.hooks()
+            self.end_call(TUPLES[3])
 
     def tensor(self, tensor: LazyTensor) -> None:
         """A tensor with all that it is beyond its elements."""
-        if self.known(tensor) or self._ordinary(tensor):
+        if self.known(tensor):
+            return
+        kind = self._whole_kind(tensor)
+        if kind is not None:
+            self._alike_tensor(tensor, kind, self._place(tensor)[0].number)
             return
         whole, tensor = tensor, _as_pairs(tensor)
         problem = _problem(tensor)
@@ -207,59 +368,29 @@ class TorchPickle(PickleWriter):
             self._end_parameter(traits)
         else:
             self._plain(tensor, traits.requires_grad)
-            if self.count > 255 and not traits.meta and tensor.dtype.storage is not None:
-                self._met.setdefault((tensor.dtype, traits.requires_grad), self._pieces(tensor.dtype.storage, traits.requires_grad))
         self.memo[id(whole)] = self.count - 1
 
-    def _pieces(self, storage: str, requires_grad: bool) -> tuple[bytes, bytes]:
-        """Of tensors like one that was just written: what comes before the key of the storage, and what behind the stride."""
-        start = len(self.out)
-        self.name(UTILS, "_rebuild_tensor_v2")
-        self.out.append(b"((")
-        self._shared(STORAGE)
-        self.name("torch", storage)
-        middle = len(self.out)
-        self._bool(requires_grad)
-        self.name("collections", "OrderedDict")
-        self.out.append(b")R")
-        pieces = b"".join(self.out[start:middle]), b"".join(self.out[middle:])
-        del self.out[start:]
-        return pieces
+    def _whole_kind(self, tensor: LazyTensor) -> PickledKind | None:
+        """The kind of a tensor that is all of its storage in C order, and so of its record, whoever shares it; None for others."""
+        dtype, traits, shape, chunks = tensor.dtype, tensor.traits, tensor.shape, tensor.chunks
+        if len(chunks) != 1 or not is_simple(traits) or _problem(tensor):
+            return None
+        (chunk,) = chunks
+        storage, bits = chunk.storage, dtype.bits
+        if chunk.offset or dtype.packed or math.prod(shape) * bits != storage.nbytes * 8 or not storage.nbytes:
+            return None
+        key = dtype, shape, chunk.strides, traits.requires_grad, traits.parameter, storage.location
+        if key not in self._alike:
+            plain = chunk.strides == c_strides(shape, bits)
+            self._alike[key] = PickledKind.of(Kind.plain(dtype, shape, traits, location=storage.location)) if plain else None
+        return self._alike[key]
 
-    def _ordinary(self, tensor: LazyTensor) -> bool:
-        """Write a tensor like others before it, in a tenth of the steps; False where this is none.
-
-        Ten thousands of tensors differ in nothing but numbers, so what they have in common is kept as bytes. The outcome is that
-        of `_plain`, and the tests hold it to torch's bytes.
-        """
-        traits, shape = tensor.traits, tensor.shape
-        pieces = self._met.get((tensor.dtype, traits.requires_grad))
-        if pieces is None or not shape or traits.parameter or traits.meta or traits.conj or traits.neg or traits.buffer:
-            return False
-        if traits.state is not None or traits.subclass is not None:
-            return False
-        record, start, strides = self.storages.place(tensor, self.path)
-        location = self._texts.get(record.location)
-        new = record.number == len(self._keys)
-        if location is None or record.number < 10:
-            # A new location; or a key of one digit, which is the same text wherever it stands.
-            return False
-        out, number = self.out, self.count
-        if new:
-            key = b"%d" % record.number
-            self._keys.append(number)
-            out += (pieces[0], TEXT(b"X", len(key)) + key, LONG_PUT(b"r", number))
-            number += 1
-        else:
-            out += (pieces[0], get(self._keys[record.number]))
-        out.append(location)
-        self._open.append((len(out), record.number, start, tensor.dtype.bits))
-        out += (b"", b"t", LONG_PUT(b"r", number), b"Q", b"", self._tuple_of(shape), LONG_PUT(b"r", number + 1))
-        out += (self._tuple_of(strides), LONG_PUT(b"r", number + 2), pieces[1])
-        out.append(CALL(b"r", number + 3, b"t", b"r", number + 4, b"R", b"r", number + 5))
-        self.count = number + 6
-        self.memo[id(tensor)] = number + 5
-        return True
+    def _place(self, tensor: LazyTensor) -> tuple[StorageRecord, int, tuple[int, ...]]:
+        """The record of a tensor, its first bit in the source storage, and its strides in elements."""
+        placed = self.storages.place(tensor, self.path, len(self.sources))
+        if placed[0].number == len(self.sources):
+            self.sources.append(placed[0])
+        return placed
 
     def _begin_parameter(self, traits: Traits) -> None:
         if traits.state:
@@ -304,28 +435,44 @@ class TorchPickle(PickleWriter):
 
     def view(self, tensor: LazyTensor) -> None:
         """A storage, an offset, a size and a stride."""
-        record, start, strides = self.storages.place(tensor, self.path)
-        out, kind = self.out, tensor.dtype.storage
-        out.append(b"(")
-        self._shared(STORAGE)
-        if kind is None:
-            self.name("torch.storage", "UntypedStorage")
-        else:
-            self.name("torch", kind)
-        if record.number == len(self._keys):
-            key = str(record.number)
-            self.keep(key)
-            self._str(key)
-            self._keys.append(self.memo[id(key)])
-        else:
-            out.append(get(self._keys[record.number]))
-        self._shared(record.location)
-        self._open.append((len(out), record.number, start, tensor.dtype.bits))
+        record, start, strides = self._place(tensor)
+        out = self.out
+        self._begin_storage(tensor.dtype)
+        self._key(record.number)
+        self._location(record.location)
+        self._open.append((len(out), record, start, tensor.dtype.bits))
         out += (b"", b"t")
         self.put()
         out += (b"Q", b"")
         self._ints(tensor.shape)
         self._ints(strides)
+
+    def _begin_storage(self, dtype: DType) -> None:
+        """A storage, up to its key."""
+        self.out.append(b"(")
+        self._shared(STORAGE)
+        if dtype.storage is None:
+            self.name("torch.storage", "UntypedStorage")
+        else:
+            self.name("torch", dtype.storage)
+
+    def _key(self, record: int) -> None:
+        """The name of a record: the text at first, then a reference to it."""
+        if record < len(self._keys):
+            self.out.append(get(self._keys[record]))
+            return
+        key = str(record)
+        self.keep(key)
+        self._str(key)
+        self._keys.append(self.memo[id(key)])
+
+    def _location(self, location: str) -> None:
+        if self._anew and location != "cpu":
+            raw = location.encode("utf-8")
+            self.out.append(TEXT(b"X", len(raw)) + raw)
+            self.put()
+        else:
+            self._shared(location)
 
     def _shared(self, text: str) -> None:
         """A text that torch has once, however often it is written."""

@@ -17,7 +17,7 @@ import copyreg
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import BinaryIO, Protocol, cast
@@ -25,14 +25,18 @@ from typing import BinaryIO, Protocol, cast
 import torch
 
 from holdfast.core.dtype import DTYPES
+from holdfast.core.leaves import CONTAINERS, KEYS, PLAIN
 from holdfast.core.limits import Limits
 from holdfast.errors import Refused
+from holdfast.formats.pickle.table import ATTRIBUTES
 from holdfast.formats.pickle.writer import PickleWriter
-from holdfast.formats.torch.rows import CONTAINERS, RowPickle, leaves
-from holdfast.formats.zip.numbered import Numbered
+from holdfast.formats.torch.templates import PickledRows
+from holdfast.formats.torch.write import record_folder
+from holdfast.formats.torch.writer import TorchPickle
+from holdfast.formats.zip.writer import RecordFolder
 from holdfast.torch.serialization.locations import location_tag, stays_on_cpu, tags_cuda
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL
-from holdfast.torch.tensors.rows import TYPES, ask
+from holdfast.torch.tensors.rows import TYPES, ask, kind_of
 
 STORAGE = "storage"
 CLASH = (
@@ -131,14 +135,11 @@ def pickle_object(obj: object, ids: PickledObject, *, pickle_module: ModuleType,
     return buffer.getvalue()
 
 
-FEW = 16
-"""Fewer tensors are left to the pickler: it is faster with few objects."""
-
 REDUCED_BY = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
 """How torch pickles its tensors. Whoever changed that is asked."""
 
 
-def pickle_rows(obj: object) -> tuple[bytes, Numbered] | None:
+def pickle_rows(obj: object) -> tuple[bytes, RecordFolder] | None:
     """What `pickle_object` gives with CPython's pickler and torch's protocol, and the storages; None where `obj` is not common.
 
     Nothing is raised: the pickler says what is wrong.
@@ -149,14 +150,70 @@ def pickle_rows(obj: object) -> tuple[bytes, Numbered] | None:
     if not stays_on_cpu(None, "cpu"):
         return None
     tensors = leaves(obj, TYPES, LIMITS.depth)
-    asked = ask(tensors, whole=False) if tensors is not None and len(tensors) >= FEW else None
-    if asked is None:
+    asked = None if tensors is None else ask(tensors, whole=False)
+    if tensors is None or asked is None:
         return None
     if any(kind.location != "cpu" for kind in asked.table) and not tags_cuda():
         return None
-    pickled = RowPickle(asked, TYPES, LIMITS, anew=True)
+    kinds = [kind_of(kind) for kind in asked.table]
+    rows = PickledRows(tensors, kinds, asked.kinds, asked.records, frozenset(TYPES), lambda value: value)
+    pickled = TorchPickle(LIMITS, rows=rows, anew=True)
     pickled.write(obj)
-    return None if pickled.problems else (pickled.finish(), Numbered("data", asked.nbytes, asked.read, asked.alone))
+    return None if pickled.problems else (pickled.finish(), record_folder(pickled, asked))
+
+
+def leaves(tree: object, kinds: Collection[type], depth: int, *, beside: bool = True) -> list[object] | None:
+    """The values of these types in a state, in the order in which a pickle meets them, each once; None where it is not common.
+
+    A container that stands in two places is written once; so it is walked once. With `beside=False` it is not common to have such
+    values in the attributes of a container.
+    """
+    walk = _Walk(kinds, depth, beside=beside)
+    return list(walk.found.values()) if walk.through(tree, 1) else None
+
+
+class _Walk:
+    """One walk for `leaves`. An object, because a function that calls itself is a cycle, and would keep the tensors."""
+
+    def __init__(self, kinds: Collection[type], depth: int, *, beside: bool) -> None:
+        self._kinds = frozenset(kinds)
+        self._beside = beside
+        self._depth = depth
+        self._walked: set[int] = set()
+        self.found: dict[int, object] = {}
+
+    def through(self, value: object, depth: int) -> bool:
+        """Whether all is common from here on."""
+        kind = type(value)
+        if kind in PLAIN:
+            return True
+        if kind in self._kinds:
+            self.found[id(value)] = value
+            return True
+        if kind not in CONTAINERS or depth > self._depth:
+            return False
+        if id(value) in self._walked:
+            return True
+        self._walked.add(id(value))
+        inside: Iterable[object]
+        if isinstance(value, dict):
+            if not KEYS.issuperset(map(type, value)):
+                return False
+            inside = value.values()
+        else:
+            inside = value  # type: ignore[assignment]  # a list or a tuple
+        types = set(map(type, inside))
+        if types.issubset(self._kinds):
+            self.found.update(zip(map(id, inside), inside, strict=True))
+        elif not types.issubset(PLAIN):
+            for item in inside:
+                if not self.through(item, depth + 1):
+                    return False
+        if kind is OrderedDict and (state := vars(value)):
+            # What a module says of its versions.
+            inner = self if self._beside else _Walk((), self._depth, beside=False)
+            return ATTRIBUTES not in state and inner.through(state, depth + 1)
+        return True
 
 
 LIMITS = Limits()

@@ -25,6 +25,8 @@ from holdfast.core.arrays import Ints, are_apart
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.runtime import memories_at, memory_at
+from holdfast.core.table import Kind
+from holdfast.core.tensor import Traits
 from holdfast.errors import Refused
 from holdfast.plan.rows import BATCH, RowKind, TensorRows
 from holdfast.plan.saves import Data, Memory
@@ -212,6 +214,16 @@ def _kind(
     row = known[dtype]
     count = nbytes if row.storage is None else nbytes // dtype.itemsize
     return RowKind(row, tuple(shape), strides, offset, count, grad, kind is torch.nn.Parameter, location)
+
+
+def kind_of(kind: RowKind) -> Kind:
+    """The same as rows of a table have it."""
+    bits = kind.dtype.bits
+    return Kind.strided(
+        kind.dtype, kind.shape, tuple([stride * bits for stride in kind.strides]), offset=kind.offset * bits,
+        storage_nbytes=kind.count * (1 if kind.dtype.storage is None else bits // 8),
+        traits=Traits(requires_grad=kind.requires_grad, parameter=kind.parameter), location=kind.location,
+    )  # fmt: skip
 
 
 def _is_whole(kind: RowKind) -> bool:
