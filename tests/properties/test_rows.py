@@ -1,7 +1,7 @@
 """Saving rows by columns against saving each as a lazy tensor of its own, the oracle: the same bytes, notes and refusals.
 
-A `.pt` has two writers still (`rewrite.small`). The other formats have one, which takes a table. With every row odd, every tensor
-is described, compared with all others and written by itself.
+Each format has one writer, which takes a table. With every row odd, every tensor is described, compared with
+all others and written by itself.
 """
 
 import shutil
@@ -24,10 +24,10 @@ from holdfast.errors import HoldfastError
 from holdfast.plan import table
 from holdfast.plan.files import FileStorages
 from holdfast.plan.rows import SMALL_NBYTES
-from holdfast.rewrite import save, small
-from holdfast.rewrite.formats import Options
-from holdfast.rewrite.small import FEW, plan_small
+from holdfast.rewrite import save
 from holdfast.rewrite.state import describe_state, tabulate_state
+
+FEW = 64
 
 ARRAYS = [np.bool_, np.uint8, np.int16, ">i4", np.float32, np.float64, np.complex64, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
 TENSORS = [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
@@ -160,22 +160,18 @@ FORMATS = sorted(PATHS)
 NO_RANGES = FileStorages([], *np.zeros((4, 0), np.int64), names=[])
 
 
-def assert_same(state, path, sampled=False, **options):
+def assert_same(state, path, **options):
     with (
-        mock.patch.object(small, "FEW", 1 << 60),
         mock.patch.object(save, "tabulate_state", describe_state),
         mock.patch.object(table, "_file_storages", return_value=([], NO_RANGES)),
     ):
         slow = outcome(state, path, **options)
-    with mock.patch.object(small, "REHEARSED", FEW // 2 if sampled else FEW * 8):
-        assert outcome(state, path, **options) == slow
+    assert outcome(state, path, **options) == slow
     return slow
 
 
-def is_taken(state, format):
+def is_taken(state):
     """Whether all tensors are written by columns."""
-    if format == "torch-zip":
-        return plan_small(state, PATHS[format], format, metadata=None, options=Options()) is not None
     try:
         found = tabulate_state(state)
     except HoldfastError:
@@ -189,19 +185,18 @@ def is_taken(state, format):
     st.sampled_from(FORMATS),
     st.just({}) | st.dictionaries(NAMES, NAMES, max_size=2),
     st.booleans(),
-    st.booleans(),
     st.none() | st.sampled_from(sorted(ODD)),
 )
-def test_rows_write_what_objects_write(tmp_path_factory, state, format, metadata, keep_tree, sampled, odd):
+def test_rows_write_what_objects_write(tmp_path_factory, state, format, metadata, keep_tree, odd):
     path = Path(tmp_path_factory.mktemp("rows")) / PATHS[format]
-    assert_same(state if odd is None else ODD[odd](state), path, sampled, metadata=metadata, keep_tree=keep_tree)
+    assert_same(state if odd is None else ODD[odd](state), path, metadata=metadata, keep_tree=keep_tree)
 
 
 @settings(max_examples=60, deadline=None)
-@given(trees(), st.sampled_from(FORMATS), st.sampled_from([True, True, False]), st.booleans())
-def test_rows_write_the_tree_that_objects_write(tmp_path_factory, state, format, keep_tree, sampled):
+@given(trees(), st.sampled_from(FORMATS), st.sampled_from([True, True, False]))
+def test_rows_write_the_tree_that_objects_write(tmp_path_factory, state, format, keep_tree):
     path = Path(tmp_path_factory.mktemp("rows")) / PATHS[format]
-    assert_same(state, path, sampled, keep_tree=keep_tree)
+    assert_same(state, path, keep_tree=keep_tree)
 
 
 def no_objects():
@@ -214,35 +209,24 @@ def plain(count=FEW):
 
 
 TAKEN = {
-    "long": FORMATS,
-    "no such dtype": FORMATS,
-    "a parameter": FORMATS,
-    "wants a gradient": FORMATS,
-    "a number": FORMATS,
-    "a scalar": ["native", "safetensors"],
-    "nested": FORMATS,
-    "a key that is no text": FORMATS,
-    "half a pair": ["torch-zip"],
-    "the name of the metadata": FORMATS,
-    "tied": ["torch-zip"],
-    "tied in turns": ["torch-zip"],
-}
-"""What is odd for a pickle is not for a table: that has lazy tensors for what shares memory."""
+    "long", "no such dtype", "a parameter", "wants a gradient", "a number", "a scalar", "nested", "a key that is no text",
+    "the name of the metadata",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("odd", sorted(ODD))
 def test_what_is_odd_is_not_taken_for_ordinary(tmp_path, odd, format):
     state = ODD[odd](plain())
-    assert is_taken(state, format) == (format in TAKEN.get(odd, ()))
+    assert is_taken(state) == (odd in TAKEN)
     assert_same(state, tmp_path / PATHS[format])
 
 
 @pytest.mark.parametrize("options", [{}, {"read_back": True}, {"max_memory": "1GiB"}], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_ordinary_is_taken_as_rows(tmp_path, format, options):
-    assert is_taken(plain(), format)
-    with mock.patch("holdfast.rewrite.save.describe_state", side_effect=AssertionError), no_objects():
+    assert is_taken(plain())
+    with mock.patch("holdfast.rewrite.state.describe_state", side_effect=AssertionError), no_objects():
         holdfast.save(plain(), tmp_path / PATHS[format], **options)
     with holdfast.open(tmp_path / PATHS[format]) as ckpt:
         for name, value in plain().items():
@@ -259,17 +243,16 @@ def nested():
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "own": own}
 
 
-@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_model_and_its_optimizer(tmp_path, format, sampled):
+def test_a_model_and_its_optimizer(tmp_path, format):
     state = nested()
     # What stands in two places has a name for each: for tables the other walk finds them.
-    assert (tabulate_state(state).leaves is None) == is_taken(state, "torch-zip") == True  # noqa: E712
-    assert_same(state, tmp_path / PATHS[format], sampled, keep_tree=True)
+    assert tabulate_state(state).leaves is None
+    assert_same(state, tmp_path / PATHS[format], keep_tree=True)
     state["own"]["lists"].pop()
     del state["own"]["lists"][0]
     assert tabulate_state(state).leaves is not None
-    assert_same(state, tmp_path / PATHS[format], sampled, keep_tree=True)
+    assert_same(state, tmp_path / PATHS[format], keep_tree=True)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -286,19 +269,18 @@ def test_the_state_dict_of_a_module_is_taken_as_rows(tmp_path, format):
         assert ckpt.tree._metadata == state._metadata
 
 
-@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_long_names_are_taken_as_rows(tmp_path, format, sampled):
+def test_long_names_are_taken_as_rows(tmp_path, format):
     """More characters than a small file may have (`FREE_CHARACTERS`)."""
     state = {f"{n:05}" + "n" * (FREE_CHARACTERS // FEW): np.ones(2) for n in range(FEW)}
-    assert is_taken(state, format)
-    assert_same(state, tmp_path / PATHS[format], sampled)
+    assert is_taken(state)
+    assert_same(state, tmp_path / PATHS[format])
 
 
 def test_attributes_of_containers_hold_no_tensors(tmp_path):
     state = nested()
     state["model"]._metadata["own"] = torch.ones(2)
-    assert not is_taken(state, "torch-zip")
+    assert not is_taken(state)
     assert_same(state, tmp_path / "a.pt")
 
 
@@ -306,15 +288,13 @@ def test_attributes_of_containers_hold_no_tensors(tmp_path):
 def test_an_array_and_a_tensor_over_its_memory_are_tied(tmp_path, format):
     array = np.ones(3, "f4")
     state = plain() | {"array": array, "tensor": torch.from_numpy(array)}
-    assert not is_taken(state, format)
+    assert not is_taken(state)
     assert_same(state, tmp_path / PATHS[format])
 
 
 def test_names_that_are_longer_than_the_pickle_are_looked_at(tmp_path):
     key = "k" * 500
     state = {key: {key: {str(n): {key: {str(m): np.ones(1) for m in range(4)}} for n in range(FEW)}}}
-    with mock.patch.object(small, "REHEARSED", 1):
-        assert not is_taken(state, "torch-zip")
     assert_same(state, tmp_path / "a.pt")
 
 

@@ -1,7 +1,6 @@
 """The verbs that write: from sources to a `State`, a change of it, a plan in a format, and one commit.
 
 state            what a caller hands over, as a `State`; its tensors as a table
-small            a torch file of very many tensors, as rows
 transform        changes of a state: keep, drop, rename, other dtypes
 rejoin           tensors that shared a storage before a format copied them share it again
 formats          the format of a path, and the plan of a state in it, opened by the reader before it is written

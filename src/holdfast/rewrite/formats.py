@@ -146,7 +146,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     sample: dict[str, object] = {f"{at}": table.view(row) for at, row in enumerate(rows)}
     if not leaves.flat:
         sample["containers"] = {f"{at}": container for at, container in enumerate(leaves.samples())}
-        sample["others"] = leaves.others()
+        sample |= {"others": others} if (others := leaves.others()) else {}
     described = describe_state(sample, metadata=state.metadata)
     alike = replace(options, base=None if options.base is None else OpenBase())
     rehearse(replace(_lay_out(path, described, format, options=alike), holds=described.tensors), path)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.rewrite.small import FEW
 from holdfast.torch import save_sharded
 
 W = torch.arange(6.0).view(2, 3)
@@ -29,7 +28,7 @@ STATES: dict[str, dict[str, object]] = {
     "ordered": OrderedDict(z=W, a=ones(2), h=W, b=ones(1)),
     "views": {"whole": W, "row": W[0], "norm": ones(3)},
     "by numbers": {f"layers.{i}.w": ones(1) for i in (0, 1, 2, 10, 11)},
-    "many": {f"{i % 7}.{i}": W if i in (3, 5) else ones(1) for i in range(FEW)},
+    "many": {f"{i % 7}.{i}": W if i in (3, 5) else ones(1) for i in range(64)},
 }
 WAYS = ("native", "x.safetensors", "x.pt", "folder", "sharded native", "sharded dcp", "sharded safetensors")
 NOTE = "names are in the order of the file (by dtype, then by name), not in that of the state"

@@ -31,7 +31,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.pt2.schema import SCALARS, STRIDED, TENSOR, WEIGHT
-from holdfast.formats.torch.records import StorageRecord, StorageRecords
+from holdfast.formats.torch.pickled import StorageRecord, StorageRecords
 from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, Identity
 from holdfast.formats.zip.writer import Payload, lay_out_zip
 from holdfast.plan.saves import Data, FilePlan, Late, SavePlan

@@ -2,6 +2,6 @@
 
 zip, legacy      the containers, read, alone or in records    table      the globals of their pickles
 tensors          what a tensor claims, checked               storages   persistent ids, and the storages behind them
-write, writer    the zip, laid out; the pickle in it         rows       the same pickle, of very many tensors
-records          which storages a file gets                   directory  a Hugging Face folder of `pytorch_model*.bin`
+write, writer    the zip, laid out; the pickle in it         pickled    its tensors, by kinds, and the records that they get
+composites       sparse, quantised, nested tensors in it      directory  a Hugging Face folder of `pytorch_model*.bin`
 """

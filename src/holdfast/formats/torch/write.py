@@ -33,11 +33,11 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import State
 from holdfast.core.runtime import resting_collector
 from holdfast.core.table import ODD, Piece
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.composites import NESTED
-from holdfast.formats.torch.records import StorageRecord
+from holdfast.formats.torch.pickled import NO_ROWS, PickledRows, StorageRecord
 from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
-from holdfast.formats.torch.templates import NO_ROWS, PickledRows
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.torch.writer import TorchPickle
 from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Records, by_digits, fill_names, lay_out_zip
@@ -260,7 +260,12 @@ def pickled_rows(state: State) -> PickledRows:
         # What is empty has no place in memory: lazy tensors say who shares it.
         storage = [ODD if kind in odd else number for kind, number in zip(table.kind, storage, strict=True)]
     others = frozenset(type(value) for value, made in leaves.converted.values() if made is not value) - leaves.kinds
-    return PickledRows(leaves.values, table.kinds, table.kind, storage, leaves.kinds, leaves.described, others)
+
+    def view(row: int) -> object:
+        value = leaves.described(leaves.values[row])
+        return value if isinstance(value, LazyTensor | Composite) else table.view(row)
+
+    return PickledRows(leaves.values, table.kinds, table.kind, storage, leaves.kinds, view, leaves.described, others)
 
 
 class RecordStorages:

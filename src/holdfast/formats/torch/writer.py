@@ -44,9 +44,17 @@ from holdfast.core.tensor import Composite, LazyTensor, Part, Traits
 from holdfast.core.value import replace
 from holdfast.formats.pickle.writer import LONG_GET, LONG_PUT, TEXT, TUPLES, PickleWriter, get, integer
 from holdfast.formats.torch.composites import COMPOSITES
-from holdfast.formats.torch.records import StorageRecord, StorageRecords
+from holdfast.formats.torch.pickled import (
+    NO_ROWS,
+    PickledKind,
+    PickledRows,
+    StorageRecord,
+    StorageRecords,
+    Template,
+    fill_in,
+    is_simple,
+)
 from holdfast.formats.torch.table import LAYOUTS
-from holdfast.formats.torch.templates import NO_ROWS, PickledKind, PickledRows, Template, fill_in, is_simple
 from holdfast.plan.rows import BATCH
 
 UTILS = "torch._utils"
@@ -252,7 +260,11 @@ class TorchPickle(PickleWriter):
             self._come = row + 1
         storage, kind = given.storage[row], self._kinds[given.kind[row]]
         if storage == ODD or kind is None:
-            self._other(value)
+            made = given.view(row)
+            self.keep(made)
+            self._by_itself(made)
+            if id(made) in self.memo:
+                self.memo[id(value)] = self.memo[id(made)]
             return
         record = self._records.get(storage)
         if record is None:
@@ -266,7 +278,14 @@ class TorchPickle(PickleWriter):
         if found is value:
             self._plain_rows[type(value)](self, value)
         else:
-            self.write(found)
+            self._by_itself(found)
+
+    def _by_itself(self, made: object) -> None:
+        """What was made of a value: no row, whatever its type."""
+        if isinstance(made, LazyTensor):
+            self.tensor(made)
+        else:
+            self.write(made)
 
     def _alike_tensor(self, value: object, kind: PickledKind, record: int) -> None:
         """A tensor of which the pickle knows all when it comes."""

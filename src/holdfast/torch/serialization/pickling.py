@@ -30,7 +30,7 @@ from holdfast.core.limits import Limits
 from holdfast.errors import Refused
 from holdfast.formats.pickle.table import ATTRIBUTES
 from holdfast.formats.pickle.writer import PickleWriter
-from holdfast.formats.torch.templates import PickledRows
+from holdfast.formats.torch.pickled import PickledRows
 from holdfast.formats.torch.write import record_folder
 from holdfast.formats.torch.writer import TorchPickle
 from holdfast.formats.zip.writer import RecordFolder
@@ -156,7 +156,7 @@ def pickle_rows(obj: object) -> tuple[bytes, RecordFolder] | None:
     if any(kind.location != "cpu" for kind in asked.table) and not tags_cuda():
         return None
     kinds = [kind_of(kind) for kind in asked.table]
-    rows = PickledRows(tensors, kinds, asked.kinds, asked.records, frozenset(TYPES), lambda value: value)
+    rows = PickledRows(tensors, kinds, asked.kinds, asked.records, frozenset(TYPES), tensors.__getitem__, lambda value: value)
     pickled = TorchPickle(LIMITS, rows=rows, anew=True)
     pickled.write(obj)
     return None if pickled.problems else (pickled.finish(), record_folder(pickled, asked))

@@ -1,7 +1,7 @@
 """`save`: what `torch.save` does, byte for byte, and the old file stays whole until the new one is.
 
 1. The object is pickled by the caller's pickle module (pickling.py); its storages are collected, not copied. A state with many
-   tensors and nothing unusual is written as rows instead (formats/torch/rows.py), in the same bytes.
+   tensors and nothing unusual is written as rows of a table instead (formats/torch/writer.py), in the same bytes.
 2. The file is laid out around pickle and storages (formats/torch/write.py, or `lay_out_legacy` for the container before 1.6).
 3. A path is written by the engine: threads, checksums while the bytes pass by, a hidden sibling, one rename. Anything with a
    `write` is written from front to back.

@@ -1,6 +1,8 @@
 """Many records as rows against the writer that lays out one after the other: the same archive, byte for byte."""
 
 import io
+import struct
+import zipfile
 from unittest import mock
 
 import numpy as np
@@ -12,8 +14,8 @@ from holdfast.core.crc import crc32
 from holdfast.engine.stream import write_stream
 from holdfast.engine.write import write_file
 from holdfast.formats.torch.write import lay_out_container
-from holdfast.formats.zip import numbered, writer
-from holdfast.formats.zip.numbered import Numbered
+from holdfast.formats.zip import writer
+from holdfast.formats.zip.writer import RecordFolder
 from holdfast.plan import rows as plan_rows
 from holdfast.plan.saves import FilePlan, Gathered, Memory
 
@@ -32,11 +34,20 @@ class Sink:
         self.content[offset : offset + len(data)] = data
 
 
-def as_rows(payloads):
-    def alone(number, label):
-        return Memory(memoryview(payloads[number]), label) if payloads[number] else b""
+class Payloads:
+    def __init__(self, payloads):
+        self.payloads = payloads
+        self.nbytes = np.array([len(payload) for payload in payloads], np.int64)
 
-    return Numbered("data", np.array([len(p) for p in payloads], np.int64), lambda some: [payloads[n] for n in some], alone)
+    def read(self, numbers):
+        return [self.payloads[number] for number in numbers]
+
+    def alone(self, number, label):
+        return Memory(memoryview(self.payloads[number]), label) if self.payloads[number] else b""
+
+
+def as_rows(payloads, apart=()):
+    return RecordFolder("data", Payloads(payloads), apart)
 
 
 def written(segments):
@@ -85,13 +96,18 @@ def test_checksums_are_told_by_name():
     }
 
 
-def test_what_passes_four_gigabytes_is_laid_out_one_by_one():
-    rows = as_rows([b"ab"] * 20)
-    few = writer.lay_out_zip("a", [rows])
-    with mock.patch.object(numbered, "MAX32", 1000):
-        many = writer.lay_out_zip("a", [rows])
-    assert len(many) > len(few)
-    assert written(many) == written(few)
+@settings(max_examples=40, deadline=None)
+@given(PAYLOADS, st.integers(0, 4000), st.sampled_from([1, 64, 100]), st.booleans(), st.sets(st.integers(0, 20)))
+@example([b"ab"] * 20, 1000, 64, True, set())
+@example([b"ab"] * 20, 0, 64, True, {3})
+def test_what_passes_four_gigabytes_is_laid_out_as_records_are(payloads, most, alignment, crc, apart):
+    """With a smaller number for 4 GiB: from there on, headers have zip64 blocks, and descriptors 64-bit sizes."""
+    rows = as_rows(payloads, [number for number in apart if number < len(payloads)])
+    records = [(f"data/{n}", payload) for n, payload in enumerate(payloads)]
+    small = max(most, max(map(len, payloads)) + 1)
+    with mock.patch.object(writer, "MAX32", small), mock.patch.object(plan_rows, "BLOCK_NBYTES", BLOCK):
+        many = written(writer.lay_out_zip("a", [("first", b"p"), rows], alignment=alignment, crc=crc))
+        assert many == written(writer.lay_out_zip("a", [("first", b"p"), *records], alignment=alignment, crc=crc))
 
 
 @pytest.mark.parametrize("name", ["data/3", "DATA/x"])
@@ -104,8 +120,14 @@ def test_no_other_record_stands_among_them(name):
 @given(
     st.lists(st.binary(max_size=90), max_size=6), st.sampled_from(["a", "é" * 20]), st.sampled_from([1, 64, 4096]), st.booleans()
 )
-def test_a_short_archive_of_which_all_is_known_is_the_same_at_once(payloads, prefix, alignment, crc):
+def test_an_archive_of_which_all_is_known_is_one_literal(payloads, prefix, alignment, crc):
     records = [(f"r/{number}", payload) for number, payload in enumerate(payloads)]
     (at_once,) = writer.lay_out_zip(prefix, records, alignment=alignment, crc=crc)
-    with mock.patch.object(writer, "SHORT_NBYTES", 0):
-        assert writer.lay_out_zip(prefix, records, alignment=alignment, crc=crc) == (at_once,)
+    with zipfile.ZipFile(io.BytesIO(at_once.data)) as archive:
+        assert archive.namelist() == [f"{prefix}/{name}" for name, _ in records]
+        for (_, payload), info in zip(records, archive.infolist(), strict=True):
+            assert (crc32(payload) if crc and payload else 0) == info.CRC
+            start = info.header_offset + 30 + sum(struct.unpack_from("<2H", at_once.data, info.header_offset + 26))
+            assert start % alignment == 0
+            assert at_once.data[start : start + len(payload)] == payload
+            assert not crc or archive.read(info) == payload
