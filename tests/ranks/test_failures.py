@@ -15,7 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.engine.commit.transactions import DirectoryTransaction
-from holdfast.formats.native.write import BoxToWrite
+from holdfast.formats.native import boxes
 from holdfast.ranks import together
 from holdfast.stores.files import OsFiles
 from holdfast.torch.ranks import load_sharded as sharded_load
@@ -133,7 +133,7 @@ def fail_at(world: World, path: str, rank: int, step: str, format: str) -> None:
             with instead(together, "plan_ranks", _raising(ZeroDivisionError("a bug in the planner"))):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "task":
-            with instead(BoxToWrite, "cut", _raising(RuntimeError("a bug after the plan"))):
+            with instead(boxes.Boxes, "cut", _raising(RuntimeError("a bug after the plan"))):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "layout":
             with instead(sharded_save, "rank_files", _raising(RuntimeError("a bug in the layout"))):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +26,19 @@ def are_apart(numbers: Ints) -> bool:
     """
     ordered = np.sort(numbers)
     return bool((ordered[1:] != ordered[:-1]).all())
+
+
+def shape_columns(shapes: Sequence[tuple[int, ...]]) -> Ints:
+    """Shapes as columns: a row for each dimension of the one that has the most, filled up with ones.
+
+    >>> shape_columns([(2, 3), (), (4,)]).tolist()
+    [[2, 1, 4], [3, 1, 1]]
+    """
+    different = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
+    columns = np.ones((max(map(len, different), default=0), len(different)), np.int64)
+    for shape, number in different.items():
+        columns[: len(shape), number] = shape
+    return columns[:, np.fromiter(map(different.__getitem__, shapes), np.int64, len(shapes))]
 
 
 def byte_row(array: np.ndarray) -> npt.NDArray[np.uint8]:

@@ -14,26 +14,35 @@ What of a state the formats of other programs have no place for, `unkept_notes` 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 from msgspec import field
 
 from holdfast.core.protocols import State
+from holdfast.core.table import Table
+from holdfast.core.tensor import Traits
 from holdfast.core.tree import values_inside
 from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import BESIDE, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
 from holdfast.formats.native.base import Place, Reuse
+from holdfast.formats.native.boxes import Boxes, FileBoxes, Outlines, StoredBoxes, as_bytes, as_column, box_file, lay_out_index
 from holdfast.formats.native.chunks import in_files
-from holdfast.formats.native.schema import DataFile, StoredChunk
-from holdfast.formats.native.write import OWN, BoxToWrite, HashAll, Pack, box_file, data_name, lay_out_index, sharding_texts
+from holdfast.formats.native.schema import DataFile
+from holdfast.formats.native.write import OWN, HashAll, Pack, data_name
 from holdfast.formats.recorded import order_fields
 from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.safetensors.write import METADATA as RESERVED
 from holdfast.formats.safetensors.write import RANK, file_order_notes, index_file, is_flat, name_problem
 from holdfast.formats.seal import SEAL
+from holdfast.formats.tree_json.scalars import is_unicode
 from holdfast.plan.saves import FilePlan, Literal
+from holdfast.plan.table import table_of
+from holdfast.ranks.plan import RankWrites
+from holdfast.ranks.state import Catalogue
 
 FORMATS = ("native", "safetensors", "dcp")
 
@@ -47,7 +56,7 @@ class RankOutput(Value, frozen=True):
     rank: int
     size: int
     """How many ranks there are."""
-    boxes: Sequence[BoxToWrite]
+    boxes: Boxes
     metadata: Mapping[str, str]
     values: Mapping[str, bytes] = field(default_factory=dict)
     """DCP: the archives of what is no tensor, by flat names."""
@@ -55,15 +64,17 @@ class RankOutput(Value, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(one.tensor.nbytes for one in self.boxes)
+        return int(self.boxes.nbytes.sum())
 
 
 class RankFile(Value, frozen=True):
     """One file of a rank."""
 
     plan: FilePlan
-    chunks: Callable[[Mapping[str, int]], Iterable[tuple[str, StoredChunk]]]
-    """From the checksums of its data to what lies in it, by name; each chunk with its box."""
+    stored: Callable[[Mapping[str, int]], StoredBoxes]
+    """From the checksums of its data to where its boxes lie."""
+    values: Sequence[tuple[str, int, int]] = ()
+    """DCP: what is no tensor, the first byte of each and the byte after its last."""
 
 
 class Receipt(msgspec.Struct):
@@ -71,7 +82,10 @@ class Receipt(msgspec.Struct):
 
     key: str
     nbytes: int
-    chunks: list[tuple[str, StoredChunk]]
+    stored: StoredBoxes
+    """Its boxes, by their positions in what the rank was told to write."""
+    values: list[tuple[str, int, int]] = field(default_factory=list)
+    """DCP: what is no tensor, and where it lies."""
     linked: bool = False
     """Whether it is a file of the base, under a second name."""
 
@@ -79,8 +93,8 @@ class Receipt(msgspec.Struct):
 class Contents(Value, frozen=True):
     """What the whole checkpoint holds, known to the rank that writes the index."""
 
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Holdfast's dtype name and shape of each."""
+    catalogue: Catalogue
+    """Every tensor."""
     aliases: Mapping[str, str]
     tree: object | None
     """The state as typed JSON, where it is more than a flat dict of tensors."""
@@ -93,18 +107,29 @@ class Contents(Value, frozen=True):
     """DCP: the names of the tensors that require gradients."""
 
 
-DcpIndex = Callable[[Contents, Sequence[Receipt]], bytes]
+Delivered = Sequence[tuple[RankWrites, Sequence[Receipt]]]
+"""Of each rank: what it was told to write, and what it has written."""
+
+
+DcpIndex = Callable[[Contents, Delivered], bytes]
 """Makes the `.metadata` of a DCP directory, which is a pickle of torch's own classes."""
 
 
 NOTHING: Reuse[Place] = Reuse()
 
 
-def linked_receipts(reuse: Reuse[Place]) -> list[Receipt]:
+def linked_receipts(reuse: Reuse[Place], boxes: Boxes) -> list[Receipt]:
     """The files that a rank takes over, and what lies in each."""
-    found = [Receipt(file.key, file.nbytes, [], linked=True) for file in reuse.linked]
-    for (name, _, _), (chunk,) in reuse.chunks.items():
-        found[chunk.file].chunks.append((name, in_files(chunk, {chunk.file: 0})))
+    if not reuse.linked:
+        return []
+    rows = {boxes.place(row): row for row in range(len(boxes))}
+    inside: list[list[Place]] = [[] for _ in reuse.linked]
+    for place, (chunk,) in reuse.chunks.items():
+        inside[chunk.file].append(place)
+    found = []
+    for number, (file, places) in enumerate(zip(reuse.linked, inside, strict=True)):
+        chunks = [in_files(reuse.chunks[place][0], {number: 0}) for place in places]
+        found.append(Receipt(file.key, file.nbytes, StoredBoxes.of([rows[place] for place in places], chunks), linked=True))
     return found
 
 
@@ -128,18 +153,22 @@ def rank_files(
     The boxes are spread over about as many `files` as are asked for. With `pack`, boxes of a native checkpoint are stored packed
     where that is smaller; with `hashes`, its chunks have hashes. What it takes over (`reuse`) is not laid out.
     """
-    places = {(one.name, one.box.start, one.box.stop): one for one in part.boxes}
-    changed = [one for place, one in places.items() if place not in reuse.chunks and place not in reuse.moved]
-    moved = [one for place, one in places.items() if place in reuse.moved]
+    boxes = part.boxes
+    changed: Sequence[int] = range(len(boxes))
+    moved: list[int] = []
+    if reuse.chunks or reuse.moved:
+        places = [boxes.place(row) for row in changed]
+        moved = [row for row in changed if places[row] in reuse.moved]
+        changed = [row for row in changed if places[row] not in reuse.chunks and places[row] not in reuse.moved]
     # As in one process: what only moved is not mixed with what changes.
-    shares = _spread(moved, files) if moved else []
+    shares = _spread(boxes, moved, files) if moved else []
     if changed or not (moved or reuse.linked):
-        shares += _spread(changed, files)
+        shares += _spread(boxes, changed, files)
     if format == "dcp":
-        given = [(i, share, {} if i else part.values) for i, share in enumerate(shares)]
         mark = f"-{save}" if save else ""
-        return [_dcp_file(f"__{part.rank}_{i}{mark}.distcp", share, values) for i, share, values in given if share or values]
-    rounds = [ones for share in shares for ones in _once_each(share)]
+        given = [(f"__{part.rank}_{i}{mark}.distcp", share, {} if i else part.values) for i, share in enumerate(shares)]
+        return [_dcp_file(key, boxes, share, values) for key, share, values in given if share or values]
+    rounds = [ones for share in shares for ones in _once_each(boxes.table, share)]
     laid_out = []
     linked = bool(reuse.taken) and not save  # what carries the id of its save meets no other name
     names = reuse.names_of_rank(part.rank, part.size) if linked else iter(())
@@ -152,113 +181,108 @@ def rank_files(
         else:
             mark = f"{save}-" if save else ""
             key = f"shard-{part.rank + 1:05}-model-{mark}{turn + 1:05}-of-{len(rounds):05}.safetensors"
-        laid_out.append(
-            _safetensors_file(
-                key, ones, part.metadata, strict=format == "safetensors", pack=pack, hashes=hashes, changed=reuse.changed
-            )
-        )
+        strict = format == "safetensors"
+        _check_names(boxes.table, ones, strict=strict)
+        texts = dict(part.metadata)
+        if strict or boxes.has_parts(ones):
+            texts |= boxes.sharding_texts(ones)
+        fields = {} if strict else OWN
+        file = box_file(key, boxes, ones, texts, fields=fields, pack=pack, hashes=hashes, changed=reuse.changed)
+        laid_out.append(RankFile(file.layout.plan, file.stored))
     return laid_out
 
 
-def _spread(boxes: Sequence[BoxToWrite], files: int) -> list[list[BoxToWrite]]:
+def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]]:
     """Boxes in so many shares of about as many bytes, in their order. There is always a first share."""
-    total = sum(one.tensor.nbytes for one in boxes)
-    shares: list[list[BoxToWrite]] = [[] for _ in range(files)]
-    before = 0
-    for one in boxes:
-        middle = before + one.tensor.nbytes // 2
-        shares[min(middle * files // max(total, 1), files - 1)].append(one)
-        before += one.tensor.nbytes
-    return [share for i, share in enumerate(shares) if share or not i]
+    if files == 1:
+        return [rows]
+    nbytes = boxes.table.nbytes_of(rows)
+    stops = np.cumsum(nbytes)
+    middles = stops - nbytes + nbytes // 2
+    share = np.minimum(middles * files // max(int(nbytes.sum()), 1), files - 1)
+    shares = [[rows[at] for at in np.flatnonzero(share == number).tolist()] for number in range(files)]
+    return [own for number, own in enumerate(shares) if own or not number]
 
 
-def _once_each(boxes: Sequence[BoxToWrite]) -> list[list[BoxToWrite]]:
+def _once_each(table: Table, rows: Sequence[int]) -> list[Sequence[int]]:
     """Boxes in groups in which every tensor has one at the most."""
-    rounds: list[list[BoxToWrite]] = []
+    names = table.names
+    if len({names[row] for row in rows}) == len(rows):
+        return [rows] if rows else []
+    rounds: list[list[int]] = []
     seen: dict[str, int] = {}
-    for one in boxes:
-        turn = seen.get(one.name, 0)
-        seen[one.name] = turn + 1
+    for row in rows:
+        turn = seen.get(names[row], 0)
+        seen[names[row]] = turn + 1
         if turn == len(rounds):
             rounds.append([])
-        rounds[turn].append(one)
-    return rounds
+        rounds[turn].append(row)
+    return [*rounds]
 
 
-def _safetensors_file(
-    key: str,
-    ones: Sequence[BoxToWrite],
-    metadata: Mapping[str, str],
-    *,
-    strict: bool,
-    pack: Pack | None,
-    hashes: HashAll | None,
-    changed: Container[Place],
-) -> RankFile:
-    problems = [f"{one.name}: {problem}" for one in ones if (problem := name_problem(one.name))]
-    if strict:
-        problems += [f"{o.name}: safetensors has no dtype for {o.tensor.dtype}" for o in ones if not o.tensor.dtype.safetensors]
+def _check_names(table: Table, rows: Sequence[int], *, strict: bool) -> None:
+    """Raise `CannotHold` where safetensors files cannot have these names or, with `strict`, dtypes."""
+    names, problems = [table.names[row] for row in rows], list[str]()
+    if RESERVED in names or not is_unicode("".join(names)):
+        problems += [f"{name}: {problem}" for name in names if (problem := name_problem(name))]
+    lacking = {k: kind.dtype for k, kind in enumerate(table.kinds) if not kind.dtype.safetensors} if strict else {}
+    if lacking:
+        held = ((table.names[row], lacking.get(table.kind[row])) for row in rows)
+        problems += [f"{name}: safetensors has no dtype for {dtype}" for name, dtype in held if dtype is not None]
     if problems:
         raise CannotHold("safetensors files cannot hold this state", problems)
-    texts = dict(metadata)
-    if strict or any(one.box.shape != one.shape for one in ones):
-        texts |= sharding_texts(ones)
-    file = box_file(key, ones, texts, fields={} if strict else OWN, pack=pack, hashes=hashes, changed=changed)
-    return RankFile(file.layout.plan, file.chunks)
 
 
-def _dcp_file(key: str, boxes: Sequence[BoxToWrite], values: Mapping[str, bytes]) -> RankFile:
-    archives = [(f"value {name}", (Literal(archive),)) for name, archive in values.items()]
-    labelled = [(f"{number} {one.name}", one) for number, one in enumerate(boxes)]
-    plan, items = lay_out_items(key, archives, [(label, one.tensor) for label, one in labelled])
-    places = {item.label: (item.offset, item.offset + item.nbytes) for item in items}
-
-    def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
-        """Where the archives lie; the checksum is that of the elements inside."""
-        for name in values:
-            yield name, StoredChunk(0, places[f"value {name}"], f"{0:08x}", (), ())
-        for label, one in labelled:
-            crc = crcs[label] if one.tensor.nbytes else 0
-            yield one.name, StoredChunk(0, places[label], f"{crc:08x}", one.box.start, one.box.stop)
-
-    return RankFile(plan, chunks)
+def _dcp_file(key: str, boxes: Boxes, rows: Sequence[int], values: Mapping[str, bytes]) -> RankFile:
+    plan, items = lay_out_items(key, [*values.values()], boxes.table, rows)
+    stops = np.cumsum(items)
+    starts = stops - items
+    of_values = [(name, int(starts[at]), int(stops[at])) for at, name in enumerate(values)]
+    stored = StoredBoxes(as_bytes(rows), as_bytes(starts[len(values) :]), as_bytes(stops[len(values) :]))
+    return RankFile(plan, lambda crcs: stored, of_values)
 
 
-def index_files(
-    format: str, contents: Contents, receipts: Sequence[Receipt], *, dcp_index: DcpIndex, save: str = ""
-) -> list[FilePlan]:
+def index_files(format: str, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
     """What is written last: it makes the files a checkpoint. In an object store (`save`) that is one file."""
     if format == "native":
-        return _native_index(contents, receipts, alone=bool(save))
+        return _native_index(contents, delivered, alone=bool(save))
     if format == "dcp":
-        metadata = dcp_index(contents, receipts)
+        metadata = dcp_index(contents, delivered)
         beside = [] if save else [FilePlan(BESIDE, (Literal(checksum_file(metadata)),))]
         return [*beside, FilePlan(".metadata", (Literal(metadata),))]
-    return [_pieces_index(receipts)] if save else []
+    return [_pieces_index(contents, delivered)] if save else []
 
 
-def _pieces_index(receipts: Sequence[Receipt]) -> FilePlan:
+def _pieces_index(contents: Contents, delivered: Delivered) -> FilePlan:
     """The index of safetensors files in an object store: which file has a tensor, or its first piece; and all files."""
     first: dict[str, str] = {}
-    for receipt in receipts:
-        for name, _ in receipt.chunks:
-            first.setdefault(name, receipt.key)
-    total = sum(chunk.bytes[1] - chunk.bytes[0] for receipt in receipts for _, chunk in receipt.chunks)
-    return index_file(PIECES_INDEX, first, total, files=[receipt.key for receipt in receipts])
+    total = 0
+    for writes, receipts in delivered:
+        for receipt in receipts:
+            boxes, starts, stops = (as_column(c) for c in (receipt.stored.boxes, receipt.stored.starts, receipt.stored.stops))
+            total += int((stops - starts).sum())
+            for tensor in writes.tensors[np.sort(boxes)].tolist():
+                first.setdefault(contents.catalogue.names[tensor], receipt.key)
+    return index_file(PIECES_INDEX, first, total, files=[receipt.key for _, receipts in delivered for receipt in receipts])
 
 
-def _native_index(contents: Contents, receipts: Sequence[Receipt], *, alone: bool) -> list[FilePlan]:
+def _native_index(contents: Contents, delivered: Delivered, *, alone: bool) -> list[FilePlan]:
     fields: dict[str, object] = {}
+    catalogue = contents.catalogue
     if contents.aliases:
         fields["aliases"] = dict(contents.aliases)
     if contents.tree is not None:
         fields["tree"] = contents.tree
     else:
-        fields |= order_fields(contents.tensors, contents.aliases)
-    tensors = {name: meaning for name, meaning in contents.tensors.items() if name not in contents.aliases}
-    chunks = [(name, in_files(chunk, {0: number})) for number, receipt in enumerate(receipts) for name, chunk in receipt.chunks]
-    listed = [DataFile(receipt.key, receipt.nbytes) for receipt in receipts]
-    return list(lay_out_index(listed, tensors, lambda _: chunks, fields=fields, metadata=contents.metadata, alone=alone))
+        fields |= order_fields(catalogue.names, contents.aliases)
+    parts = [
+        FileBoxes(receipt.stored, writes.tensors, writes.offsets, writes.sizes)
+        for writes, receipts in delivered
+        for receipt in receipts
+    ]
+    listed = [DataFile(receipt.key, receipt.nbytes) for _, receipts in delivered for receipt in receipts]
+    outlines = Outlines(catalogue.names, catalogue.dtypes, catalogue.shapes)
+    return list(lay_out_index(listed, outlines, lambda _: parts, fields=fields, metadata=contents.metadata, alone=alone))
 
 
 SHOWN = 3
@@ -268,19 +292,27 @@ SHOWN = 3
 def unkept_notes(state: State, format: str) -> tuple[str, ...]:
     """Sentences about what does not come back from this format as it was."""
     notes = list(state.notes)
+    table = table_of(state)
     if format == "safetensors":
-        wanted = [name for name, tensor in state.tensors.items() if tensor.traits.requires_grad or tensor.traits.parameter]
+        wanted = _marked(table, lambda traits: traits.requires_grad or traits.parameter)
         notes += _said(wanted, "safetensors files of ranks do not say that {} is a Parameter or requires a gradient")
         if not wanted and not is_flat(state):
             notes.append("safetensors files of ranks keep dotted names, and not the containers around them")
-        codes = {name: tensor.dtype.safetensors for name, tensor in state.tensors.items()}
-        notes += file_order_notes(sorted(codes, key=lambda name: (RANK.get(codes[name] or "", 0), name)), list(codes))
+        ranks = [RANK.get(kind.dtype.safetensors or "", 0) for kind in table.kinds]
+        places = sorted(zip([ranks[kind] for kind in table.kind], table.names, strict=True))
+        notes += file_order_notes([name for _, name in places], list(table.names))
     if format == "dcp":
-        wanted = [name for name, tensor in state.tensors.items() if tensor.traits.parameter]
+        wanted = _marked(table, lambda traits: traits.parameter)
         notes += _said(wanted, "a DCP directory does not say that {} is a Parameter")
         notes += _said(list(_other_keys(state.tree)), "a DCP directory has text as keys: {} becomes text")
         notes += _said(list(_attributes(state.tree)), "a DCP directory does not keep the attributes of an OrderedDict: {}")
     return tuple(notes)
+
+
+def _marked(table: Table, wanted: Callable[[Traits], bool]) -> list[str]:
+    """The names of the tensors of which traits say something."""
+    kinds = {number for number, kind in enumerate(table.kinds) if wanted(kind.traits)}
+    return [name for name, kind in zip(table.names, table.kind, strict=True) if kind in kinds] if kinds else []
 
 
 def _said(names: Sequence[str], text: str) -> list[str]:

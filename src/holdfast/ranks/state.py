@@ -34,9 +34,10 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Ints, shape_columns
 from holdfast.core.box import Box
 from holdfast.core.dtype import DTYPES
+from holdfast.core.table import Table
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, MetadataError
 
@@ -70,7 +71,7 @@ class Catalogue:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             counts = f"{len(self.names)}, {len(self.dtypes)} and {len(self.shapes)}"
             raise MetadataError(f"a catalogue needs as many names as dtypes and shapes, got {counts}")
-        positions = {name: i for i, name in enumerate(self.names)}
+        positions = dict(zip(self.names, range(len(self.names)), strict=True))
         if len(positions) < len(self.names):
             twice = next(name for i, name in enumerate(self.names) if positions[name] != i)
             raise MetadataError(f"two tensors are called {twice!r}", tensor=twice)
@@ -82,11 +83,8 @@ class Catalogue:
             if not _possible(shape):
                 name = self.names[self.shapes.index(shape)]
                 raise MetadataError(f"{shape} is no shape that a tensor can have", tensor=name, found=shape)
-        extents = np.ones((max(map(len, self.shapes), default=0), len(self.names)), np.int64)
-        for i, shape in enumerate(self.shapes):
-            extents[: len(shape), i] = shape
         object.__setattr__(self, "positions", positions)
-        object.__setattr__(self, "extents", extents)
+        object.__setattr__(self, "extents", shape_columns(self.shapes))
         object.__setattr__(self, "digest", hashlib.blake2b(self.encoded(), digest_size=16).digest())
 
     def encoded(self) -> bytes:
@@ -156,6 +154,31 @@ class RankState(Value, frozen=True, eq=False):
             sizes[: box.rank, i] = box.shape
         return cls(catalogue, owners, offsets, sizes, dict(values or {}), tuple(aliases))
 
+    @classmethod
+    def of_table(
+        cls, table: Table, *, values: Mapping[str, bytes] | None = None, aliases: Iterable[tuple[str, str]] = ()
+    ) -> RankState:
+        """From the rows of a table. A row in one piece is one box, the whole tensor; an odd one has a box for each of its chunks.
+
+        A tensor of which this rank has no part has one box without elements, or none where it has no dimensions.
+        """
+        dtypes, shapes = [kind.dtype.name for kind in table.kinds], [kind.shape for kind in table.kinds]
+        kind = table.kind
+        catalogue = Catalogue(tuple(table.names), tuple([dtypes[k] for k in kind]), tuple([shapes[k] for k in kind]))
+        counts = np.ones(len(table), np.int64)
+        cut: dict[int, list[Box]] = {}
+        for row, tensor in table.odd.items():
+            boxes = [chunk.box for chunk in tensor.chunks] or [Box((0,) * tensor.ndim, (0,) * tensor.ndim)] * bool(tensor.ndim)
+            if len(boxes) != 1 or boxes[0].shape != tensor.shape:
+                cut[row], counts[row] = boxes, len(boxes)
+        owners = np.repeat(np.arange(len(table), dtype=np.int64), counts)
+        offsets, sizes = np.zeros((catalogue.rank, len(owners)), np.int64), catalogue.extents[:, owners]
+        firsts = np.cumsum(counts) - counts
+        for row, boxes in cut.items():
+            for number, box in enumerate(boxes, int(firsts[row])):
+                offsets[: box.rank, number], sizes[: box.rank, number] = box.start, box.shape
+        return cls(catalogue, owners, offsets, sizes, dict(values or {}), tuple(aliases))
+
     @property
     def count(self) -> int:
         """How many boxes it has."""
@@ -178,7 +201,7 @@ class RankState(Value, frozen=True, eq=False):
             place = int(np.flatnonzero((self.offsets < 0).any(axis=0) | (self.sizes < 0).any(axis=0))[0])
             raise MetadataError("a box has a negative offset or size", tensor=self._name(place))
         # Beyond the rank of its tensor a box must be as if it had no more dimensions, or equal boxes would look different.
-        ranks = np.array([len(shape) for shape in self.catalogue.shapes], np.int64)[self.tensors]
+        ranks = np.fromiter(map(len, self.catalogue.shapes), np.int64, len(self.catalogue))[self.tensors]
         for d in range(int(ranks.min()), form[0]):
             wrong = (ranks <= d) & ((self.offsets[d] != 0) | (self.sizes[d] != 1))
             if wrong.any():

@@ -7,20 +7,16 @@ first rank    contents of the whole, a task for each rank; or every reason why t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import msgspec
+import numpy as np
 
-from holdfast.core.dtype import DTYPES
 from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold
 from holdfast.ranks.files import Contents
 from holdfast.ranks.merge import differing, one_tree, say_different
-from holdfast.ranks.plan import RankPlan, plan_ranks
+from holdfast.ranks.plan import RankPlan, RankWrites, plan_ranks
 from holdfast.ranks.state import RankState, decode_all, encode
-
-Place = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A name, and the lowest and the highest corner of a box."""
 
 
 class Description(msgspec.Struct):
@@ -64,22 +60,15 @@ class Together(Value, frozen=True):
     """One checkpoint out of the states of all ranks."""
 
     contents: Contents
-    boxes: Sequence[Sequence[Place]]
+    writes: Sequence[RankWrites]
     """What each rank writes."""
-    values: Sequence[Sequence[str]]
-    """DCP: what is no tensor, and is written by each rank."""
     notes: Sequence[str]
     """What a person should know."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all boxes: about what the ranks are going to write."""
-        bits = {row.name: row.bits for row in DTYPES.rows}
-        return sum(
-            (prod(high - low for low, high in zip(start, stop, strict=True)) * bits[self.contents.tensors[name][0]] + 7) // 8
-            for boxes in self.boxes
-            for name, start, stop in boxes
-        )
+        return sum(writes.nbytes for writes in self.writes)
 
 
 def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[str]) -> Together:
@@ -104,9 +93,8 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
     problems += [f"per_rank={pattern!r}: nothing in the state of any rank has such a name" for pattern in useless]
     if problems:
         raise CannotHold("the ranks' states do not make one checkpoint", problems)
-    merged = plan.catalogue
     contents = Contents(
-        tensors={n: (d, s) for n, d, s in zip(merged.names, merged.dtypes, merged.shapes, strict=True)},
+        catalogue=plan.catalogue,
         aliases=dict(plan.aliases),
         tree=tree,
         metadata={key: text for head in reversed(heads) for key, text in head.metadata.items()},
@@ -114,7 +102,7 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
         paths={name: tuple(path) for head in heads for name, path in head.paths.items()},
         grads=frozenset(name for head in heads for name in head.grads),
     )
-    return Together(contents, _boxes(plan, decoded), [writes.values for writes in plan.writes], plan.notes)
+    return Together(contents, _with_empty(plan, decoded), plan.notes)
 
 
 def _disputed(states: Sequence[RankState]) -> set[str]:
@@ -128,12 +116,26 @@ def _disputed(states: Sequence[RankState]) -> set[str]:
     return found
 
 
-def _boxes(plan: RankPlan, states: Sequence[RankState]) -> list[list[Place]]:
+def _with_empty(plan: RankPlan, states: Sequence[RankState]) -> list[RankWrites]:
     """What each rank writes. Tensors without elements, which the plan gives to nobody, go to the first rank that has them."""
-    found = [[(name, box.start, box.stop) for name, box in plan.boxes(rank)] for rank in range(len(states))]
+    catalogue = plan.catalogue
     aliases = {name for name, _ in plan.aliases}
-    for name, shape in zip(plan.catalogue.names, plan.catalogue.shapes, strict=True):
-        if 0 in shape and name not in aliases:
+    found: dict[int, list[int]] = {}
+    for tensor in np.flatnonzero((catalogue.extents == 0).any(axis=0)).tolist():
+        name = catalogue.names[tensor]
+        if name not in aliases:
             rank = next(rank for rank, state in enumerate(states) if name in state.catalogue.positions)
-            found[rank].append((name, (0,) * len(shape), shape))
-    return found
+            found.setdefault(rank, []).append(tensor)
+    writes = [*plan.writes]
+    for rank, tensors in found.items():
+        state, own = states[rank], writes[rank]
+        firsts = [int(np.argmax(state.tensors == state.catalogue.positions[catalogue.names[tensor]])) for tensor in tensors]
+        rank_of = len(own.sizes)
+        writes[rank] = replace(
+            own,
+            boxes=np.append(own.boxes, firsts),
+            tensors=np.append(own.tensors, tensors),
+            offsets=np.append(own.offsets, np.zeros((rank_of, len(tensors)), np.int64), axis=1),
+            sizes=np.append(own.sizes, catalogue.extents[:rank_of, tensors], axis=1),
+        )
+    return writes

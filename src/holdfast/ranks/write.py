@@ -1,24 +1,26 @@
-"""The files of a sharded save on their way: rehearsed, written by every rank, published by the first one.
+"""The files of a sharded save on their way: opened before they are written, written by every rank, published by the first one.
 
-    first rank    would the index open? Asked before there is a place for anything (`rehearse_contents`)
+    first rank    would the index open? Asked before there is a place for anything (`check_opens`)
     every rank    its files to where they come together (engine/targets), checksums on the way      ──► receipts
     first rank    compare receipts with the plan, make the index, read it once more, publish
 
-The rehearsal. No rank has the whole checkpoint. What the first one has is its description, so before anything is made it lays out
-the checkpoint that one rank would write of tensors like these, each in one piece, with the functions that lay out the real one, and
-gives it to the reader. That finds whatever names, dtypes, ranks, shapes and the tree have against them. How the pieces are spread
-decides no more than the length of the index; of what is finished the index is read once more, before it is published.
+No rank has the whole checkpoint. What the first one has is its description, so before anything is made it lays out the checkpoint
+that one rank would write of tensors like these, each in one piece, with the functions that lay out the real one, and gives it to
+the reader (`check_opens`). How the pieces are spread decides no more than the length of the index; of what is finished the index is
+read once more, before it is published.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 
-from holdfast.core.box import Box
+import numpy as np
+
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.keys import beside
@@ -40,11 +42,12 @@ from holdfast.formats.dcp.index import BESIDE, METADATA, SavedTensor, read_index
 from holdfast.formats.dcp.schema import Item
 from holdfast.formats.index_file import read_index as read_pieces
 from holdfast.formats.native.base import Place, Reuse
+from holdfast.formats.native.boxes import Boxes, as_column
 from holdfast.formats.native.read import read_manifest
-from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.plan.saves import FilePlan, SavePlan
+from holdfast.plan.table import lazy_table
 from holdfast.ranks.files import (
     NOTHING,
     PIECES_INDEX,
@@ -58,6 +61,8 @@ from holdfast.ranks.files import (
     linked_receipts,
     rank_files,
 )
+from holdfast.ranks.plan import RankWrites
+from holdfast.ranks.state import Catalogue
 from holdfast.ranks.together import Together
 from holdfast.rewrite.formats import Outline, check_holds, described
 from holdfast.rewrite.namings import Namings
@@ -68,30 +73,67 @@ from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 
+NONE = np.zeros(0, np.int64)
+
 READ_AS = {"native": ("native",), "dcp": ("dcp",), "safetensors": ("safetensors", "safetensors-dir")}
 """What a finished folder is opened as. One safetensors file in a folder of its own is just that file."""
 
 
-def rehearse_contents(format: str, contents: Contents, path: str, *, dcp_index: DcpIndex) -> None:
-    """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors."""
-    nowhere = OpenSource(MemoryStore({}))
-    boxes = []
-    for name, (dtype, shape) in _outlines(contents).items():
-        if name not in contents.aliases:
-            storage = Storage("nowhere", 0, dtype.nbytes(_count(shape)), home=nowhere.store)
-            tensor = LazyTensor.contiguous(name, dtype, shape, storage, nowhere)
-            boxes.append(BoxToWrite(name, Box.whole(shape), tensor, shape))
-    # What is no tensor is looked at where it is, by `rehearse_value`.
-    values = dict.fromkeys(contents.values, _nothing()) if contents.values else {}
-    files = rank_files(format, RankOutput(0, 1, boxes, contents.metadata, values))
+def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpIndex) -> None:
+    """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors.
+
+    Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
+    """
+    sample = _sample(contents)
+    catalogue = sample.catalogue
+    table = lazy_table(catalogue.names, [_nowhere(*one) for one in _outlines(catalogue).items()])
+    none = np.zeros((catalogue.rank, len(catalogue)), np.int64)
+    numbers = np.arange(len(catalogue), dtype=np.int64)
+    writes = RankWrites(numbers, numbers, none, catalogue.extents, (), 0)
+    # What is no tensor is looked at where it is, by `check_value`.
+    values = dict.fromkeys(sample.values, _nothing()) if sample.values else {}
+    boxes = Boxes.cut(table, range(len(table)), none, catalogue.extents)
+    files = rank_files(format, RankOutput(0, 1, boxes, sample.metadata, values))
     unknown: Mapping[str, int] = defaultdict(int)
-    receipts = [Receipt(file.plan.key, file.plan.nbytes, list(file.chunks(unknown))) for file in files]
-    plans = [*(file.plan for file in files), *index_files(format, contents, receipts, dcp_index=dcp_index)]
+    receipts = [Receipt(file.plan.key, file.plan.nbytes, file.stored(unknown), [*file.values]) for file in files]
+    plans = [*(file.plan for file in files), *index_files(format, sample, [(writes, receipts)], dcp_index=dcp_index)]
     found = described(PlannedStore(plans, name=path), READ_AS[format])
-    check_holds(found.tensors, _outlines(contents), path)
+    check_holds(found.tensors, _outlines(catalogue), path)
 
 
-def rehearse_value(name: str, archive: bytes) -> None:
+def _sample(contents: Contents) -> Contents:
+    """Contents of which each kind of tensor, and a value, is there once. Lengths of dimensions make no kinds."""
+    catalogue = contents.catalogue
+    kinds = {
+        (dtype, len(shape), 0 in shape): number
+        for number, (dtype, shape) in enumerate(zip(catalogue.dtypes, catalogue.shapes, strict=True))
+    }
+    rows = sorted(kinds.values())
+    names = tuple([catalogue.names[row] for row in rows])
+    dtypes, shapes = tuple([catalogue.dtypes[row] for row in rows]), tuple([catalogue.shapes[row] for row in rows])
+    values = frozenset(sorted(contents.values)[:1])
+    return Contents(
+        catalogue=Catalogue(names, dtypes, shapes),
+        aliases={},
+        tree=None,
+        metadata=contents.metadata,
+        values=values,
+        paths={name: contents.paths[name] for name in (*names, *values) if name in contents.paths},
+        grads=contents.grads.intersection(names),
+    )
+
+
+def _nowhere(name: str, outline: Outline) -> LazyTensor:
+    """A tensor whose elements nobody is going to read."""
+    dtype, shape = outline
+    storage = Storage("nowhere", 0, dtype.nbytes(math.prod(shape)), home=NOWHERE.store)
+    return LazyTensor.contiguous(name, dtype, shape, storage, NOWHERE)
+
+
+NOWHERE = OpenSource(MemoryStore({}))
+
+
+def check_value(name: str, archive: bytes) -> None:
     """Raise `CannotHold` where the archive of a value that is no tensor would not open."""
     described(MemoryStore({"value": archive}, name=name), ("torch-zip",))
 
@@ -103,16 +145,10 @@ def _nothing() -> bytes:
     return out.getvalue()
 
 
-def _outlines(contents: Contents) -> Mapping[str, Outline]:
+def _outlines(catalogue: Catalogue) -> Mapping[str, Outline]:
     rows = {row.name: row for row in DTYPES.rows}
-    return {name: (rows[dtype], tuple(shape)) for name, (dtype, shape) in contents.tensors.items()}
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
+    dtypes = [rows[dtype] for dtype in catalogue.dtypes]
+    return dict(zip(catalogue.names, zip(dtypes, catalogue.shapes, strict=True), strict=True))
 
 
 class AsStep(Value, frozen=True):
@@ -216,23 +252,24 @@ def write_files(
     files: Sequence[RankFile],
     into: Target,
     *,
+    boxes: Boxes,
     threads: int,
     progress: Progress | None = None,
     block: int | None = None,
     reuse: Reuse[Place] = NOTHING,
 ) -> list[Receipt]:
-    """Write the files of one rank, all at once.
+    """Write the files of one rank, with these boxes, all at once.
 
     What it takes over is linked first. The receipt of a file that had to be copied says that it is not linked.
     """
-    taken = linked_receipts(reuse)
+    taken = linked_receipts(reuse, boxes)
     receipts: dict[str, Receipt] = {}
     each = max(threads // max(len(files), 1), 1)
 
     def task(file: RankFile, fill: Fill) -> Callable[[], None]:
         def run() -> None:
             crcs = fill(Saving(seals=NO_SEALS, threads=each, progress=progress, block=block))
-            receipts[file.plan.key] = Receipt(file.plan.key, file.plan.nbytes, list(file.chunks(crcs)))
+            receipts[file.plan.key] = Receipt(file.plan.key, file.plan.nbytes, file.stored(crcs), [*file.values])
 
         return run
 
@@ -249,20 +286,22 @@ def write_files(
 def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, dcp_index: DcpIndex) -> None:
     """Make the files of all ranks a checkpoint, in one step. `delivered[r]` is what rank r has written."""
     format, contents, into = publishing.format, publishing.together.contents, publishing.target
-    for rank, (receipts, planned) in enumerate(zip(delivered, publishing.together.boxes, strict=True)):
-        chunks = (chunk for receipt in receipts for chunk in receipt.chunks)
-        found = sorted((name, chunk.start, chunk.stop) for name, chunk in chunks if name not in contents.values)
-        if found != sorted(planned):
+    together = [*zip(publishing.together.writes, delivered, strict=True)]
+    for rank, (writes, receipts) in enumerate(together):
+        found = [as_column(receipt.stored.boxes) for receipt in receipts]
+        values = sorted(name for receipt in receipts for name, _, _ in receipt.values)
+        planned = sorted(writes.values) if format == "dcp" else []
+        if not np.array_equal(np.sort(np.concatenate([*found, NONE])), np.arange(len(writes.boxes))) or values != planned:
             raise NotCommitted(f"rank {rank} did not write what was planned for it", file=publishing.path)
     everything = [receipt for receipts in delivered for receipt in receipts]
 
     def last() -> None:
         with closing(into.written()) as store:
-            check_holds(described(store, READ_AS[format]).tensors, _outlines(contents), store.name)
+            check_holds(described(store, READ_AS[format]).tensors, _outlines(contents.catalogue), store.name)
         if step is not None:
             step.sure()
 
-    index = index_files(format, contents, everything, dcp_index=dcp_index, save=into.save)
+    index = index_files(format, contents, together, dcp_index=dcp_index, save=into.save)
     step, attributes = publishing.step, None
     if step is not None:
         step.sure()

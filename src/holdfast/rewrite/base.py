@@ -30,9 +30,9 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.errors import BadArgument, HoldfastError, StoreError, Unsupported
 from holdfast.formats.native.base import Base, Place, Reuse, recorded_chunks
+from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
-from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
@@ -78,16 +78,17 @@ class OpenBase(Value, frozen=True):
         same |= {*of.values()} - others
         return replace(self.base.reuse(same), changed=frozenset(of[key] for key in changed))
 
-    def take_over_boxes(self, boxes: Sequence[BoxToWrite]) -> Reuse[Place]:
+    def take_over_boxes(self, boxes: Boxes) -> Reuse[Place]:
         """What of these boxes of one rank the base has already."""
         if self.base is None:
             return Reuse(notes=self.notes)
-        given = {(one.name, one.box.start, one.box.stop): one for one in boxes}
-        there, files = self.base.boxes({place: (one.tensor.dtype.name, one.shape) for place, one in given.items()})
+        rows = {boxes.place(row): row for row in range(len(boxes))}
+        table = boxes.table
+        there, files = self.base.boxes({p: (table.kind_of(row).dtype.name, boxes.shapes[row]) for p, row in rows.items()})
         keys = {f"{number}": place for number, place in enumerate(there)}
         known = {key: recorded_chunks([there[place]], self.base.manifest.hash) for key, place in keys.items()}
         recorded = {key: hashed[0] for key, hashed in known.items() if hashed is not None}
-        tensors = {key: given[keys[key]].tensor for key in recorded}
+        tensors = {key: table.view(rows[keys[key]]) for key in recorded}
         found, changed = unchanged(tensors, recorded, threads=self.threads, block=self.block)
         reuse = self.base.reuse_chunks({keys[key]: (there[keys[key]],) for key in keys if key in found}, files)
         return replace(reuse, changed=frozenset(keys[key] for key in changed))

@@ -10,40 +10,30 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import numpy as np
+
+from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value
 from holdfast.errors import Unsupported
 from holdfast.formats.torch.write import lay_out_container
-from holdfast.plan.saves import Data, FilePlan, Segment
+from holdfast.plan.saves import Data, FilePlan, Literal, Segment
 
 
-class Item(Value, frozen=True):
-    """Where an item lies in its file."""
+def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequence[int]) -> tuple[FilePlan, Ints]:
+    """The file of a rank, with the archives of values and those of rows of a table; and the length of each, in that order.
 
-    label: str
-    offset: int
-    nbytes: int
-
-
-def lay_out_items(
-    key: str, values: Sequence[tuple[str, tuple[Segment, ...]]], tensors: Sequence[tuple[str, LazyTensor]]
-) -> tuple[FilePlan, list[Item]]:
-    """The file of a rank, and where its items lie, in the order that they were given. Labels are unique in the file."""
-    segments: list[Segment] = []
-    items: list[Item] = []
-    at = 0
-    archives = [*values, *((label, _archive(label, tensor)) for label, tensor in tensors)]
-    for label, archive in archives:
-        nbytes = sum(segment.nbytes for segment in archive)
-        items.append(Item(label, at, nbytes))
-        segments += archive
-        at += nbytes
-    return FilePlan(key, tuple(segments)), items
+    The label of a row's elements is its number.
+    """
+    archives: list[tuple[Segment, ...]] = [(Literal(archive),) for archive in values]
+    archives += [_archive(table.view(row), f"{row}") for row in rows]
+    nbytes = np.array([sum(segment.nbytes for segment in archive) for archive in archives], np.int64)
+    return FilePlan(key, tuple(segment for archive in archives for segment in archive)), nbytes
 
 
-def _archive(label: str, tensor: LazyTensor) -> tuple[Segment, ...]:
+def _archive(tensor: LazyTensor, label: str) -> tuple[Segment, ...]:
     content = tensor_pickle(tensor.dtype, tensor.shape)
     return lay_out_container("archive", content, [("data/0", Data(tensor, label) if tensor.nbytes else b"")])
 

@@ -4,8 +4,7 @@
     data-00001-of-00004.safetensors    what one process, or one rank of a mesh or a group, has written
     model.safetensors.index.json       where every tensor lies whole in one file
 
-One process (`lay_out_native`) and a mesh (`lay_out_split`) lay out all of it at once. Of a group each rank lays out its own files
-(`box_file`), and the first one the index when all of them are there. The index is laid out by one function, `lay_out_index`.
+One process lays out all of it at once (`lay_out_native`). What a mesh or a group of ranks writes is in `boxes.py`.
 
 The data files are ordinary safetensors. A dtype that the format lacks is carried by one that has the same bytes, and the manifest
 has the true one:
@@ -15,18 +14,15 @@ has the true one:
     quantised, bits, narrow ints  U8, I8, U16, I32      whatever numpy has for them
     packed, not in whole bytes    U8          the bytes, flat
 
-A file whose boxes are not whole tensors has torch's sharding metadata, so that torch's reader can join them.
-
 What did not change since another directory is taken over from there (`formats.native.base`), and only the rest is laid out.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import repeat
 
@@ -35,7 +31,6 @@ import numpy as np
 from msgspec import field
 
 from holdfast.core.arrays import Ints
-from holdfast.core.box import Box
 from holdfast.core.content_hash import HASH, HEAD_NBYTES, Hashed
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
@@ -46,7 +41,7 @@ from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import CannotHold
-from holdfast.formats.native.base import Place, Reuse
+from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.chunks import entries_of, hash_in, stored_chunk, without_clashes
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
@@ -58,15 +53,13 @@ from holdfast.formats.native.schema import (
     OtherFile,
     StoredChunk,
     StoredTensor,
-    encode_manifest,
 )
 from holdfast.formats.recorded import PAIRS, Shared, order_fields, share, sharing_fields
-from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST, SHARDING_INFO, checksum_digits
+from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST, checksum_digits
 from holdfast.formats.safetensors.write import (
     FileLayout,
     HeaderKind,
     fill_shards,
-    index_file,
     is_flat,
     metadata_problems,
     plain_index,
@@ -75,7 +68,7 @@ from holdfast.formats.safetensors.write import (
 from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.plan.rows import BATCH
-from holdfast.plan.saves import HASH_KEY, FilePlan, Hashing, Late, Literal, SavePlan, known_later
+from holdfast.plan.saves import HASH_KEY, FilePlan, Hashing, Late, Literal, SavePlan
 from holdfast.plan.table import table_of
 
 SHARD_NBYTES = 5 << 30
@@ -131,7 +124,7 @@ def lay_out_native(
     Raises `CannotHold` with every problem: Python objects that have no form in the manifest, names that are no Unicode.
     """
     table = table_of(state)
-    kept = _what_is_kept(state, table)
+    kept = what_is_kept(state, table)
     rows = kept.sharing.rows
     reuse = take_over(table, rows) if take_over else NOTHING
     names = table.names
@@ -171,35 +164,6 @@ def lay_out_native(
     index = lay_out_manifest(text, listed, fields=kept.fields, metadata=state.metadata, alone=bool(save))
     plans, notes = tuple(file.plan for file in files), (*kept.notes, *reuse.notes)
     return SavePlan("native", plans, notes, directory=True, index=index, linked=reuse.linked)
-
-
-def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str = "") -> SavePlan:
-    """The plan of a directory in which rank r of a mesh has the boxes `parts[r]`. All boxes of a tensor together tile it.
-
-    Tensors that share memory are stored once, under the first of their names; boxes of the others are left out.
-    """
-    table = table_of(state)
-    kept = _what_is_kept(state, table)
-    written = {table.names[row]: table.view(row) for row in kept.sharing.rows}
-    files = []
-    for rank, boxes in enumerate(parts):
-        own = {name: box for name, box in boxes.items() if name in written}
-        ones = [BoxToWrite.cut(name, written[name], box) for name, box in own.items()]
-        files.append(box_file(data_name(rank, len(parts), save), ones, sharding_texts(ones), label=f"{rank} "))
-
-    def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
-        for number, file in enumerate(files):
-            yield from file.chunks(crcs, number)
-
-    most = Limits().header_nbytes
-    if any(file.layout.header_nbytes > most for file in files):
-        raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
-    listed = [DataFile(file.layout.plan.key, file.layout.plan.nbytes) for file in files]
-    tensors = {name: (tensor.dtype.name, tensor.shape) for name, tensor in written.items()}
-    labels = [key for file in files for key in known_later(file.layout.plan.segments)]
-    index = lay_out_index(listed, tensors, chunks, labels=labels, fields=kept.fields, metadata=state.metadata, alone=bool(save))
-    plans = tuple(file.layout.plan for file in files)
-    return SavePlan("native", plans, tuple(kept.notes), directory=True, index=index)
 
 
 NOTHING: Reuse[str] = Reuse()
@@ -283,13 +247,13 @@ class ManifestText(Value, frozen=True, eq=False):
         """The text, from the first name to the end of the last tensor."""
         names, kind = self.table.names, self.table.kind
         quote, keys = as_keys([names[row] for row in self.rows])
-        openings = [f"{quote}{_opening(one.dtype.name, one.shape)}" for one in self.table.kinds]
+        openings = [f"{quote}{tensor_opening(one.dtype.name, one.shape)}" for one in self.table.kinds]
         odd = self.there or self.packed
         for first in range(0, len(self.rows), BATCH):
             rows = self.rows[first : first + BATCH]
             here = [names[row] for row in rows]
             files, starts, stops = (column[rows].tolist() for column in (self.places.file, self.places.start, self.places.stop))
-            sums = DIGITS(_digits_of(crcs, here, starts, stops))
+            sums = DIGITS(digits_of(crcs, here, starts, stops))
             tails = self._tails(crcs, rows, here) if self.hashing else repeat("")
             each = zip(keys[first : first + BATCH], rows, files, starts, stops, sums, tails, strict=False)
             listed = [
@@ -310,7 +274,7 @@ class ManifestText(Value, frozen=True, eq=False):
         names, rows = [self.table.names[row] for row in self.rows], np.array(self.rows, np.int64)
         quote, keys = as_keys(names)
         every = "".join(keys)
-        around = [f"{quote}{quote}{_opening(kind.dtype.name, kind.shape)}{CHUNK}" for kind in self.table.kinds]
+        around = [f"{quote}{quote}{tensor_opening(kind.dtype.name, kind.shape)}{CHUNK}" for kind in self.table.kinds]
         counts = np.bincount(np.array(self.table.kind, np.int64)[rows], minlength=len(around)) if len(rows) else [0] * len(around)
         length = len(every.encode()) + int(np.dot(counts, [len(text) for text in around])) + max(len(rows) - 1, 0)
         length += sum(_digits(column[rows]) for column in (self.places.file, self.places.start, self.places.stop))
@@ -369,7 +333,7 @@ def _digits(numbers: Ints) -> int:
     return len(numbers) + int(np.searchsorted(POWERS, numbers, side="right").sum())
 
 
-def _digits_of(crcs: Mapping[str, int], names: Sequence[str], starts: Sequence[int], stops: Sequence[int]) -> str:
+def digits_of(crcs: Mapping[str, int], names: Sequence[str], starts: Sequence[int], stops: Sequence[int]) -> str:
     """The digits of checksums; of what has no bytes, or is not of this plan, zeros."""
     try:
         return checksum_digits(crcs, names)
@@ -379,7 +343,7 @@ def _digits_of(crcs: Mapping[str, int], names: Sequence[str], starts: Sequence[i
 
 
 @lru_cache(1024)
-def _opening(dtype: str, shape: tuple[int, ...]) -> str:
+def tensor_opening(dtype: str, shape: tuple[int, ...]) -> str:
     """The text of a tensor behind its name, up to the number of its file."""
     text = msgspec.json.encode(StoredTensor(dtype, shape, (StoredChunk(0, (0, 0), ""),))).decode()
     return ":" + text[: text.rindex('"file":') + len('"file":')]
@@ -437,168 +401,6 @@ class _NoSums(dict[str, int]):
 NO_SUMS = _NoSums()
 
 
-class BoxToWrite(Value, frozen=True):
-    """One box of a tensor, on its way to a data file."""
-
-    name: str
-    box: Box
-    tensor: LazyTensor
-    """The elements of the box."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-
-    @classmethod
-    def cut(cls, name: str, tensor: LazyTensor, box: Box) -> BoxToWrite:
-        """This box of a tensor."""
-        return cls(name, box, tensor if box.shape == tensor.shape else tensor[box.slices], tensor.shape)
-
-
-class BoxFile(Value, frozen=True):
-    """A data file with boxes of tensors, one of each at the most."""
-
-    layout: FileLayout
-    ones: tuple[BoxToWrite, ...]
-    packed: Mapping[str, SparseParts]
-    label: str
-    """What stands before the names of its entries where their checksums are looked up."""
-    hashing: Mapping[str, Hashing] = field(default_factory=dict)
-    """Which boxes are hashed when they are written, and how."""
-    known: Mapping[str, Hashed] = field(default_factory=dict)
-    """Those of the boxes that are stored packed."""
-
-    def chunks(self, crcs: Mapping[str, int], number: int = 0) -> Iterator[tuple[str, StoredChunk]]:
-        """The chunks in it, for the manifest in which it is the file of this number; each with its box."""
-        layout = self.layout
-        spans = dict(zip(layout.names, zip(layout.starts.tolist(), layout.stops.tolist(), strict=True), strict=True))
-        for one in self.ones:
-            yield (
-                one.name,
-                stored_chunk(
-                    one.name,
-                    lambda entry: (number, spans[entry]),
-                    lambda entry: crcs[self.label + entry],
-                    box=one.box,
-                    parts=self.packed.get(one.name),
-                    hashed=self._hash(one, crcs),
-                ),
-            )
-
-    def _hash(self, one: BoxToWrite, crcs: Mapping[str, int]) -> Hashed | None:
-        how = self.hashing.get(one.name)
-        if how is None:
-            return self.known.get(one.name)
-        return hash_in(crcs, self.label + one.name, one.tensor.nbytes, head_alone=how == "head")
-
-
-def box_file(
-    key: str,
-    ones: Sequence[BoxToWrite],
-    texts: Mapping[str, str],
-    *,
-    fields: Mapping[str, object] = OWN,
-    label: str = "",
-    pack: Pack | None = None,
-    hashes: HashAll | None = None,
-    changed: Container[Place] = (),
-) -> BoxFile:
-    """Lay out one data file. `texts` go into its metadata, `fields` into its record; boxes are packed where `pack` says so.
-
-    With `hashes`, its chunks have their hashes; those that `changed`, their heads.
-    """
-    packed = without_clashes(pack({one.name: one.tensor for one in ones}), [one.name for one in ones]) if pack else {}
-    entries = {entry: part for one in ones for entry, part in entries_of(one.name, one.tensor, packed.get(one.name)).items()}
-    table = table_of(entries)
-    known = hashes({one.name: one.tensor for one in ones if one.name in packed}) if hashes else {}
-    alone = {one.name for one in ones if (one.name, one.box.start, one.box.stop) in changed}
-    named = [one.name for one in ones if one.name not in packed] if hashes else []
-    hashing = {name: "head" if name in alone else "hash" for name in named}
-    kinds = [carried(kind) for kind in table.kinds]
-    layout = plan_file(key, table, range(len(table)), kinds, texts, fields=fields, label=label, hashed=hashing)
-    return BoxFile(layout, tuple(ones), packed, label, hashing, known)
-
-
-def sharding_texts(ones: Iterable[BoxToWrite]) -> dict[str, str]:
-    """What torch's distributed reader needs to know of a file: where the piece of each tensor begins."""
-    offsets = {one.name: {"saved_offsets": list(one.box.start)} for one in ones}
-    return {"DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)}
-
-
-Chunks = Callable[[Mapping[str, int]], Iterable[tuple[str, StoredChunk]]]
-"""From the checksums of the data, by label, to every chunk with the name of its tensor."""
-
-
-def lay_out_index(
-    files: Sequence[DataFile],
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    chunks: Chunks,
-    *,
-    labels: Collection[str] = (),
-    fields: Mapping[str, object],
-    metadata: Mapping[str, str],
-    alone: bool = False,
-) -> tuple[FilePlan, ...]:
-    """What makes data files a native directory, in the order in which it is written: the manifest is last.
-
-    `tensors` are dtype and shape of each. `labels` are those of the data whose checksums are not known yet: with any, the manifest
-    is one late segment, whose length does not depend on them. `fields` are those of `formats.recorded`. There is an index for
-    `transformers` where it could read the files: where every tensor is whole, in one file, and not packed; and not with `alone`, in
-    an object store, where the index would be the one name that two saves at once both write.
-
-    Raises `CannotHold` where the manifest would be longer than a reader takes.
-    """
-    rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
-
-    def stored(crcs: Mapping[str, int]) -> dict[str, StoredTensor]:
-        # Most tensors have one chunk: no list is made for those.
-        first: dict[str, StoredChunk] = {}
-        more: dict[str, list[StoredChunk]] = {}
-        for name, chunk in chunks(crcs):
-            kept = chunk if chunk.start is None else _without_box(chunk, tensors[name][1])
-            if first.setdefault(name, kept) is not kept:
-                more.setdefault(name, []).append(kept)
-        return {
-            name: StoredTensor(dtype, shape, (first[name], *more[name]) if name in more else (first[name],))
-            for name, (dtype, shape) in tensors.items()
-        }
-
-    blank = stored(dict.fromkeys(labels, 0))
-    others = [] if alone else _index_for_others(files, blank)
-    beside = other_files(others)
-
-    hashed = any(chunk.hash or chunk.head for tensor in blank.values() for chunk in tensor.chunks)
-    version, hash = (HASHED_VERSION, HASH) if hashed else (VERSION, msgspec.UNSET)
-    version = BESIDE_VERSION if any("/" in file.name for file in files) else version
-
-    def encoded(listed: dict[str, StoredTensor]) -> bytes:
-        return encode_manifest(Manifest(FORMAT, version, tuple(files), listed, dict(metadata), others=beside, hash=hash), rest)
-
-    raw = encoded(blank)
-    most = Limits().index_nbytes
-    if len(raw) > most:
-        raise CannotHold(CANNOT, [f"the manifest would have {len(raw):,} bytes, more than {most:,}"])
-    manifest = Late(len(raw), lambda crcs: encoded(stored(crcs)), blank=raw) if labels else Literal(raw)
-    return (*others, FilePlan(MANIFEST, (manifest,)))
-
-
-def _without_box(chunk: StoredChunk, shape: tuple[int, ...]) -> StoredChunk:
-    """A chunk that is a whole tensor has no box."""
-    if chunk.stop != shape or any(chunk.start or ()):
-        return chunk
-    return StoredChunk(chunk.file, chunk.bytes, chunk.crc32, None, None, chunk.sparse, chunk.hash, chunk.head)
-
-
-def _index_for_others(files: Sequence[DataFile], tensors: Mapping[str, StoredTensor]) -> list[FilePlan]:
-    places = []
-    for name, tensor in tensors.items():
-        for chunk in tensor.chunks:
-            if chunk.sparse is not None or chunk.start is not None:
-                return []
-            places.append((chunk.file, *chunk.bytes, name))
-    places.sort()
-    weight_map = {name: files[number].name for number, _, _, name in places}
-    return [index_file(INDEX, weight_map, sum(stop - start for _, start, stop, _ in places))]
-
-
 def other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
     """The manifest's field about files that are known before any data is: their names, lengths and checksums."""
     listed = []
@@ -610,7 +412,7 @@ def other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.Un
     return tuple(listed) or msgspec.UNSET
 
 
-class _Kept(Value, frozen=True):
+class Kept(Value, frozen=True):
     """What a native directory keeps of a state beside its elements."""
 
     sharing: Shared
@@ -621,7 +423,7 @@ class _Kept(Value, frozen=True):
     """What a person should know."""
 
 
-def _what_is_kept(state: State, table: Table) -> _Kept:
+def what_is_kept(state: State, table: Table) -> Kept:
     """Raises `CannotHold` with everything that has no place in a native checkpoint."""
     sharing = share(table)
     problems = metadata_problems(state, table)
@@ -636,7 +438,7 @@ def _what_is_kept(state: State, table: Table) -> _Kept:
         fields |= order_fields(table.names, sharing.aliases)
     if problems:
         raise CannotHold(CANNOT, list(dict.fromkeys(problems)))
-    return _Kept(sharing, fields, notes)
+    return Kept(sharing, fields, notes)
 
 
 def carried(kind: Kind) -> HeaderKind:

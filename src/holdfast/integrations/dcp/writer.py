@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import IO, Protocol, cast
 
 import torch
@@ -30,8 +31,6 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.core.tensor import LazyTensor
-from holdfast.engine.arrays import Resident
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import unfinished
 from holdfast.engine.commit.transactions import FileTransaction
@@ -42,13 +41,15 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.write import write_file
 from holdfast.errors import Unsupported
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
-from holdfast.formats.dcp.write import Item, lay_out_items
+from holdfast.formats.dcp.write import lay_out_items
 from holdfast.formats.seal import SEAL
 from holdfast.integrations.dcp.reader import Where, finished, is_place, named
 from holdfast.plan.saves import FilePlan, Literal
+from holdfast.plan.table import table_of
 from holdfast.ranks.files import is_part
 from holdfast.ranks.write import open_together
 from holdfast.rewrite.renewal import NOTHING
+from holdfast.rewrite.state import tabulate_state
 from holdfast.stores.files import make_parents
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import place_of
@@ -56,7 +57,6 @@ from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import pickled_index
 from holdfast.torch.serialization.save import save
-from holdfast.torch.tensors.to_lazy import torch_leaf
 
 EXISTS = "Checkpoint already exists; pass overwrite=True to replace it, or save elsewhere"
 
@@ -270,11 +270,11 @@ class Writer(StorageWriter):
         return there[0]
 
     def _written(self, items: Sequence[WriteItem], planner: SavePlanner, key: str, into: Target) -> list[WriteResult]:
-        labels = {f"{number}": item for number, item in enumerate(items)}
-        file, places = _lay_out(key, labels, planner)
+        file, laid = _lay_out(key, items, planner)
         if not self._extensions:
             into.begin(file)(Saving(seals=NOTHING, threads=self._threads))
-            return [WriteResult(labels[at.label].index, at.nbytes, _StorageInfo(key, at.offset, at.nbytes)) for at in places]
+            starts = accumulate((nbytes for _, nbytes in laid), initial=0)
+            return [WriteResult(one.index, n, _StorageInfo(key, at, n)) for (one, n), at in zip(laid, starts, strict=False)]
         results: list[WriteResult] = []
         into.stream(key, file.nbytes, lambda out: results.extend(self._transformed(items, planner, key, out)))
         return results
@@ -288,7 +288,7 @@ class Writer(StorageWriter):
             stream = cast(IO[bytes], end)
             for extension in self._extensions:
                 stream = extension.transform_to(stream)
-            file, _ = _lay_out(key, {"0": item}, planner)
+            file, _ = _lay_out(key, [item], planner)
             with closing(stream):
                 write_stream(file, stream)
             # In the order in which readers undo them. torch's own writer notes several the other way round, and cannot read that.
@@ -362,19 +362,24 @@ def _opened(path: str) -> Iterator[int]:
         system.close(folder)
 
 
-def _lay_out(key: str, items: dict[str, WriteItem], planner: SavePlanner) -> tuple[FilePlan, list[Item]]:
-    """A file with these items, as the planner has them now."""
-    lazy = torch_leaf(Resident())
-    values: list[tuple[str, tuple[Literal, ...]]] = []
-    tensors: list[tuple[str, LazyTensor]] = []
-    for label, item in items.items():
+def _lay_out(key: str, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[FilePlan, list[tuple[WriteItem, int]]]:
+    """A file with these items, as the planner has them now; and they in the order of the file, each with its length."""
+    values: list[tuple[WriteItem, bytes]] = []
+    tensors: list[tuple[WriteItem, torch.Tensor]] = []
+    for item in items:
         data = planner.resolve_data(item)
-        made = None if item.type == WriteItemType.BYTE_IO else lazy(cast(torch.Tensor, data).detach(), (item.index.fqn,))
-        if isinstance(made, LazyTensor) and not made.traits.meta:
-            tensors.append((label, made))
+        if isinstance(data, torch.Tensor) and item.type != WriteItemType.BYTE_IO and _is_plain(data):
+            tensors.append((item, data.detach()))
         else:
-            values.append((label, (Literal(_bytes(data, item.index.fqn)),)))
-    return lay_out_items(key, values, tensors)
+            values.append((item, _bytes(data, item.index.fqn)))
+    table = table_of(tabulate_state({f"{number}": tensor for number, (_, tensor) in enumerate(tensors)}))
+    plan, lengths = lay_out_items(key, [archive for _, archive in values], table, range(len(table)))
+    return plan, [*zip([item for item, _ in (*values, *tensors)], lengths.tolist(), strict=True)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements in one piece of memory that stand for themselves."""
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
 
 
 def _bytes(data: torch.Tensor | io.BytesIO, name: str) -> bytes:

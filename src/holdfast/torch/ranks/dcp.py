@@ -16,7 +16,7 @@ import hashlib
 import io
 import pickle
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
@@ -27,15 +27,19 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast.core import value as values
 from holdfast.core.dtype import DTYPES
+from holdfast.core.leaves import PLAIN, Leaves
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
+from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, values_inside
 from holdfast.engine.stream import write_stream
+from holdfast.formats.native.boxes import as_column
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.formats.tree_json.encode import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
-from holdfast.ranks.files import Contents, Receipt
+from holdfast.ranks.files import Contents, Delivered
+from holdfast.rewrite.state import describe_state
 from holdfast.torch import versions
 from holdfast.torch.serialization.pickling import StorageIds, pickle_object
 from holdfast.torch.serialization.save import plan_object
@@ -104,10 +108,9 @@ class FlatState(Struct):
 def flatten(state: State, raw: object) -> FlatState:
     """Flatten a described state. `raw` is what it describes."""
     flat = FlatState()
-    _walk(state.tree, raw, path=(), flat=flat)
-    for name, path in state.paths.items():
-        if name in flat.paths:
-            continue
+    _Flattening(flat, state.leaves).walk(state.tree, raw, ())
+    for name in [name for name in state.tensors if name not in flat.paths]:
+        path = state.paths.get(name, tuple(name.split(".")))
         above = (flat.values.get(dotted(path[:i])) for i in range(len(path)))
         holder = next(filter(None, above), None)
         if holder is not None and not any(isinstance(inner, torch.Tensor | LazyTensor) for inner in values_inside(holder.raw)):
@@ -117,37 +120,75 @@ def flatten(state: State, raw: object) -> FlatState:
     return flat
 
 
-def common_problems(state: State, flat: FlatState) -> list[str]:
+def common_problems(state: State, table: Table, flat: FlatState) -> list[str]:
     """What no rank could say to the others, or no format could hold."""
     problems = [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
     most = Limits().rank
-    for name, tensor in state.tensors.items():
-        if tensor.traits.meta:
+    wrong = {k: kind for k, kind in enumerate(table.kinds) if kind.traits.meta or len(kind.shape) > most}
+    for name, kind in zip(table.names, table.kind, strict=True) if wrong else ():
+        if kind in wrong and wrong[kind].traits.meta:
             problems.append(f"{name}: it is on the meta device, without data")
-        if tensor.ndim > most:
-            problems.append(f"{name}: {tensor.ndim} dimensions are more than Limits(rank={most})")
-    names = dict.fromkeys([*state.tensors, *flat.paths])
+        if kind in wrong and len(wrong[kind].shape) > most:
+            problems.append(f"{name}: {len(wrong[kind].shape)} dimensions are more than Limits(rank={most})")
+    if is_unicode("".join(table.names)) and is_unicode("".join(flat.paths)):
+        return problems
+    names = dict.fromkeys([*table.names, *flat.paths])
     return problems + [f"{name}: {NO_UNICODE}" for name in names if not is_unicode(name)]
 
 
-def _walk(value: object, raw: object, *, path: Path, flat: FlatState) -> None:
-    if isinstance(value, Mapping) and isinstance(raw, Mapping) and (value or not path):
-        for (key, inner), own in zip(value.items(), raw.values(), strict=True):
-            _walk(inner, own, path=(*path, str(key)), flat=flat)
-        return
-    if isinstance(value, list) and isinstance(raw, list) and _worth(value):
-        for i, (inner, own) in enumerate(zip(value, raw, strict=True)):
-            _walk(inner, own, path=(*path, i), flat=flat)
-        return
-    name = ".".join(map(str, path))
-    if name in flat.paths:
-        flat.problems.append(f"{name}: the name of two things")
-    flat.paths[name] = path
-    if isinstance(value, Composite):
-        flat.problems.append(f"{name}: a {value.kind} tensor")
-        flat.paths |= {f"{name}.{part}": (*path, part) for part in value.parts}
-    elif not isinstance(value, LazyTensor):
-        flat.values[name] = Value(raw, value)
+class _Flattening:
+    """One walk through a described state and what it describes, together."""
+
+    def __init__(self, flat: FlatState, leaves: Leaves | None) -> None:
+        self._flat, self._leaves = flat, leaves
+
+    def walk(self, value: object, raw: object, path: Path) -> None:
+        if isinstance(value, Mapping) and isinstance(raw, Mapping) and (value or not path):
+            if not self._all_tensors(value, path):
+                for (key, inner), own in zip(value.items(), raw.values(), strict=True):
+                    self.walk(inner, own, (*path, str(key)))
+            return
+        if isinstance(value, list) and isinstance(raw, list) and self._is_entered(value):
+            for i, (inner, own) in enumerate(zip(value, raw, strict=True)):
+                self.walk(inner, own, (*path, i))
+            return
+        flat, made = self._flat, self._described(value)
+        name = ".".join(map(str, path))
+        if name in flat.paths:
+            flat.problems.append(f"{name}: the name of two things")
+        flat.paths[name] = path
+        if isinstance(made, Composite):
+            flat.problems.append(f"{name}: a {made.kind} tensor")
+            flat.paths |= {f"{name}.{part}": (*path, part) for part in made.parts}
+        elif not isinstance(made, LazyTensor) and not (self._leaves is not None and self._leaves.is_tensor(value)):
+            flat.values[name] = Value(raw, made)
+
+    def _all_tensors(self, value: Mapping[object, object], path: Path) -> bool:
+        """Take a mapping of plain tensors as a whole; False where it is another one, and nothing is done."""
+        leaves, flat = self._leaves, self._flat
+        if leaves is None or leaves.odd or not value or not leaves.kinds.issuperset(map(type, value.values())):
+            return False
+        before = "".join([f"{key}." for key in path])
+        names = {f"{before}{key}": (*path, str(key)) for key in value}
+        if len(names) < len(value) or not flat.paths.keys().isdisjoint(names):
+            return False
+        flat.paths |= names
+        return True
+
+    def _described(self, value: object) -> object:
+        """A leaf without torch's classes."""
+        if self._leaves is None or type(value) in PLAIN:
+            return value
+        if isinstance(value, Mapping | list | tuple):
+            return value if PLAIN.issuperset(map(type, value)) and not isinstance(value, Mapping) else describe_state(value).tree
+        return self._leaves.described(value)
+
+    def _is_entered(self, value: object) -> bool:
+        """Whether there is a tensor or a mapping in a list."""
+        if isinstance(value, list):
+            return any(map(self._is_entered, value))
+        made = value if self._leaves is None else self._leaves.described(value)
+        return isinstance(made, LazyTensor | Composite | Mapping) or (self._leaves is not None and self._leaves.is_tensor(value))
 
 
 def _is_opened(value: object) -> bool:
@@ -164,40 +205,37 @@ def _is_opened(value: object) -> bool:
     return False
 
 
-def _worth(value: object) -> bool:
-    """Whether there is a tensor or a mapping in a list."""
-    return isinstance(value, LazyTensor | Composite | Mapping) or (isinstance(value, list) and any(map(_worth, value)))
-
-
-def dcp_index(contents: Contents, receipts: Sequence[Receipt], *, path: str) -> bytes:
+def dcp_index(contents: Contents, delivered: Delivered, *, path: str) -> bytes:
     """The `.metadata` of a directory with these files, which is saved under a path."""
     state: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
     storage: dict[m.MetadataIndex, _StorageInfo] = {}
-    for receipt in receipts:
-        for name, chunk in receipt.chunks:
-            first, last = chunk.bytes
-            info = _StorageInfo(receipt.key, first, last - first)
-            if name in contents.values:
+    catalogue = contents.catalogue
+    names, shapes, grads = catalogue.names, catalogue.shapes, contents.grads
+    rows = {row.name: row for row in DTYPES.rows}
+    dtypes = {name: torch_dtype(rows[name]) for name in dict.fromkeys(catalogue.dtypes)}
+    for writes, receipts in delivered:
+        tensors, offsets, sizes = (columns.T.tolist() for columns in (writes.tensors, writes.offsets, writes.sizes))
+        for receipt in receipts:
+            key = receipt.key
+            for name, first, last in receipt.values:
                 state[name] = m.BytesStorageMetadata()
-                storage[m.MetadataIndex(name)] = info
-                continue
-            dtype, shape = contents.tensors[name]
-            row = DTYPES.name(dtype)
-            assert row is not None  # the plan's catalogue has checked it
-            assert chunk.start is not None  # receipts have the box of every chunk
-            assert chunk.stop is not None
-            known = state.get(name)
-            if not isinstance(known, m.TensorStorageMetadata):
-                properties = m.TensorProperties(dtype=torch_dtype(row), requires_grad=name in contents.grads)
-                known = state[name] = m.TensorStorageMetadata(properties, torch.Size(shape), [])
-            start, sizes = torch.Size(chunk.start), torch.Size([b - a for a, b in zip(chunk.start, chunk.stop, strict=True)])
-            storage[m.MetadataIndex(name, start, len(known.chunks))] = info
-            known.chunks.append(m.ChunkStorageMetadata(start, sizes))
+                storage[m.MetadataIndex(name)] = _StorageInfo(key, first, last - first)
+            columns = (as_column(c).tolist() for c in (receipt.stored.boxes, receipt.stored.starts, receipt.stored.stops))
+            for box, first, last in zip(*columns, strict=True):
+                tensor = tensors[box]
+                name, rank = names[tensor], len(shapes[tensor])
+                known = state.get(name)
+                if not isinstance(known, m.TensorStorageMetadata):
+                    properties = m.TensorProperties(dtype=dtypes[catalogue.dtypes[tensor]], requires_grad=name in grads)
+                    known = state[name] = m.TensorStorageMetadata(properties, torch.Size(shapes[tensor]), [])
+                start, lengths = torch.Size(offsets[box][:rank]), torch.Size(sizes[box][:rank])
+                storage[m.MetadataIndex(name, start, len(known.chunks))] = _StorageInfo(key, first, last - first)
+                known.chunks.append(m.ChunkStorageMetadata(start, lengths))
     for alias, base in contents.aliases.items():
         # Tied tensors: the same items under another name. torch's reader loads each name by itself, and need not know.
         known = state[base]
         assert isinstance(known, m.TensorStorageMetadata)
-        properties = m.TensorProperties(dtype=known.properties.dtype, requires_grad=alias in contents.grads)
+        properties = m.TensorProperties(dtype=known.properties.dtype, requires_grad=alias in grads)
         state[alias] = m.TensorStorageMetadata(properties, known.size, list(known.chunks))
         for number, item in enumerate(known.chunks):
             storage[m.MetadataIndex(alias, item.offsets, number)] = storage[m.MetadataIndex(base, item.offsets, number)]
@@ -211,6 +249,8 @@ def dcp_index(contents: Contents, receipts: Sequence[Receipt], *, path: str) -> 
 
 def pickled_index(metadata: m.Metadata) -> bytes:
     """An index as every torch understands it."""
+    if not versions.STRIDES:
+        return pickle.dumps(metadata)
     out = io.BytesIO()
     _Pickler(out).dump(metadata)
     return out.getvalue()
@@ -220,7 +260,7 @@ class _Pickler(pickle.Pickler):
     """Leaves out the strides that torch 2.15 adds to what it says of a tensor: versions before it refuse them, none needs them."""
 
     def reducer_override(self, obj: object) -> Any:  # noqa: ANN401 (the pickler's own)
-        if not versions.STRIDES or type(obj) is not m.TensorProperties:
+        if type(obj) is not m.TensorProperties:
             return NotImplemented
         made, args, state, *_ = cast(tuple[Any, ...], obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL))
         return made, args, state[:5]

@@ -24,29 +24,32 @@ from functools import partial
 from typing import Literal
 
 import msgspec
+import numpy as np
 from msgspec import field
 
-from holdfast.core.box import Box
+from holdfast.core.arrays import Ints
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
 from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import twins
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, RankLost, RanksFailed
-from holdfast.formats.native.write import BoxToWrite
+from holdfast.formats.native.boxes import Boxes, as_bytes, as_column
 from holdfast.formats.safetensors.write import is_flat
-from holdfast.formats.tree_json.encode import encode_tree
+from holdfast.formats.tree_json.encode import encode_state
+from holdfast.plan.table import lazy_table, table_of
 from holdfast.ranks.files import NOTHING, RankOutput, Receipt, rank_files, unkept_notes
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
-from holdfast.ranks.together import Description, Place, message, put_together, with_sums
-from holdfast.ranks.write import AsStep, Publishing, open_publishing, publish, rehearse_contents, rehearse_value, write_files
+from holdfast.ranks.together import Description, message, put_together, with_sums
+from holdfast.ranks.write import AsStep, Publishing, check_opens, check_value, open_publishing, publish, write_files
 from holdfast.rewrite.base import open_base
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.state import tabulate_state
 from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flatten
 from holdfast.torch.ranks.group import Ranks
@@ -60,6 +63,8 @@ block takes the interpreter lock a few times, which the caller's own thread need
 THREADS_A_FILE, FILE_NBYTES = 4, 256 << 20
 """Threads for which a rank writes one more file at once, and what a file should have at least. The kernel lets one thread at a time
 write to a file: beside it others can sum, and no more."""
+
+NO_BOXES = Boxes(table_of({}), np.zeros((0, 0), np.int64), ())
 
 Copy = Callable[[Sequence[LazyTensor]], Staged]
 """Copies tensors into memory of our own."""
@@ -109,6 +114,8 @@ class Described(Value, frozen=True):
     told: bytes | Exception
     """What it has to say when it is planned: its description, or what went wrong."""
     state: State = field(default_factory=lambda: State({}, {}, {}))
+    columns: RankState = field(default_factory=lambda: RankState.of([]))
+    """Its tensors and boxes."""
     flat: FlatState = field(default_factory=FlatState)
     notes: tuple[str, ...] = ()
     archives: Mapping[str, bytes] = field(default_factory=dict)
@@ -119,7 +126,7 @@ class Described(Value, frozen=True):
     @property
     def stages_first(self) -> bool:
         """Whether to copy before it is planned: where ranks have little in common, of which each would copy all."""
-        return self.job.ranks.size == 1 or little_in_common(self.state.tensors)
+        return self.job.ranks.size == 1 or little_in_common(table_of(self.state))
 
 
 class Planned(Value, frozen=True):
@@ -164,7 +171,8 @@ class RankTask(msgspec.Struct):
 
     told: str
     """Where everything comes together (`engine.targets`)."""
-    boxes: list[Place]
+    boxes: bytes
+    """What it writes: the numbers of boxes in the columns of its own `RankState`, 64-bit integers."""
     values: list[str]
     notes: list[str]
     whole: bool
@@ -182,48 +190,45 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
     try:
         raw, matched = mark(state(), job.asked.per_rank, rank_key(job.ranks.rank, job.ranks.size))
         with resting_collector():
-            found = describe_state(raw, metadata=job.asked.metadata)
+            found = tabulate_state(raw, metadata=job.asked.metadata)
             flat = flatten(found, raw) if job.asked.format != "native" else FlatState()
-            found = replace(found, tensors={name: lazy for name, lazy in found.tensors.items() if name not in flat.pickled})
-            told = _message(found, flat, matched, format=job.asked.format)
-            return Described(job, told, found, flat, unkept_notes(found, job.asked.format))
+            table = table_of(found)
+            if flat.pickled:
+                table = table.with_entries([row for row, name in enumerate(table.names) if name not in flat.pickled], {})
+            found = replace(found, tensors=table)
+            told, columns = _message(found, table, flat, matched, format=job.asked.format)
+            return Described(job, told, found, columns, flat, unkept_notes(found, job.asked.format))
     except Exception as error:
         return Described(job, error)
 
 
-def _message(state: State, flat: FlatState, matched: list[str], *, format: str) -> bytes:
+def _message(state: State, table: Table, flat: FlatState, matched: list[str], *, format: str) -> tuple[bytes, RankState]:
     tree: bytes | None = None
     digests = flat.digests() if format == "dcp" else {}
     problems = list(flat.problems)
     if format == "native" and not is_flat(state):
-        encoded = encode_tree(state.tree, state.paths)
+        encoded = encode_state(state, table)
         problems += encoded.problems
         tree = msgspec.json.encode(encoded.value)
     if format == "safetensors":
         kinds = ((name, type(value.raw).__name__) for name, value in flat.values.items())
         problems += [f"{name}: a {kind}; safetensors files hold tensors alone" for name, kind in kinds]
-    problems += common_problems(state, flat)
+    problems += common_problems(state, table, flat)
     if problems:
         raise CannotHold("this state cannot be saved so", problems)
     paths = {name: list(path) for name, path in flat.paths.items()}
-    grads = [name for name, tensor in state.tensors.items() if tensor.traits.requires_grad]
-    rows = [
-        (name, tensor.dtype.name, tensor.shape, [chunk.box for chunk in tensor.chunks] or [_nothing(tensor)])
-        for name, tensor in state.tensors.items()
-    ]
-    aliases = _aliases(state.tensors) if format != "safetensors" else []
+    wanted = [kind.traits.requires_grad for kind in table.kinds]
+    grads = [name for name, kind in zip(table.names, table.kind, strict=True) if wanted[kind]] if any(wanted) else []
+    aliases = _aliases(table) if format != "safetensors" else []
     description = Description(tree, dict(state.metadata), paths, list(flat.values), grads, matched)
-    return message(description, RankState.of(rows, values=digests, aliases=aliases))
+    columns = RankState.of_table(table, values=digests, aliases=aliases)
+    return message(description, columns), columns
 
 
-def _nothing(tensor: LazyTensor) -> Box:
-    """The box of a tensor of which this rank has no part."""
-    return Box((0,) * tensor.ndim, (0,) * tensor.ndim)
-
-
-def _aliases(tensors: Mapping[str, LazyTensor]) -> list[tuple[str, str]]:
-    """Names of one and the same memory, each with the first of them."""
-    return list(twins({name: tensor for name, tensor in tensors.items() if tensor.size}).items())
+def _aliases(table: Table) -> list[tuple[str, str]]:
+    """Names of one and the same memory, each with the first of them. A row that is not odd shares with nobody."""
+    odd = ((table.names[row], table.odd[row]) for row in sorted(table.odd))
+    return list(twins({name: tensor for name, tensor in odd if tensor.size}).items())
 
 
 def stage_described(described: Described, copy: Copy) -> Described:
@@ -233,12 +238,12 @@ def stage_described(described: Described, copy: Copy) -> Described:
     try:
         # Before any copy is under way: a value may refuse to be pickled.
         archives = {name: value.archive() for name, value in described.flat.values.items()}
-        tensors = described.state.tensors
+        tensors = table_of(described.state)
         with resting_collector():
             pieces = pieces_of(tensors)
             staged = copy(list(pieces.values()))
             made = made_of(tensors, dict(zip(pieces, staged.tensors, strict=True)))
-        return replace(described, state=replace(described.state, tensors=made), archives=archives, staged=staged)
+        return replace(described, state=replace(described.state, tensors=table_of(made)), archives=archives, staged=staged)
     except Exception as error:
         return replace(described, told=error)
 
@@ -253,33 +258,43 @@ def plan(described: Described) -> Planned:
 
     def decide(messages: list[bytes]) -> list[bytes]:
         together = put_together(messages, values=asked.values, per_rank=asked.per_rank)
-        rehearse_contents(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
+        check_opens(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
         opened = open_publishing(
             job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step
         )
         job.open.callback(opened.target.give_up)
         publishing.append(opened)
         told, notes = opened.target.told, list(together.notes)
-        given = zip(together.boxes, together.values, strict=True)
         whole = asked.step is not None and asked.base is None
-        return [msgspec.msgpack.encode(RankTask(told, list(boxes), list(values), notes, whole)) for boxes, values in given]
+        tasks = (RankTask(told, as_bytes(writes.boxes), list(writes.values), notes, whole) for writes in together.writes)
+        return [msgspec.msgpack.encode(task) for task in tasks]
 
     answer = job.ranks.agree(_with_sums(described), decide)
-    part = RankOutput(job.ranks.rank, job.ranks.size, (), described.state.metadata)
+    part = RankOutput(job.ranks.rank, job.ranks.size, NO_BOXES, described.state.metadata)
     planned = Planned(job, part, publishing[0] if publishing else None, described.notes, staged=described.staged)
     try:
         task = TASKS.decode(answer)
-        tensors = described.state.tensors
-        boxes = [BoxToWrite.cut(name, tensors[name], Box(start, stop)) for name, start, stop in task.boxes]
+        boxes = _boxes(described, as_column(task.boxes))
         values = {name: described.archives.get(name) or described.flat.values[name].archive() for name in task.values}
         for name, archive in values.items():
-            rehearse_value(name, archive)
+            check_value(name, archive)
         part = replace(part, boxes=boxes, values=values)
         into = publishing[0].target if publishing else join_target(task.told, job.place, durable=asked.durable)
         job = replace(job, asked=replace(asked, base=None if task.whole else asked.base))
         return replace(planned, job=job, part=part, target=into, notes=(*planned.notes, *task.notes))
     except Exception as error:
         return replace(planned, failed=error)
+
+
+def _boxes(described: Described, numbers: Ints) -> Boxes:
+    """The boxes of this rank that have these numbers. A tensor without elements is written as a whole."""
+    columns = described.columns
+    tensors, starts, sizes = columns.tensors[numbers], columns.offsets[:, numbers], columns.sizes[:, numbers]
+    extents = columns.catalogue.extents[:, tensors]
+    empty = (extents == 0).any(axis=0)
+    if empty.any():
+        starts, sizes = np.where(empty, 0, starts), np.where(empty, extents, sizes)
+    return Boxes.cut(table_of(described.state), tensors.tolist(), starts, sizes)
 
 
 def _with_sums(described: Described) -> bytes | Exception:
@@ -291,7 +306,7 @@ def _with_sums(described: Described) -> bytes | Exception:
         if job.asked.check_replicas and job.ranks.size > 1:
             if described.staged is not None:
                 described.staged.copies.wait()
-            sums = replica_sums(described.state.tensors, threads=job.count_threads())
+            sums = replica_sums(table_of(described.state), threads=job.count_threads())
     except Exception as error:
         return error
     return with_sums(sums, described.told)
@@ -302,9 +317,10 @@ def stage_planned(planned: Planned, copy: Copy) -> Planned:
     if planned.failed is not None:
         return planned
     try:
-        staged = copy([one.tensor for one in planned.part.boxes])
-        boxes = [replace(one, tensor=tensor) for one, tensor in zip(planned.part.boxes, staged.tensors, strict=True)]
-        return replace(planned, part=replace(planned.part, boxes=boxes), staged=staged)
+        boxes = planned.part.boxes
+        staged = copy([boxes.table.view(row) for row in range(len(boxes))])
+        table = lazy_table(boxes.table.names, staged.tensors)
+        return replace(planned, part=replace(planned.part, boxes=replace(boxes, table=table)), staged=staged)
     except Exception as error:
         return replace(planned, failed=error)
 
@@ -368,6 +384,7 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     receipts = write_files(
         rank_files(asked.format, planned.part, files=count, pack=pack, hashes=hashes, reuse=reuse, save=into.save),
         into,
+        boxes=planned.part.boxes,
         threads=threads,
         progress=asked.progress,
         block=block,
