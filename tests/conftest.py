@@ -64,6 +64,8 @@ REPEATED = {
     "test_hostile_pickles": ("tests/torch/serialization/test_weights_attacks.py", 8),
     "test_the_nth_call_fails": ("tests/crash/test_nth_call.py", 4),
     "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 192),
+    "test_a_tensor_costs_the_same_among_many": ("tests/growth/test_one_way.py", 8),
+    "test_one_odd_tensor_among_many": ("tests/growth/test_one_way.py", 4),
     "test_every_header_byte_flipped": ("tests/hostile/test_damage.py", 2),
     "test_an_attack_is_a_page_or_a_refusal": ("tests/reports/test_hostile_reports.py", 12),
     "test_an_attack": ("tests/integrations/test_dcp_hostile.py", 4),

@@ -37,6 +37,9 @@ FAR_BLOCK_NBYTES = 8 << 20
 PARALLEL_NBYTES = 32 << 20
 """From this size on several threads sum."""
 
+JOINED_NBYTES = 256 << 10
+"""Pieces below this are written together."""
+
 ZEROS = bytes(1 << 20)
 
 
@@ -97,36 +100,26 @@ def _write_all(
 ) -> dict[str, int]:
     crcs = {**(known or {}), **foreseen}
     own = {*known_later(plan.segments)}
-    texts: list[bytes] = []
-
-    def flush() -> None:
-        if texts:
-            write_all(target, b"".join(texts))
-            texts.clear()
-
+    joined = _Joining(target)
     for segment in plan.segments:
         match segment:
             case Literal():
-                texts.append(segment.data)
+                joined.write(segment.data)
             case Late():
-                texts.append(segment.content(crcs))
+                joined.write(segment.content(crcs))
             case Gathered():
                 content, found = segment.content()
-                texts.append(content)
-                flush()
+                joined.write(content)
                 crcs.update(found)
                 own.update(found)
             case Hole():
-                flush()
                 for start in range(0, segment.nbytes, len(ZEROS)):
-                    write_all(target, memoryview(ZEROS)[: segment.nbytes - start])
+                    joined.write(memoryview(ZEROS)[: segment.nbytes - start])
             case Data():
-                flush()
-                crcs |= _write_hashed(target, segment, blocks)
+                crcs |= _write_hashed(joined, segment, blocks)
             case Memory():
-                flush()
-                crcs[segment.label] = _write_memory(target, segment.content)
-    flush()
+                crcs[segment.label] = _write_memory(joined, segment.content)
+    joined.flush()
     changed = [label for label, crc in foreseen.items() if crcs[label] != crc]
     if changed:
         check_source(plan, crcs)
@@ -237,6 +230,32 @@ class Nowhere:
 
 
 NOWHERE = Nowhere()
+
+
+class _Joining:
+    """A target that is given small pieces together: a write to an object store is a call on another thread."""
+
+    def __init__(self, target: Writer) -> None:
+        self._target = target
+        self._pieces: list[bytes] = []
+        self._nbytes = 0
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        if len(data) >= JOINED_NBYTES:
+            self.flush()
+            write_all(self._target, data)
+            return
+        self._pieces.append(bytes(data))
+        self._nbytes += len(data)
+        if self._nbytes >= JOINED_NBYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was joined so far."""
+        if self._pieces:
+            write_all(self._target, b"".join(self._pieces))
+            self._pieces.clear()
+            self._nbytes = 0
 
 
 class _Hashing(Struct):

@@ -89,7 +89,8 @@ class Upload:
     def write(self, data: Buffer, /) -> int:
         whole = memoryview(data)
         for start in range(0, whole.nbytes, PART_NBYTES):
-            self._lent = [one for one in self._lent if not given_back(one)]
+            # What the store keeps is never given back: to look for it again with each part would cost their square.
+            self._lent = [] if self._bucket.keeps else [one for one in self._lent if not given_back(one)]
             self._lent.append(whole[start : start + PART_NBYTES])
             self._bucket.once(self._write, self._key, "uploading it")
         self.nbytes += whole.nbytes
