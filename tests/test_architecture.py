@@ -311,7 +311,7 @@ SECOND_WAYS = {
     "core/columns.py",
     "engine/columns.py",
     "engine/records.py",
-    "formats/torch/rows.py",
+    "formats/torch/writer.py",
     "inspect/storage_rows.py",
     "rewrite/convert.py",
     "rewrite/small.py",
