@@ -50,8 +50,8 @@ class RecordRead(NamedTuple):
     label: str
 
 
-def read_records(store: Store, key: str, records: Sequence[RecordRead], *, threads: int, verify: bool = True) -> None:
-    """Read every record to its place. Raises `Corrupted` for one whose checksum does not match."""
+def read_records(store: Store, key: str, records: Sequence[RecordRead], *, threads: int, verify: bool = True) -> int:
+    """Read every record to its place; how many bytes were read. Raises `Corrupted` for one whose checksum does not match."""
     if len(records) <= FEW_RECORDS and sum(record.nbytes for record in records) <= FEW_NBYTES:
         for record in records:
             out = memory_at(record.address, record.nbytes)
@@ -59,10 +59,11 @@ def read_records(store: Store, key: str, records: Sequence[RecordRead], *, threa
                 store.read(key, record.start, out)
             if verify and record.crc32 is not None:
                 _compare(record, crc32(out), key)
-        return
+        return sum(record.nbytes for record in records)
     sink = Records(key, records, verify=verify)
     transfer([(store, sink.parts, sink)], threads, nbytes=RECORDS.block, step=RECORDS.block)
     sink.finish()
+    return sink.parts.nbytes
 
 
 class Records(Sink):

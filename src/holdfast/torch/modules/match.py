@@ -20,9 +20,11 @@ from msgspec import Struct, field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.sharing import identity
+from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path
 from holdfast.errors import DoesNotFit, Unsupported
+from holdfast.plan.table import table_of
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.tree import ABSENT, find_value
 
@@ -59,6 +61,14 @@ class Names:
         self.left = dict.fromkeys(name[len(prefix) :] for name in checkpoint.model_names(prefix))
         """Those that nobody asked for yet; nobody has to ask for what stands beside a model."""
         self._all = frozenset(name[len(prefix) :] for name in self.offered)
+        self._table: Table | None = None
+
+    @property
+    def table(self) -> Table:
+        """The tensors of the checkpoint as rows."""
+        if self._table is None:
+            self._table = table_of(self.checkpoint.stored)
+        return self._table
 
     def __contains__(self, name: object) -> bool:
         return name in self._all
@@ -96,6 +106,11 @@ class Names:
         self.left.pop(name, None)
         for part in found.parts if isinstance(found, Composite) else ():
             self.left.pop(f"{name}.{part}", None)
+
+    def take_all(self, names: Iterable[str]) -> None:
+        """Count names of plain tensors as asked for."""
+        for name in names:
+            self.left.pop(name, None)
 
     def take_under(self, prefix: str) -> None:
         """Count every name that begins so as asked for."""

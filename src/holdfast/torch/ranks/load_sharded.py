@@ -58,9 +58,9 @@ from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
-from holdfast.torch.ranks.wanted import PerRank, Wanted, match
+from holdfast.torch.ranks.wanted import PerRank, Share, Wanted, match_state
 from holdfast.torch.tensors.fill import NO_ARRAY, fill
-from holdfast.torch.tensors.scratch import Fill
+from holdfast.torch.tensors.fill_rows import fill_rows
 
 Replicated = Literal["auto", "read", "broadcast"]
 
@@ -198,7 +198,7 @@ def load_guarded(
             with resting_collector():
                 names = Names(checkpoint, prefix)
                 place = {"rank": ranks.rank, "size": ranks.size}
-                wanted = match(state, names, cast=cast, strict=strict, per_rank=per_rank, **place)
+                wanted = match_state(state, names, cast=cast, strict=strict, per_rank=per_rank, **place)
                 seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
                 fits = not wanted.mismatched and not (strict and wanted.missing)
                 # One rank alone has nobody to hand anything on to.
@@ -210,6 +210,7 @@ def load_guarded(
         verdict = VERDICTS.decode(answer)
         asked = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
         assert names is not None  # or this rank would have failed, and with it all of them
+        assert wanted.rows is not None
         unexpected = [name for name, used in zip(names.offered, asked.tolist(), strict=False) if not used]
         if not verdict.fits:
             try:
@@ -219,20 +220,24 @@ def load_guarded(
             ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
         shares = verdict.shares
         needed = read = 0
-        elsewhere = {id(wanted.whole[name]) for name, owner in shares.items() if owner != ranks.rank}
-        mine = [one for one in wanted.fills if id(one) not in elsewhere]
+        elsewhere = {name for name, owner in shares.items() if owner != ranks.rank}
+        theirs = {id(wanted.whole[name].target) for name in elsewhere}
+        mine = [one for one in wanted.fills if id(one.target) not in theirs]
+        rows = wanted.rows.without(elsewhere)
         if check:
             try:
                 with unharmed():
-                    check_first([Request(one.lazy, NO_ARRAY) for one in mine])
+                    check_first([Request(one.lazy, NO_ARRAY) for one in (*mine, *map(rows.fill, range(len(rows))))])
             except Exception as error:
                 problem = error
             ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
         otherwise = "the load failed, and some tensors have been changed"
         try:
-            needed = sum(one.lazy.nbytes for one in wanted.fills)
-            wanted.notes += fill(mine, progress, max_host_memory=max_host_memory)
-            read = _read_nbytes(mine)
+            needed = sum(one.lazy.nbytes for one in wanted.fills) + int(wanted.rows.nbytes.sum())
+            found = fill_rows(rows, progress, max_host_memory=max_host_memory)
+            wanted.notes += dict.fromkeys([*found, *fill(mine, progress, max_host_memory=max_host_memory)])
+            sources = {*rows.sources, *(one.lazy.source for one in mine)}
+            read = sum(source.read_nbytes for source in sources if isinstance(source, OpenSource))
         except Exception as error:
             problem = error
         if shares:
@@ -268,12 +273,6 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
 
     with open_torch(place_of(path, store)) as checkpoint:
         return checkpoint.read_tree(device=device)
-
-
-def _read_nbytes(fills: list[Fill]) -> int:
-    """Bytes that were read from the files of a checkpoint that was opened for these fills alone."""
-    sources = {one.lazy.source for one in fills}
-    return sum(source.read_nbytes for source in sources if isinstance(source, OpenSource))
 
 
 def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> list[bytes]:
@@ -346,13 +345,13 @@ class Offer(msgspec.Struct, frozen=True):
 TOLD, VERDICTS = msgspec.msgpack.Decoder(Told), msgspec.msgpack.Decoder(Verdict)
 
 
-def offers(whole: Mapping[str, Fill], group: dist.ProcessGroup | None) -> list[Offer]:
+def offers(whole: Mapping[str, Share], group: dist.ProcessGroup | None) -> list[Offer]:
     """What this rank wants whole and could get from another: dense tensors on devices that the group can send between."""
     devices = _devices(group)
     return [
-        Offer(name, str(fill.target.dtype), tuple(fill.target.shape), fill.target.device.type, fill.lazy.nbytes)
-        for name, fill in whole.items()
-        if fill.target.device.type in devices and fill.target.is_contiguous() and not fill.target.is_conj() and fill.lazy.nbytes
+        Offer(name, str(target.dtype), tuple(target.shape), target.device.type, nbytes)
+        for name, (target, nbytes) in whole.items()
+        if target.device.type in devices and target.is_contiguous() and not target.is_conj() and nbytes
     ]
 
 
@@ -372,7 +371,7 @@ def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, far: bool) -> di
     return shares
 
 
-def hand_on(shares: Mapping[str, int], whole: Mapping[str, Fill], group: dist.ProcessGroup | None) -> None:
+def hand_on(shares: Mapping[str, int], whole: Mapping[str, Share], group: dist.ProcessGroup | None) -> None:
     """Broadcast every tensor from the rank that has read it. Every rank calls it, when all have read."""
     for name, owner in shares.items():
         target = whole[name].target

@@ -13,8 +13,10 @@ has them: like their parameter where they have its shape, sharded as it is; else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, cast
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,16 +26,20 @@ from torch import nn
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
+from holdfast.core.match import match, meet, meet_boxes
+from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, rebuilt, values_inside
 from holdfast.core.value import Value
 from holdfast.engine.arrays import Resident
+from holdfast.errors import Unsupported
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.rewrite.state import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed
 from holdfast.torch.modules.wrappers import plainly_named
-from holdfast.torch.ranks.shards import is_sharded, shards_of
+from holdfast.torch.ranks.shards import PLAIN, is_sharded, shards_of
+from holdfast.torch.tensors.fill_rows import RowFills, overlapping
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.to_lazy import memory_of
@@ -56,12 +62,22 @@ class Leaf(Value, frozen=True):
         return dotted(self.path)
 
 
+class Share(NamedTuple):
+    """All of a tensor, which another rank may read and hand on."""
+
+    target: torch.Tensor
+    nbytes: int
+
+
 class Wanted(Outcome):
     """What one rank asks for, and what it would get."""
 
+    rows: RowFills | None = None
+    """Rows of the checkpoint that are one range each, and go to all of a tensor."""
     fills: list[Fill] = field(default_factory=list)
-    whole: dict[str, Fill] = field(default_factory=dict)
-    """Those of the fills that are all of a tensor, by the checkpoint's name for it."""
+    """What else is filled."""
+    whole: dict[str, Share] = field(default_factory=dict)
+    """What is filled with all of a tensor, by the checkpoint's name for it."""
     names: list[str] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     put: list[tuple[Put, object]] = field(default_factory=list)
@@ -83,7 +99,7 @@ class Wanted(Outcome):
             target.load_state_dict(state)
 
 
-def match(state: object, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank) -> Wanted:
+def match_state(state: object, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank) -> Wanted:
     """Look for everything in the state, and take its names. Reads data only where tied tensors are offered two."""
     return Matching(names, rank, size, cast=cast, strict=strict, per_rank=per_rank).run(state)
 
@@ -106,18 +122,26 @@ class Matching:
         self._cast, self._strict, self._per_rank = cast, strict, per_rank
         self._others: dict[str, list[tuple[int, str]]] | None = None
         self._wanted = Wanted()
+        self._rows = RowFills(names.table, [], [])
+        self._row_numbers: list[int] = []
+        """The leaf of each row."""
+        self._fills: list[tuple[int, Fill]] = []
+        """What else is filled, each with the number of its leaf."""
 
     def run(self, state: object) -> Wanted:
         wanted = self._wanted
-        tied: dict[object, list[Leaf]] = {}
-        for leaf in self._leaves(state):
-            wanted.looked_for.append(leaf.name)
-            if isinstance(leaf.value, torch.Tensor) or is_sharded(leaf.value):
-                tied.setdefault(_memory(leaf), []).append(leaf)
-            else:
-                self._value(leaf)
-        for leaves in tied.values():
-            self._tensors(leaves)
+        leaves = self._leaves(state)
+        wanted.looked_for += [leaf.name for leaf in leaves]
+        values = [
+            number for number, leaf in enumerate(leaves) if not isinstance(leaf.value, torch.Tensor) and not is_sharded(leaf.value)
+        ]
+        for number in values:
+            self._value(leaves[number])
+        alone, others = _apart(leaves, set(values))
+        more = self._matched(leaves, alone)
+        for members in sorted([*others, *([number] for number in more)]):
+            self._tensors([leaves[number] for number in members], members[0])
+        self._settle()
         order = {name: number for number, name in enumerate(wanted.looked_for)}
         wanted.names.sort(key=order.__getitem__)
         wanted.missing.sort(key=order.__getitem__)
@@ -224,7 +248,48 @@ class Matching:
             if leaf.put is not None:
                 wanted.put.append((leaf.put, wanted.values[leaf.name]))
 
-    def _tensors(self, leaves: list[Leaf]) -> None:
+    def _matched(self, leaves: list[Leaf], alone: list[int]) -> list[int]:
+        """Match plain tensors that share no memory, by columns; the numbers of those that take a closer look."""
+        names, table = self._names, self._names.table
+        tensors = [cast(torch.Tensor, leaves[number].value) for number in alone]
+        kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        own = [leaves[number].name for number in alone]
+        found = match(table.rows, table.kind, [names.prefix + name for name in own], kinds, partial(_kind_problem, table))
+        met = meet(table, found.source, [None] * len(found.source))
+        taken = [found.target[pair] for pair in met.rows]
+        self._rows = RowFills(table, [found.source[pair] for pair in met.rows], [tensors[at] for at in taken])
+        self._row_numbers = [alone[at] for at in taken]
+        for part in met.parts:
+            at = found.target[part.pair]
+            self._give(alone[at], [Fill(part.tensor, tensors[at].detach())], names.prefix + own[at])
+            taken.append(at)
+        self._wanted.names += [own[at] for at in taken]
+        names.take_all([own[at] for at in taken])
+        return [alone[at] for at in sorted({*found.missing, *found.refused})]
+
+    def _give(self, number: int, fills: list[Fill], whole: str | None) -> None:
+        """Note what a leaf is filled with; `whole` is the checkpoint's name for all of it."""
+        self._fills += [(number, one) for one in fills]
+        if whole is not None:
+            self._wanted.whole[whole] = Share(fills[0].target, fills[0].lazy.nbytes)
+
+    def _settle(self) -> None:
+        """What is filled by columns, and what is not: targets that share memory are filled in the order of the state."""
+        rows, wanted = self._rows, self._wanted
+        fills = [*rows.targets, *(one.target for _, one in self._fills)]
+        nbytes = np.concatenate((rows.nbytes, np.array([_reach(one.target) for _, one in self._fills], np.int64)))
+        shared = overlapping(fills, nbytes)[: len(rows)]
+        apart = shared | rows.remote
+        for at in np.flatnonzero(apart).tolist():
+            self._fills.append((self._row_numbers[at], rows.fill(at)))
+        wanted.rows = rows.only(np.flatnonzero(~apart).tolist()) if apart.any() else rows
+        self._fills.sort(key=lambda pair: pair[0])
+        wanted.fills = [one for _, one in self._fills]
+        if self._size > 1:
+            own = zip(rows.names, rows.targets, rows.nbytes.tolist(), strict=True)
+            wanted.whole |= {name: Share(target.detach(), nbytes) for name, target, nbytes in own}
+
+    def _tensors(self, leaves: list[Leaf], number: int) -> None:
         """Leaves of one memory."""
         wanted = self._wanted
 
@@ -236,9 +301,8 @@ class Matching:
             return
         last, offered = taken
         wanted.names += [leaf.name for leaf in leaves]
-        wanted.fills += offered.fills
-        if len(offered.fills) == 1 and offered.fills[0].lazy.shape == _shape(last):
-            wanted.whole[self._names.prefix + offered.name] = offered.fills[0]
+        whole = len(offered.fills) == 1 and offered.fills[0].lazy.shape == _shape(last)
+        self._give(number, offered.fills, self._names.prefix + offered.name if whole else None)
 
     def _offered(self, leaf: Leaf) -> Offered | str | None:
         """What there is for a tensor of the state; or why it cannot be filled so."""
@@ -260,14 +324,67 @@ class Matching:
             return problem
         if any(local.is_meta for _, local in parts):
             return "a tensor on the meta device has no elements to fill; use to_empty() first"
-        lazy = squeezed(offer, shape)
-        cut = [(lazy if box.shape == lazy.shape else lazy[box.slices], local) for box, local in parts if box.count]
-        return Offered(name, [Fill(part, local.detach()) for part, local in cut])
+        cut = meet_boxes(squeezed(offer, shape), [box for box, _ in parts])
+        return Offered(name, [Fill(part, parts[at][1].detach()) for at, part in cut])
 
     def _dtype_problem(self, here: torch.dtype, own: torch.dtype) -> str | None:
         if own == here or self._cast:
             return None
         return f"{short(here)} here, {short(own)} in the checkpoint; pass cast=True to convert"
+
+
+def _kind_problem(table: Table, kind: int, target: tuple[torch.dtype, torch.Size]) -> str | None:
+    """Why a tensor of a dtype and shape does not get the bytes of a row of a kind just as they are; None where it does."""
+    own = table.kinds[kind]
+    if own.traits.meta or own.dtype.packed or own.dtype.kind == "quantized" or own.shape != target[1]:
+        return "another shape"
+    try:
+        return None if torch_dtype(own.dtype) is target[0] else "another dtype"
+    except Unsupported as error:
+        return error.message
+
+
+def _apart(leaves: Sequence[Leaf], values: set[int]) -> tuple[list[int], list[list[int]]]:
+    """Numbers of plain, dense tensors that begin where no other does; and all others, those of one memory together.
+
+    Tensors of one memory begin at one address. So most need not be asked for more than that.
+    """
+    memories: dict[int, object] = {}
+    addresses: dict[int, int] = {}
+    dense: list[int] = []
+    for number, leaf in enumerate(leaves):
+        value = leaf.value
+        if number in values:
+            continue
+        if not isinstance(value, torch.Tensor) or is_sharded(value):
+            memories[number] = _memory(leaf)
+            continue
+        if type(value) in PLAIN and _is_dense(value):
+            dense.append(number)
+        else:
+            memories[number] = memory = memory_of(value)
+            if not isinstance(memory, tuple):
+                continue
+        addresses[number] = value.data_ptr()
+    counts = Counter(addresses.values())
+    alone = [number for number in dense if addresses[number] and counts[addresses[number]] == 1]
+    tied: dict[object, list[int]] = {}
+    for number in sorted({*memories, *dense}.difference(alone)):
+        tied.setdefault(memories.get(number) or _memory(leaves[number]), []).append(number)
+    return alone, list(tied.values())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is memory with one element behind the other, and nothing else to know of them."""
+    usual = (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided and not tensor.is_nested
+    return usual and not tensor.is_quantized and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _reach(target: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to behind its last."""
+    if not target.numel():
+        return 0
+    return (sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1) * target.element_size()
 
 
 def _parts(leaf: Leaf) -> tuple[tuple[int, ...], torch.dtype, list[tuple[Box, torch.Tensor]]]:
