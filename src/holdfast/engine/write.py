@@ -110,22 +110,19 @@ def write_file(
 
     Memory beyond the state itself is about `threads × block × 2`: what was read, and what is computed from it.
     """
-    if len(plan.segments) == 1 and isinstance(plan.segments[0], Literal) and plan.nbytes <= GATHER_NBYTES:
-        # One write that says itself where it fails. To make room for it first would take as long.
-        sink.write(0, memoryview(plan.segments[0].data))
-        if progress:
-            progress(plan.nbytes)
-        return Receipt(plan.nbytes)
     offsets = plan.offsets()
     written = Written({s.label: Sums() for s in plan.segments if isinstance(s, Data | Memory)})
     large = [s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES]
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
-    sink.allocate(plan.nbytes)
+    # What is written by one write says itself where it fails. To make room for it first would take as long.
+    whole = plan.nbytes < GATHER_NBYTES and not any(isinstance(s, Data | Gathered) and s.hashed for s in plan.segments)
+    if not whole:
+        sink.allocate(plan.nbytes)
     stores = list(dict.fromkeys(s.tensor.source.store for s in plan.segments if isinstance(s, Data)))
     far = max((store.requests for store in stores), default=0)
     threads = threads or max(_usual_threads(plan), far)
     block = block or (2 * BLOCK_NBYTES if far else cached_nbytes(threads, BLOCK_NBYTES))
-    run_reads(_tasks(plan, offsets, sink, written, progress, block), threads, stores=stores)
+    run_reads(_tasks(plan, offsets, sink, written, progress, block, (crcs or {}) if whole else None), threads, stores=stores)
     # A dict of a million checksums is not copied where it is all that is known.
     receipt = Receipt(plan.nbytes, written.gathered, blocks=written.blocks)
     for segment in plan.segments:
@@ -178,17 +175,26 @@ def _joined_late(
 
 
 def _tasks(
-    plan: FilePlan, offsets: Sequence[int], sink: Sink, written: Written, progress: Progress | None, block: int
+    plan: FilePlan,
+    offsets: Sequence[int],
+    sink: Sink,
+    written: Written,
+    progress: Progress | None,
+    block: int,
+    before: Mapping[str, int] | None,
 ) -> Iterator[Callable[[], None]]:
-    """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file."""
+    """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file.
+
+    `before` are the checksums of files written before where the whole file is one stretch; None where it may be several.
+    """
     stretch: list[tuple[int, Segment]] = []
     size, most = 0, GATHER_NBYTES
     for segment, offset in zip(plan.segments, offsets, strict=True):
         wished = _wished_nbytes(segment)
         large = segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(segment, Data | Memory | Hole)
-        if large or (isinstance(segment, Gathered) and (segment.nbytes > GATHER_NBYTES or not segment.bare)):
+        if large or (isinstance(segment, Gathered) and segment.nbytes > GATHER_NBYTES):
             if stretch:
-                yield _stretch(stretch, sink, written, progress)
+                yield _stretch(stretch, sink, written, progress, before)
                 stretch, size, most = [], 0, GATHER_NBYTES
             match segment:
                 case Gathered():
@@ -200,10 +206,10 @@ def _tasks(
         stretch.append((offset, segment))
         size, most = size + segment.nbytes, max(most, wished // GATHERED_PART)
         if size >= most:
-            yield _stretch(stretch, sink, written, progress)
+            yield _stretch(stretch, sink, written, progress, before)
             stretch, size, most = [], 0, GATHER_NBYTES
     if stretch:
-        yield _stretch(stretch, sink, written, progress)
+        yield _stretch(stretch, sink, written, progress, before)
 
 
 def _wished_nbytes(segment: Segment) -> int:
@@ -260,7 +266,9 @@ def _gathered(segment: Gathered, offset: int, sink: Sink, written: Written, prog
     return run
 
 
-def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
+def _stretch(
+    parts: list[tuple[int, Segment]], sink: Sink, written: Written, progress: Progress | None, before: Mapping[str, int] | None
+) -> Callable[[], None]:
     """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
 
     def run() -> None:
@@ -275,6 +283,7 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
         buffer = np.zeros(total, np.uint8).data
         here: dict[str, int] = {}
         blank, known = 0, 0
+        later: list[tuple[int, Late]] = []
         fetched = fetch_small([segment for _, segment in parts if isinstance(segment, Data)])
         for offset, segment in parts:
             at, end = offset - begin, offset - begin + segment.nbytes
@@ -295,10 +304,15 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
             elif isinstance(segment, Late) and segment.needs in here:
                 buffer[at:end] = segment.content(here)
                 written.made.add(offset)
+            elif before is not None:
+                later.append((at, segment))
+                written.made.add(offset)
             else:
                 # What stands before it is known now.
                 written.blocks.append((begin + known, at - known, crc32(buffer[known:at])))
                 blank, known = blank + segment.nbytes, end
+        for at, segment in later:
+            buffer[at : at + segment.nbytes] = segment.content({**before, **here} if before else here)
         if total:
             sink.write(begin, buffer)
             written.blocks.append((begin + known, total - known, crc32(buffer[known:])))

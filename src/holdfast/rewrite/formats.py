@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from holdfast.core.columns import outlines
@@ -140,21 +140,40 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     if leaves is None or SHARDING_INFO in state.metadata:
         return rehearse(plan, path)
     table = table_of(state)
-    rows = sorted({*_of_each_kind(table), *table.odd})
-    if 2 * len(rows) >= len(table) or _near_limits(plan, table):
+    alike = _of_each_kind(table)
+    if _near_limits(plan, table):
         return rehearse(plan, path)
-    sample: dict[str, object] = {f"{at}": table.view(row) for at, row in enumerate(rows)}
-    if not leaves.flat:
-        sample["containers"] = {f"{at}": container for at, container in enumerate(leaves.samples())}
-        sample |= {"others": others} if (others := leaves.others()) else {}
-    described = describe_state(sample, metadata=state.metadata)
-    alike = replace(options, base=None if options.base is None else OpenBase())
-    rehearse(replace(_lay_out(path, described, format, options=alike), holds=described.tensors), path)
-    return replace(plan, opens=True)
+    key = format, options.keep_tree, options.sparse, options.base is None, plan.directory, len(plan.files) > 1, frozenset(alike)
+    plain = leaves.flat and not table.odd and not state.metadata
+    if plain and key in OPENED:
+        return replace(plan, opens=True)
+    rows = sorted({*alike.values(), *table.odd})
+    if 2 * len(rows) >= len(table):
+        plan = rehearse(plan, path)
+    else:
+        sample: dict[str, object] = {f"{at}": table.view(row) for at, row in enumerate(rows)}
+        if not leaves.flat:
+            sample["containers"] = {f"{at}": container for at, container in enumerate(leaves.samples())}
+            sample |= {"others": others} if (others := leaves.others()) else {}
+        described = describe_state(sample, metadata=state.metadata)
+        own = replace(options, base=None if options.base is None else OpenBase())
+        rehearse(replace(_lay_out(path, described, format, options=own), holds=described.tensors), path)
+        plan = replace(plan, opens=True)
+    if plain:
+        if len(OPENED) >= MOST_OPENED:
+            OPENED.clear()
+        OPENED.add(key)
+    return plan
 
 
-def _of_each_kind(table: Table) -> Iterable[int]:
-    """A row of each kind, where kinds that differ in the lengths of their dimensions alone are one."""
+OPENED: set[object] = set()
+"""What the reader has opened in this process: formats and kinds of tensors, of plain dicts of plain tensors."""
+
+MOST_OPENED = 1024
+
+
+def _of_each_kind(table: Table) -> dict[object, int]:
+    """A row of each kind, where kinds that differ in the lengths of their dimensions alone are one; by what they have in common."""
     first = dict(zip(reversed(table.kind), range(len(table) - 1, -1, -1), strict=True))
     alike: dict[object, int] = {}
     for number, row in first.items():
@@ -162,7 +181,7 @@ def _of_each_kind(table: Table) -> Iterable[int]:
         traits = kind.traits
         marks = (traits.requires_grad, traits.parameter, traits.buffer)
         alike[kind.dtype.name, len(kind.shape), kind.nbytes == 0, marks, kind.location] = row
-    return alike.values()
+    return alike
 
 
 def _near_limits(plan: SavePlan, table: Table) -> bool:
