@@ -311,10 +311,10 @@ def watched(clock: Clock) -> Iterator[None]:
     """The functions of a load, with a clock around each."""
     pump = pipeline.pump
     pumping = [module for module in list(sys.modules.values()) if vars(module).get("pump") is pump]
-    places = [(torch_open, "read_tensors", "open"), (allocate, "make_fresh", "allocate"), (allocate, "fill", "plan")]
+    places = [(torch_open, "read_to_gpu", "open"), (allocate, "make_fresh", "allocate"), (allocate, "fill", "plan")]
     before = [getattr(module, name, None) for module, name, _ in places]
 
-    def timed_pump(tasks, blocks, *, threads, read, put):
+    def timed_pump(tasks, blocks, *, threads, read, put, meanwhile=None):
         began = clock.now()
         clock.spent.setdefault("until the pipeline", began)
 
@@ -330,7 +330,13 @@ def watched(clock: Clock) -> Iterator[None]:
             clock.add("put", start)
             return TimedMark(mark, clock)
 
-        pump(tasks, blocks, threads=threads, read=timed_read, put=timed_put)
+        def timed_meanwhile():
+            start = clock.now()
+            if meanwhile is not None:
+                meanwhile()
+            clock.add("allocate", start)
+
+        pump(tasks, blocks, threads=threads, read=timed_read, put=timed_put, meanwhile=timed_meanwhile)
         clock.readers = max(clock.readers, threads)
         clock.add("pipeline", began)
         clock.spent["end"] = clock.now()

@@ -48,10 +48,9 @@ import holdfast.torch as ht
 from holdfast.core import crc
 from holdfast.engine import write as engine_write
 from holdfast.plan import rows as plan_rows
-from holdfast.torch.cuda import columns as gpu_columns
 from holdfast.torch.cuda import host, pipeline
 from holdfast.torch.cuda import load as gpu_load
-from holdfast.torch.cuda import runs as gpu_runs
+from holdfast.torch.cuda import plan as gpu_plan
 from holdfast.torch.cuda.pipeline import Mark, pump
 from holdfast.torch.cuda.streams import lanes
 
@@ -69,11 +68,10 @@ SWEEP: tuple[dict[str, int], ...] = (
     {"spare": 2},
     {"spare": 8},
     {"block": 4, "readers": 8},
-    {"step": 4},
     {"together": 1},
     {"together": 8},
 )
-"""Megabytes of a block and of what is summed at a time; readers; blocks beyond one a reader, and blocks copied together."""
+"""Megabytes of a block; readers; blocks beyond one a reader, and blocks copied together."""
 FEW_SWEEPS: tuple[dict[str, int], ...] = ({}, {"spare": 2}, {"spare": 8}, {"readers": 8})
 """Of the second state."""
 
@@ -106,10 +104,9 @@ PLACES: tuple[tuple[object, str, str, int], ...] = (
     (host, "BLOCK_NBYTES", "block", 1 << 20),
     (gpu_load, "BLOCK_NBYTES", "block", 1 << 20),
     (gpu_load, "SPARE_BLOCKS", "spare", 1),
-    (gpu_load, "STEP_NBYTES", "step", 1 << 20),
-    (gpu_runs, "LEAST_NBYTES", "least", 1 << 20),
+    (gpu_plan, "LEAST_NBYTES", "least", 1 << 20),
     (gpu_load, "READERS", "readers", 1),
-    (gpu_columns, "READERS", "readers", 1),
+    (gpu_load, "SHORT_READERS", "readers", 1),
     (pipeline, "MOST_BLOCKS", "together", 1),
     (engine_write, "GATHERERS", "gatherers", 1),
     (plan_rows, "BLOCK_NBYTES", "rows", 1 << 20),
@@ -492,7 +489,7 @@ def courses(label: str, side: Side) -> None:
             self._mark.synchronize()
             spent["land"] += time.perf_counter() - begin
 
-    def timed_pump(tasks, blocks, *, threads, read, put):
+    def timed_pump(tasks, blocks, *, threads, read, put, meanwhile=None):
         began = time.perf_counter()
         reads: list[tuple[float, float]] = []
 
@@ -509,7 +506,7 @@ def courses(label: str, side: Side) -> None:
             spent["put"] += time.perf_counter() - begin
             return Timed(mark)
 
-        before(tasks, blocks, threads=threads, read=timed_read, put=timed_put)
+        before(tasks, blocks, threads=threads, read=timed_read, put=timed_put, meanwhile=meanwhile)
         spent["pump"] += time.perf_counter() - began
         spent["read"], spent["read cpu"] = sum(wall for wall, _ in reads), sum(cpu for _, cpu in reads)
         spent["readers"], spent["tasks"] = threads, len(reads)

@@ -10,8 +10,8 @@
 4. A read that fails is told to the sink, which raises it with the name of the tensor, or takes note of it. The first failure that
    is raised stops the rest.
 
-Sinks: strips.py (arrays of any strides), records.py (memory of somebody else's), checksums.py (sums alone), equal.py (the other of
-two sides).
+Sinks: strips.py (arrays of any strides), memory_sink.py (memory of somebody else's), checksums.py (sums alone), equal.py (the
+other of two sides).
 """
 
 from __future__ import annotations

@@ -184,6 +184,8 @@ def join_parts(key: str, starts: Ints, stops: Ints, policy: Policy) -> Parts:
 
 def join_files(ranges: Ranges, policy: Policy) -> list[Parts]:
     """The same of ranges of several files; owners are positions among all of them."""
+    if len(ranges.keys) == 1:
+        return [join_parts(ranges.keys[0], ranges.starts, ranges.starts + ranges.nbytes, policy)] if len(ranges) else []
     found = []
     for file in np.unique(ranges.files).tolist():
         numbers = np.flatnonzero(ranges.files == file)

@@ -3,10 +3,8 @@
 host.py        memory that a GPU can copy from and to by itself, and the pool that keeps it from one call to the next
 pipeline.py    readers on threads, one thread that copies, blocks that go round between them
 streams.py     the side stream of a device, and what it waits for
-runs.py        what goes through one block: byte ranges of a file, and where each belongs
-load.py        fill tensors on GPUs
-columns.py     many small tensors of a file, made or filled on a GPU without an object each
-kinds.py       as what the bytes of those are copied there
+plan.py        what goes through one block: byte ranges of files in columns, and what each becomes
+load.py        make and fill tensors on GPUs
 memory.py      tensors on GPUs as lazy tensors, for saving
 rows.py        many small storages on GPUs, gathered there for a save
 stage.py       copy what a save will write, so that training can go on

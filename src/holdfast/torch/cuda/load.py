@@ -1,36 +1,61 @@
-"""Fill tensors on GPUs: files are read by many threads into blocks of locked memory, which the GPU empties by itself.
+"""Bring ranges of files to GPUs: many threads read into blocks of locked memory, which the GPU empties by itself.
 
-1. Fills become pieces, pieces become tasks of one block each, in the order of the files (runs.py).
-2. Readers fill blocks and sum them; this thread starts the copies on the side stream of the device (pipeline.py).
-3. Long runs are copied straight to their places. Short ones of a block cross the bus together and are spread by one kernel; so are
-   those that are cast, conjugated or strided, each by its own.
-4. When the last copy has arrived, checksums are compared.
+    file      │ a │ b │ c c c c c … │     a read of some megabytes, by one of many threads; checksums are compared here
+    block     │ a │ b │ c c c c c … │     page-locked
+    device    │ a │ b │                   short rows of a block cross the bus together, on the side stream;
+              a   b     c c c c c …       each then has a place of its own, by one kernel for a hundred; long ones go straight
 
-Fresh tensors are carved from one large allocation: memory for all of them is asked of torch's allocator at once and given back, and
-the allocator then cuts it up. The storages are as separate as always; only cudaMalloc is called once and not for each.
+1. Rows become tasks of one block each, in the order of the files (plan.py). Readers fill blocks and sum them; this thread
+   starts the copies on the side stream of the device (pipeline.py).
+2. A tensor is a row of numbers until it is there. Short fresh ones are made by the copy itself: an integer plus zero. A call
+   into torch takes a microsecond, so many are asked for by one: tensors of a kind that are equally far from each other are cut
+   out of what has arrived together, in their shape. They are made on the caller's stream, which waits for the copy, so that
+   their memory belongs to that stream as if it had made them.
+3. Nothing shares a storage that did not in the file. Views of what arrived would cost less, and one tensor that somebody keeps
+   would keep the block.
+4. Long fresh ones are carved from one large allocation: memory for all of them is asked of torch's allocator at once and given
+   back, and the allocator then cuts it up. The storages are as separate as always; only cudaMalloc is called once and not for
+   each. That is done while the first blocks are read.
+5. A row whose bytes have another checksum than its file records is found in its block, or when its last piece has passed by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import chain, pairwise, repeat
 
+import numpy as np
 import torch
 
+from holdfast.core.arrays import Ints
+from holdfast.core.chunk import c_strides
+from holdfast.core.crc import Sums, crc32, have_crcs
 from holdfast.core.protocols import Request, Source
 from holdfast.core.runtime import resting_collector
 from holdfast.core.value import Value
-from holdfast.engine.checks import Checks
+from holdfast.engine.memory_sink import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
 from holdfast.errors import BadArgument, located
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump
-from holdfast.torch.cuda.runs import BlockTask, FlatRun, StridedRead, Taken, tasks_of
+from holdfast.torch.cuda.plan import (
+    ALIGNMENT,
+    BlockTask,
+    ByteKind,
+    Conversion,
+    DeviceRows,
+    RowPlan,
+    Stretch,
+    StridedRead,
+    rows_of,
+)
 from holdfast.torch.cuda.streams import Lane, lanes
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
-from holdfast.torch.tensors.scratch import CastLosses, Fill, copy_values
+from holdfast.torch.tensors.scratch import CastLosses, Fill, copy_values, flat
 
 DEFAULT_NBYTES = 1 << 30
 """Host memory that a load may lock where nobody says."""
@@ -47,11 +72,8 @@ SPARE_BLOCKS = 4
 READERS = 12
 """Threads that read, at the most: more take the interpreter lock from the one that starts the copies."""
 
-STEP_NBYTES = 16 << 20
-"""What is summed is read so many bytes at a time. Less would still be in the cache of its core, at the price of more calls."""
-
-SHORT_NBYTES = 256 << 10
-"""Runs up to this length cross the bus together with their neighbours."""
+SHORT_READERS = 4
+"""The same where most bytes are those of short rows: the thread that makes their tensors needs the lock, and readers are ahead."""
 
 LARGE_NBYTES = 1 << 20
 """Tensors up to this size have small segments of their own in torch's allocator (CUDACachingAllocator.cpp, kSmallSize)."""
@@ -81,57 +103,78 @@ def blocks_within(most: int | None, threads: int) -> Size:
     return Size(min(threads + SPARE_BLOCKS, budget // nbytes), nbytes)
 
 
-def load_fills(
-    fills: Sequence[Fill],
-    checks_of: Callable[[Source, list[Fill]], Checks],
-    progress: Progress | None,
-    most: int | None,
-    *,
-    losses: CastLosses | None = None,
+def load_rows(
+    groups: Sequence[DeviceRows], *, progress: Progress | None = None, most: int | None = None, losses: CastLosses | None = None
 ) -> list[str]:
-    """Fill targets that do not overlap, on any devices, with at most `most` bytes of locked memory. Gives back notes.
+    """Bring rows to their devices, with at most `most` bytes of locked memory. Gives back notes.
 
+    Targets that are there do not overlap. Fresh tensors are in `DeviceRows.tensors` afterwards, by the numbers of their rows.
     `losses` counts what casts lose.
     """
-    if not fills:
-        return []
-    losses = losses or CastLosses()
-    given = (one.lazy.source.threads for one in fills if isinstance(one.lazy.source, OpenSource))
-    threads = min(max(given, default=default_threads()), READERS)
+    total = sum(rows.nbytes for rows in groups)
+    short = sum(rows.short_nbytes for rows in groups)
+    given = max((rows.source.threads for rows in groups if isinstance(rows.source, OpenSource)), default=default_threads())
+    threads = min(given, SHORT_READERS if short > total // 2 else READERS)
+    stores = dict.fromkeys(rows.source.store for rows in groups)
+    if any(store.in_order for store in stores):
+        threads = 1
     size = blocks_within(most, threads)
+    # No more blocks than would hold all, and one: what is small is not worth locking more.
+    count = min(size.count, -(-total // size.nbytes) + (total > size.nbytes))
+    found = lanes(rows.device for rows in groups)
+    readers = min(threads, max(count, 1))
+    with resting_collector(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), ExitStack() as open_stores:
+        for store in stores:
+            open_stores.enter_context(store.reading())
+        moves = {id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in _plans(groups, size, readers)}
+        blocks = POOL.lend(count, size.nbytes)
+        locked = all(block.locked for block in blocks)
+        try:
+            if blocks:
+                pump(
+                    chain.from_iterable(move.plan.tasks() for move in moves.values()),
+                    blocks,
+                    threads=readers,
+                    read=lambda task, block: moves[id(task.plan)].read(task, block),
+                    put=partial(_put_all, moves=moves, found=found, progress=progress),
+                    meanwhile=lambda: _prepare(moves.values(), found),
+                )
+            else:
+                _prepare(moves.values(), found)
+        finally:
+            POOL.take_back(blocks)
+        for move in moves.values():
+            move.finish()
+    return [UNLOCKED] if not locked and any(lane.wants_locked for lane in found.values()) else []
+
+
+def load_fills(
+    fills: Sequence[Fill],
+    *,
+    others: Sequence[DeviceRows] = (),
+    progress: Progress | None = None,
+    most: int | None = None,
+    losses: CastLosses | None = None,
+) -> list[str]:
+    """Fill targets on any devices, and bring other rows there, as `load_rows` does."""
     groups: dict[tuple[Source, torch.device], list[Fill]] = {}
-    fills_of: dict[Source, list[Fill]] = {}
     for one in fills:
         groups.setdefault((one.lazy.source, one.target.device), []).append(one)
-        fills_of.setdefault(one.lazy.source, []).append(one)
-    checks = {source: checks_of(source, members) for source, members in fills_of.items()}
-    found = lanes(device for _, device in groups)
-    # No more blocks than would hold all, and one: what is small is not worth locking more.
-    full = -(-sum(one.lazy.nbytes for one in fills) // size.nbytes) + 1
-    readers = min(threads, size.count, full)
-    # All of them before the first is read: made by the readers, each call into torch would wait for the interpreter lock.
-    with resting_collector():
-        tasks = [
-            task
-            for (source, device), members in groups.items()
-            for task in tasks_of(source, device, members, size.nbytes, readers=readers)
-        ]
-    count = min(size.count, len(tasks), full)
-    blocks = POOL.lend(count, size.nbytes)
-    locked = all(block.locked for block in blocks)
-    try:
-        pump(
-            tasks,
-            blocks,
-            threads=min(threads, count),
-            read=lambda task, block: _read(task, block, checks[task.source]),
-            put=lambda full: _put_all(full, found, progress, losses=losses),
-        )
-    finally:
-        POOL.take_back(blocks)
-    for check in checks.values():
-        check.finish()
-    return [] if locked else [UNLOCKED]
+    size = blocks_within(most, READERS)
+    rows = [rows_of(*place, members, most=size.nbytes) for place, members in groups.items()]
+    return load_rows([*others, *rows], progress=progress, most=most, losses=losses)
+
+
+def _plans(groups: Sequence[DeviceRows], size: Size, readers: int) -> Iterator[RowPlan]:
+    return (RowPlan(rows, size.nbytes, readers=readers) for rows in groups)
+
+
+def _prepare(moves: Iterable[Move], found: Mapping[torch.device, Lane]) -> None:
+    """Make the tensors that are filled. The side streams wait for whoever had their memory before."""
+    for move in moves:
+        move.prepare()
+    for lane in found.values():
+        lane.follow()
 
 
 def reserve(wanted: Iterable[tuple[torch.device, int]]) -> None:
@@ -146,41 +189,6 @@ def reserve(wanted: Iterable[tuple[torch.device, int]]) -> None:
         if at_hand < nbytes <= torch.cuda.mem_get_info(device)[0]:
             with suppress(torch.OutOfMemoryError):
                 torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _read(task: BlockTask, block: HostBlock, checks: Checks) -> None:
-    """Fill a block. Runs on a reader."""
-    memory = block.array.data
-    store = task.source.store
-    for read in task.reads:
-        summed = [taken for taken in read.pieces if checks.wants(taken.piece.storage)]
-        step = STEP_NBYTES if summed else read.stop - read.start
-        for start in range(read.start, read.stop, step):
-            at, nbytes = read.at + start - read.start, min(step, read.stop - start)
-            with located(tensor=read.pieces[0].piece.name):
-                store.read(read.key, start, memory[at : at + nbytes])
-            # What has been read to its end by now, the rest of a long one as it comes: it is in the cache.
-            for taken in summed:
-                piece = taken.piece
-                begin, end = max(taken.at, at), min(taken.at + piece.nbytes, at + nbytes)
-                if begin < end:
-                    checks.add(piece.storage, piece.start + begin - taken.at, memory[begin:end])
-        task.read_nbytes += read.stop - read.start
-    if task.gathered:
-        requests = [Request(one.part.lazy, array_of(_value(one, at, block), one.part.lazy.dtype)) for one, at in task.gathered]
-        if isinstance(task.source, OpenSource):
-            # Not `source.read`: it would compare the checksum of what is whole in these requests, and a large storage never is.
-            plan = task.source.plan(requests)
-            execute(plan, store, 1, checks)
-            task.read_nbytes += plan.read_nbytes
-        else:
-            task.source.read(requests)
-
-
-def _value(one: StridedRead, at: int, block: HostBlock) -> torch.Tensor:
-    """The elements of a gathered piece in a block."""
-    lazy = one.part.lazy
-    return block.tensor[at : at + one.nbytes].view(torch_dtype(lazy.dtype)).view(lazy.shape)
 
 
 Full = Sequence[tuple[BlockTask, HostBlock]]
@@ -198,92 +206,328 @@ class _Marks(list[Mark]):
         return all(mark.query() for mark in self)
 
 
-def _put_all(full: Full, found: Mapping[torch.device, Lane], progress: Progress | None, *, losses: CastLosses) -> Mark:
+def _put_all(full: Full, *, moves: Mapping[int, Move], found: Mapping[torch.device, Lane], progress: Progress | None) -> Mark:
     """Start all copies out of blocks."""
     marks = _Marks()
-    for device in dict.fromkeys(task.device for task, _ in full):
-        marks.append(_put([one for one in full if one[0].device == device], device, found[device], losses=losses))
+    for device in dict.fromkeys(task.plan.rows.device for task, _ in full):
+        own = [one for one in full if one[0].plan.rows.device == device]
+        marks.append(_put(own, moves, found[device]))
     for task, _ in full:
-        if isinstance(task.source, OpenSource):
-            task.source.read_nbytes += task.read_nbytes
+        source = task.plan.rows.source
+        if isinstance(source, OpenSource):
+            source.read_nbytes += task.read_nbytes
         if progress is not None:
             progress(task.nbytes)
     return marks
 
 
-def _put(full: Full, device: torch.device, lane: Lane, *, losses: CastLosses) -> Mark:
+def _put(full: Full, moves: Mapping[int, Move], lane: Lane) -> Mark:
     """Those that go to one device."""
-    with lane.on():
-        try:
-            targets: list[torch.Tensor] = []
-            values: list[torch.Tensor] = []
+    try:
+        copies = Copies()
+        with lane.on():
             for task, block in full:
-                for read in task.reads:
-                    _put_pieces(read.pieces, block, device, targets=targets, values=values, losses=losses)
-            if targets:
+                moves[id(task.plan)].put(task, block, copies)
+            if copies.targets:
                 # One call for all of them: it gives the interpreter lock away, for which the readers wait.
-                torch._foreach_copy_(targets, values, non_blocking=True)
-            for task, block in full:
-                for one, at in task.gathered:
-                    value = _value(one, at, block).to(device, non_blocking=True)
-                    copy_values(value, one.part.target.detach(), conj=one.part.conj, neg=one.part.neg)
-                    losses.add(one.part.lazy.name, value, one.part.target)
-        except BaseException:
-            # What was started must not be left behind when the block goes to somebody else.
+                torch._foreach_copy_(copies.targets, copies.values, non_blocking=True)
+            if not copies.later:
+                return lane.mark()
+        mark = lane.hold_caller()
+        for make in copies.later:
+            make()
+        return mark
+    except BaseException:
+        # What was started must not be left behind when the block goes to somebody else.
+        with lane.on():
             lane.mark().synchronize()
-            raise
-        return lane.mark()
+        raise
 
 
-def _put_pieces(
-    pieces: Sequence[Taken],
-    block: HostBlock,
-    device: torch.device,
-    *,
-    targets: list[torch.Tensor],
-    values: list[torch.Tensor],
-    losses: CastLosses,
-) -> None:
-    """Start the copies of short runs. Long ones are added to targets and values."""
-    others: list[Taken] = []
-    for taken in pieces:
-        piece = taken.piece
-        if piece.plain and piece.nbytes > SHORT_NBYTES:
-            _spread(others, block, device, losses=losses)
-            others = []
-            targets.append(piece.target)
-            # Not a view of the block's tensor: to make one would give the interpreter lock away.
-            values.append(torch.from_numpy(block.array[taken.at : taken.at + piece.nbytes]))
+class Copies:
+    """What is left to be done for some blocks when all of their rows were looked at."""
+
+    def __init__(self) -> None:
+        self.targets: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        """In page-locked memory."""
+        self.later: list[Callable[[], None]] = []
+        """Makes tensors, on the caller's stream."""
+
+
+class Move:
+    """Rows on their way to a device."""
+
+    def __init__(self, plan: RowPlan, lane: Lane, losses: CastLosses) -> None:
+        self.plan, self._lane, self._losses = plan, lane, losses
+        self._sums: dict[int, Sums] = {}
+        """Of rows that come in several pieces, by their positions."""
+        self._rows: dict[int, torch.Tensor] = {}
+        """The bytes of tensors to which rows are copied straight, by their positions."""
+        self._kinds: dict[tuple[torch.dtype, torch.Size], ByteKind] = {}
+        plan.rows.tensors = [None] * len(plan.rows.ranges)
+
+    # On the thread of the caller, while the first blocks are read.
+
+    def prepare(self) -> None:
+        """Make long tensors, and empty ones; look at the bytes of those to which rows are copied straight."""
+        plan, rows = self.plan, self.plan.rows
+        device, made = rows.device, rows.tensors
+        straight = np.flatnonzero(plan.straight).tolist()
+        reserve((device, plan.nbytes.item(position)) for position in straight if isinstance(plan.destinations[position], ByteKind))
+        for number in np.flatnonzero(rows.ranges.nbytes == 0).tolist():
+            kind = rows.destinations[number]
+            if isinstance(kind, ByteKind):
+                made[number] = torch.empty(kind.shape, dtype=kind.dtype, device=device)
+        for position in straight:
+            target = plan.destinations[position]
+            if isinstance(target, ByteKind):
+                target = made[int(plan.order[position])] = torch.empty(target.shape, dtype=target.dtype, device=device)
+            if isinstance(target, torch.Tensor):
+                row = flat(target)
+                self._rows[position] = row if row.dtype is torch.uint8 else row.view(torch.uint8)
+
+    # On the threads of the readers.
+
+    def read(self, task: BlockTask, block: HostBlock) -> None:
+        """Fill a block, and sum it."""
+        plan, memory = self.plan, block.array.data
+        store = plan.rows.source.store
+        for read in task.reads:
+            with located(tensor=plan.name(read.stretches[0].first)):
+                store.read(read.key, read.start, memory[read.at : read.at + read.stop - read.start])
+            task.read_nbytes += read.stop - read.start
+            for stretch in read.stretches:
+                self._sum(stretch, memory)
+        if task.strided:
+            self._read_strided(task, block)
+
+    def _sum(self, stretch: Stretch, memory: memoryview) -> None:
+        """Compare the checksums of whole rows, and take note of the others."""
+        plan, (first, last, skip, nbytes, at) = self.plan, stretch
+        if last == first + 1:
+            odd = plan.odd.get(first)
+            if odd is not None and odd.storage is not None:
+                plan.rows.checks.add(odd.storage, plan.starts.item(first) + skip, memory[at : at + nbytes])
+            elif plan.crcs.item(first) == UNKNOWN:
+                pass
+            elif nbytes == plan.nbytes.item(first):
+                self._compare(first, crc32(memory[at : at + nbytes]))
+            else:
+                self._sums.setdefault(first, Sums()).add(skip, memory[at : at + nbytes])
+            return
+        for position in plan.odd.keys() & range(first, last) if plan.odd else ():
+            storage = plan.odd[position].storage
+            if storage is not None:
+                begin = at + plan.starts.item(position) - plan.starts.item(first)
+                plan.rows.checks.add(storage, plan.starts.item(position), memory[begin : begin + plan.nbytes.item(position)])
+        crcs = plan.crcs[first:last]
+        known = np.flatnonzero(crcs != UNKNOWN)
+        begins = at + plan.starts[first:last][known] - plan.starts.item(first)
+        ends = (begins + plan.nbytes[first:last][known]).tolist()
+        if not have_crcs(memory, begins.tolist(), ends, crcs[known].tolist()):
+            # One of them is damaged, or they overlap.
+            for position, begin, end in zip((first + known).tolist(), begins.tolist(), ends, strict=True):
+                self._compare(position, crc32(memory[begin:end]))
+
+    def _compare(self, position: int, found: int) -> None:
+        if found != self.plan.crcs.item(position):
+            raise self.plan.rows.damaged(int(self.plan.order[position]), found)
+
+    def finish(self) -> None:
+        """Compare what came in pieces."""
+        for position, sums in sorted(self._sums.items()):
+            self._compare(position, sums.crc32())
+        self.plan.rows.checks.finish()
+
+    def _read_strided(self, task: BlockTask, block: HostBlock) -> None:
+        rows = self.plan.rows
+        requests = [Request(one.part.lazy, array_of(_value(one, at, block), one.part.lazy.dtype)) for one, at in task.strided]
+        if isinstance(rows.source, OpenSource):
+            # Not `source.read`: it would compare the checksum of what is whole in these requests, and a large storage never is.
+            plan = rows.source.plan(requests)
+            execute(plan, rows.source.store, 1, rows.checks)
+            task.read_nbytes += plan.read_nbytes
         else:
-            others.append(taken)
-    _spread(others, block, device, losses=losses)
+            rows.source.read(requests)
+
+    # On the thread of the caller.
+
+    def put(self, task: BlockTask, block: HostBlock, copies: Copies) -> None:
+        """Start the copies of short rows. Long ones are added to `copies`, and so is what is made later."""
+        plan = self.plan
+        together: list[tuple[Ints, Ints]] = []
+        for read in task.reads:
+            for stretch in read.stretches:
+                first, last, skip, nbytes, at = stretch
+                if last == first + 1 and plan.straight.item(first):
+                    self._spread(together, block, copies)
+                    together = []
+                    self._copy(first, skip, nbytes, at, block, copies)
+                    continue
+                places = plan.starts[first:last] + (at - plan.starts.item(first))
+                if last == first + 1:
+                    self._short(stretch, places, block, copies, together)
+                    continue
+                straight = plan.straight[first:last]
+                edges = (np.flatnonzero(straight[1:] != straight[:-1]) + 1).tolist() if straight.any() else []
+                for low, high in pairwise([0, *edges, last - first]):
+                    if not straight[low]:
+                        together.append((np.arange(first + low, first + high), places[low:high]))
+                        continue
+                    self._spread(together, block, copies)
+                    together = []
+                    for position in range(first + low, first + high):
+                        self._copy(position, 0, plan.nbytes.item(position), places.item(position - first), block, copies)
+        self._spread(together, block, copies)
+        for one, at in task.strided:
+            value = _value(one, at, block).to(plan.rows.device, non_blocking=True)
+            copy_values(value, one.part.target.detach(), conj=one.part.conj, neg=one.part.neg)
+            self._losses.add(one.part.lazy.name, value, one.part.target)
+
+    def _short(self, stretch: Stretch, places: Ints, block: HostBlock, copies: Copies, together: list[tuple[Ints, Ints]]) -> None:
+        """A row by itself: a part of one that is converted, or a short one."""
+        first, _, skip, nbytes, at = stretch
+        if nbytes == self.plan.nbytes.item(first):
+            together.append((np.arange(first, first + 1), places))
+            return
+        one = self.plan.odd[first]
+        arrived = self._arrive(block, at, at + nbytes)
+        width = one.dtype.itemsize
+        self._convert(first, one, arrived[at % ALIGNMENT :][:nbytes], one.target[skip // width : (skip + nbytes) // width])
+
+    def _copy(self, position: int, skip: int, nbytes: int, at: int, block: HostBlock, copies: Copies) -> None:
+        row = self._rows[position]
+        copies.targets.append(row if nbytes == len(row) else row[skip : skip + nbytes])
+        # Not a view of the block's tensor: to make one would give the interpreter lock away.
+        copies.values.append(torch.from_numpy(block.array[at : at + nbytes]))
+
+    def _arrive(self, block: HostBlock, begin: int, end: int) -> torch.Tensor:
+        """Bytes of a block on the device: from a multiple of the alignment to another, so that they are integers of any width."""
+        begin, end = begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
+        return block.tensor[begin:end].to(self.plan.rows.device, non_blocking=True)
+
+    def _spread(self, together: Sequence[tuple[Ints, Ints]], block: HostBlock, copies: Copies) -> None:
+        """Bring neighbours to the device in one copy, and each to its place from there."""
+        if not together:
+            return
+        plan = self.plan
+        members, places = (np.concatenate(column) for column in zip(*together, strict=True))
+        begin = int(places.min()) // ALIGNMENT * ALIGNMENT
+        arrived = self._arrive(block, begin, int((places + plan.nbytes[members]).max()))
+        places = places - begin
+        given: list[int] = []
+        fresh: list[int] = []
+        for number, position in enumerate(members.tolist()):
+            one = plan.destinations[position]
+            if isinstance(one, ByteKind):
+                fresh.append(number)
+            elif isinstance(one, torch.Tensor):
+                given.append(number)
+            else:
+                at = places.item(number)
+                self._convert(position, one, arrived[at : at + plan.nbytes.item(position)], one.target)
+        if given:
+            self._fill(arrived, members[given].tolist(), places[given])
+        if fresh:
+            copies.later.append(partial(self._make, arrived, members[fresh].tolist(), places[fresh]))
+
+    def _fill(self, arrived: torch.Tensor, members: list[int], places: Ints) -> None:
+        """Copy rows that have arrived to tensors that are there."""
+        targets = [self._target(position) for position in members]
+        kinds = [self._kind(target) for target in targets]
+        for pieces, owners in _cut(arrived, kinds, places):
+            own = [_integers(kind, targets[number]) for kind, numbers in owners for number in numbers]
+            torch._foreach_copy_(own, pieces)
+
+    def _target(self, position: int) -> torch.Tensor:
+        target = self.plan.destinations[position]
+        assert isinstance(target, torch.Tensor)
+        return target if target.is_contiguous() else flat(target)
+
+    def _kind(self, target: torch.Tensor) -> ByteKind:
+        key = target.dtype, target.shape
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = ByteKind.of(target.dtype, tuple(target.shape))
+        return kind
+
+    def _make(self, arrived: torch.Tensor, members: list[int], places: Ints) -> None:
+        """Make the tensors of rows that have arrived. On the caller's stream."""
+        plan = self.plan
+        self._lane.lend(arrived)
+        made, order = plan.rows.tensors, plan.order[members].tolist()
+        kinds = [plan.destinations[position] for position in members]
+        for pieces, owners in _cut(arrived, [kind for kind in kinds if isinstance(kind, ByteKind)], places):
+            # The one operation of torch that makes many tensors by one kernel. On integers it is a copy.
+            copied, first = torch._foreach_add(pieces, 0), 0
+            for kind, numbers in owners:
+                for number, tensor in zip(numbers, _typed(kind, copied[first : first + len(numbers)]), strict=True):
+                    made[order[number]] = tensor
+                first += len(numbers)
+
+    def _convert(self, position: int, one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy elements that have arrived into a tensor of another dtype or order."""
+        if value.storage_offset() % one.dtype.itemsize:
+            value = value.clone()
+        value = value.view(one.dtype).view(target.shape)
+        copy_values(value, target, conj=one.conj, neg=one.neg)
+        self._losses.add(self.plan.name(position), value, target)
 
 
-def _spread(pieces: Sequence[Taken], block: HostBlock, device: torch.device, *, losses: CastLosses) -> None:
-    """Bring neighbouring pieces to the device in one copy, and each to its place from there."""
-    if not pieces:
-        return
-    begin = pieces[0].at
-    end = max(taken.at + taken.piece.nbytes for taken in pieces)
-    arrived = block.tensor[begin:end].to(device, non_blocking=True)
-    targets: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for taken in pieces:
-        piece = taken.piece
-        value = arrived[taken.at - begin : taken.at - begin + piece.nbytes]
-        if piece.plain:
-            targets.append(piece.target)
-            values.append(value)
+def _value(one: StridedRead, at: int, block: HostBlock) -> torch.Tensor:
+    """The elements of a piece that the engine has read into a block."""
+    lazy = one.part.lazy
+    return block.tensor[at : at + one.nbytes].view(torch_dtype(lazy.dtype)).view(lazy.shape)
+
+
+Owners = list[tuple[ByteKind, list[int]]]
+"""Kinds, and the numbers of their rows."""
+
+
+def _cut(arrived: torch.Tensor, kinds: Sequence[ByteKind], places: Ints) -> Iterator[tuple[list[torch.Tensor], Owners]]:
+    """Rows as integers where they have arrived, those of a width together: all of them, and whose they are, in the same order."""
+    known: dict[int, ByteKind] = {id(kind): kind for kind in kinds}
+    codes = np.fromiter(map(id, kinds), np.int64, len(kinds))
+    order = np.argsort(codes, kind="stable")
+    found: dict[torch.dtype, tuple[list[torch.Tensor], Owners]] = {}
+    for own in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
+        kind = known[codes.item(own[0])]
+        odd = places[own] % kind.integer.itemsize != 0
+        for one, some in ((kind, own[~odd]), (ByteKind.of(kind.dtype, kind.shape, unaligned=True), own[odd])):
+            if len(some):
+                pieces, owners = found.setdefault(one.integer, ([], []))
+                pieces += views(arrived.view(one.integer), places[some] // one.integer.itemsize, one.counts)
+                owners.append((one, some.tolist()))
+    yield from found.values()
+
+
+def _typed(kind: ByteKind, made: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Integers as the tensors that they stand for."""
+    if kind.dtype is not kind.integer:
+        made = map(torch.Tensor.view, made, repeat(kind.dtype))
+    return made if kind.counts == kind.shape else map(torch.Tensor.view, made, repeat(kind.shape))
+
+
+def _integers(kind: ByteKind, target: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of a kind as integers."""
+    row = target if kind.counts == kind.shape else flat(target)
+    return row if row.dtype is kind.integer else row.view(kind.integer)
+
+
+def views(row: torch.Tensor, starts: Ints, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Views of a shape that begin at these elements of a row: by one call for those that are equally far from each other.
+
+    >>> [view.tolist() for view in views(torch.arange(9), np.array([0, 3, 6, 7]), (2,))]
+    [[0, 1], [3, 4], [6, 7], [7, 8]]
+    """
+    strides = c_strides(shape, 1)
+    steps, begin = np.diff(starts), int(row.storage_offset())
+    found: list[torch.Tensor] = []
+    for first, last in pairwise([0, *(np.flatnonzero(np.diff(steps)) + 2).tolist(), len(starts)]):
+        start = begin + int(starts[first])
+        if last - first == 1:
+            found.append(row.as_strided(shape, strides, start))
         else:
-            value = _typed(value, piece)
-            copy_values(value, piece.target, conj=piece.conj, neg=piece.neg)
-            losses.add(piece.name, value, piece.target)
-    if targets:
-        torch._foreach_copy_(targets, values)
-
-
-def _typed(value: torch.Tensor, piece: FlatRun) -> torch.Tensor:
-    """Bytes on the device as elements, in the shape of the target."""
-    if value.storage_offset() % piece.dtype.itemsize:
-        value = value.clone()
-    return value.view(piece.dtype).view(piece.target.shape)
+            found += row.as_strided((last - first, *shape), (int(steps[first]), *strides), start).unbind()
+    return found

@@ -23,6 +23,9 @@ from holdfast.torch.cuda.pipeline import Mark
 class Lane:
     """Where copies to and from a device run."""
 
+    wants_locked = True
+    """Whether copies from memory that is not locked are slower."""
+
     def follow(self) -> None:
         """Wait for what the caller's stream has been asked to do up to now."""
         raise NotImplementedError
@@ -72,6 +75,8 @@ class Side(Lane):
 
 class Here(Lane):
     """No stream at all: copies are done when they return."""
+
+    wants_locked = False
 
     def follow(self) -> None:
         """There is nothing to wait for."""

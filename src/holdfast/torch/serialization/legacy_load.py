@@ -21,7 +21,7 @@ from typing import BinaryIO, cast
 import torch
 from torch.serialization import SourceChangeWarning
 
-from holdfast.engine.records import RecordRead, read_records
+from holdfast.engine.memory_sink import UNKNOWN, Place, read_to_memory
 from holdfast.engine.threads import default_threads
 from holdfast.errors import FormatError, HoldfastError, MetadataError, PickleError, Refused, Truncated
 from holdfast.formats.pickle.table import ReducerTable
@@ -32,10 +32,11 @@ from holdfast.torch.serialization.pickling import unpickler
 from holdfast.torch.serialization.refusals import refusal
 from holdfast.torch.serialization.settings import MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.serialization.storages import (
-    FileStorages,
+    LazyStorages,
     Placement,
     StorageBytes,
     StorageName,
+    memory_ranges,
     parse_name,
     pretended,
     swap_bytes,
@@ -98,7 +99,7 @@ def _interpret(file: OpenedFile, place: Placement, encoding: str) -> tuple[objec
             return StorageBytes(stored.start, stored.nbytes, None, f"storage {name.key}")
 
         swap = sys.byteorder != "little"
-        storages = FileStorages(file.source, file.key, find, place=place, swap=swap, threads=default_threads())
+        storages = LazyStorages(file.source, file.key, find, place=place, swap=swap, threads=default_threads())
         table = WeightsTable(storages, encoding=encoding)
         found, _ = window.stream(begin, table, "object")
     except (NotTorch, CutShort):
@@ -164,7 +165,7 @@ class LegacyStorages:
             raise MetadataError("the list of storage keys names others than those that the object uses", found=len(keys))
         source, key = self._file.source, self._file.key
         size = source.store.size(key)
-        pieces = []
+        pieces: list[Place] = []
         for each in keys:
             name = self._names[each]
             if at + COUNT.size + name.nbytes > size:
@@ -184,10 +185,11 @@ class LegacyStorages:
                 )
             at += COUNT.size
             address = self._plain[each].data_ptr() if each in self._plain else 0
-            pieces.append(RecordRead(at, name.nbytes, address, None, f"storage {each}"))
+            pieces.append((at, name.nbytes, address, UNKNOWN))
             at += name.nbytes
         if not (self._place.meta or self._place.fake or self._place.skip):
-            read_records(source.store, key, pieces, threads=default_threads())
+            wanted = memory_ranges(key, pieces, [f"storage {each}" for each in keys])
+            read_to_memory(source.store, wanted, threads=default_threads())
             for each in keys:
                 self._deliver(each)
         return at

@@ -43,7 +43,7 @@ from holdfast.torch.serialization.pickling import check_pickle_module, unpickler
 from holdfast.torch.serialization.rebuild import located_by_caller
 from holdfast.torch.serialization.refusals import printable, refusal
 from holdfast.torch.serialization.storages import (
-    FileStorages,
+    LazyStorages,
     Placement,
     untyped_dtypes,
 )
@@ -221,7 +221,7 @@ def _load_zip(
         raise broken_archive(said, file=file.path)
     find, everything = archive_storages(archive)
     swap = _swapped(file, archive)
-    storages = FileStorages(
+    storages = LazyStorages(
         file.source,
         file.key,
         find,

@@ -21,12 +21,12 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
-from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.checks import damage
 from holdfast.engine.large_pages import wanted_in_large_pages
-from holdfast.engine.records import RecordRead, read_records
-from holdfast.engine.source import OpenSource
+from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, Place, read_to_memory
 from holdfast.errors import (
+    Corrupted,
     FormatError,
     HoldfastError,
     HoldfastWarning,
@@ -38,14 +38,13 @@ from holdfast.errors import (
 from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.tensors import brief, reach
-from holdfast.formats.zip.layout import Place
-from holdfast.torch.cuda.columns import Row, fill_small
-from holdfast.torch.cuda.load import LARGE_NBYTES, reserve
+from holdfast.formats.zip.layout import Place as RecordPlace
+from holdfast.plan.coalesce import Ranges
+from holdfast.torch.cuda.load import LARGE_NBYTES, load_rows, reserve
+from holdfast.torch.cuda.plan import DeviceRows
 from holdfast.torch.serialization.allowed import Mentions
 from holdfast.torch.serialization.pickling import StorageClass
-from holdfast.torch.tensors.fill import fill
-from holdfast.torch.tensors.scratch import Fill
-from holdfast.torch.tensors.shared_regions import BYTES
+from holdfast.torch.tensors.scratch import flat
 
 CPU = torch.device("cpu")
 
@@ -212,7 +211,32 @@ class StorageBytes(Value, frozen=True):
     label: str
 
 
-class FileStorages:
+class OnGpu:
+    """Storages on one GPU that wait for their bytes."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int, int]] = []
+        """First byte in the file, length, and CRC-32 or `UNKNOWN`."""
+        self.targets: list[torch.Tensor] = []
+        """A tensor over all of each storage, in whatever order."""
+        self.labels: list[str] = []
+
+    def rows(self, source: Source, key: str, device: torch.device) -> DeviceRows:
+        """What is read for them from a file."""
+        starts, nbytes, crcs = np.array(self.places, np.int64).reshape(-1, 3).T
+        labels, places = self.labels, self.places
+
+        def damaged(number: int, found: int) -> Corrupted:
+            start, nbytes, crc = places[number]
+            label = labels[number]
+            return damage(Storage(key, start, nbytes, crc32=crc, label=label, home=source.store), label, found)
+
+        ranges = Ranges([key], np.zeros(len(starts), np.int64), starts, nbytes)
+        targets = [target if target.is_contiguous() else flat(target) for target in self.targets]
+        return DeviceRows(source, device, ranges, crcs, targets, labels.__getitem__, damaged)
+
+
+class LazyStorages:
     """The storages of one file, each made once."""
 
     def __init__(
@@ -223,7 +247,7 @@ class FileStorages:
         *,
         place: Placement,
         everything: Callable[[], Mapping[str, StorageBytes]] | None = None,
-        rows: Callable[[str], Place | None] | None = None,
+        rows: Callable[[str], RecordPlace | None] | None = None,
         swap: bool = False,
         untyped: Mapping[str, torch.dtype | None] | None = None,
         mapped: torch.UntypedStorage | None = None,
@@ -240,7 +264,10 @@ class FileStorages:
         """Where the record of a key lies, for those that come by the ten thousand."""
         self._rows: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
         """Ordinary tensors by their keys, whose storages nobody has asked for by themselves."""
-        self._rows_waiting: list[RecordRead] = []
+        self._places: list[Place] = []
+        """What waits for its bytes on the CPU, and"""
+        self._labels: list[str] = []
+        """what it is called."""
         self._ahead_of_code = ahead
         """Whether all of them are to be read before the first one is handed out."""
         self._max_host_memory = max_host_memory
@@ -252,11 +279,9 @@ class FileStorages:
         self._verify, self._threads = verify, threads
         self._made: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
         self._views: dict[str, torch.UntypedStorage] = {}
-        self._waiting: list[tuple[RecordRead, torch.UntypedStorage, StorageName]] = []
-        self._fills: list[Fill] = []
-        """What waits on GPUs."""
-        self._gpu_rows: dict[torch.device, dict[str, Row]] = {}
-        """The same of ordinary tensors, by their keys."""
+        self._waiting: list[tuple[torch.UntypedStorage, StorageName]] = []
+        """Storages among them that nobody else may hold yet."""
+        self._gpus: dict[torch.device, OnGpu] = {}
         self._reserved = False
         self._ahead: dict[str, torch.UntypedStorage] | None = None
 
@@ -308,9 +333,9 @@ class FileStorages:
             tensor = empty(shape, steps, dtype=dtype, device=device)
             rows[key] = tensor, dtype
             if gpu is not None:
-                self._gpu_rows.setdefault(gpu, {})[key] = Row(place[0], nbytes, place[2], tensor)
-                return tensor
-            self._rows_waiting.append(RecordRead(place[0], nbytes, tensor.data_ptr(), place[2], f"data/{key}"))
+                self._wait_on_gpu(place[0], nbytes, place[2], f"data/{key}", tensor)
+            else:
+                self._wait(place[0], nbytes, tensor.data_ptr(), place[2], f"data/{key}")
             return tensor
 
         return make
@@ -318,18 +343,26 @@ class FileStorages:
     def fill(self) -> None:
         """Read all that waits."""
         waiting, self._waiting = self._waiting, []
-        rows, self._rows_waiting = self._rows_waiting, []
-        if waiting or rows:
-            self._read([piece for piece, _, _ in waiting] + rows)
-        if self._fills or self._gpu_rows:
-            self._fill_gpus()
+        self._read()
+        self._fill_gpus()
         if self._swap:
-            for _, storage, name in waiting:
+            for storage, name in waiting:
                 self._swap_bytes(storage, name)
 
-    def _read(self, pieces: Sequence[RecordRead]) -> None:
-        wanted_in_large_pages((piece.address, piece.nbytes) for piece in pieces)
-        read_records(self._source.store, self._key, pieces, threads=self._threads, verify=self._verify)
+    def _wait(self, start: int, nbytes: int, address: int, crc32: int | None, label: str) -> None:
+        """Note memory of this process that is to be filled."""
+        self._places.append((start, nbytes, address, UNKNOWN if crc32 is None else crc32))
+        self._labels.append(label)
+
+    def _read(self) -> None:
+        """Fill what waits in memory of this process."""
+        places, self._places = self._places, []
+        labels, self._labels = self._labels, []
+        if not places:
+            return
+        wanted_in_large_pages((address, nbytes) for _, nbytes, address, _ in places)
+        wanted = memory_ranges(self._key, places, labels)
+        read_to_memory(self._source.store, wanted, threads=self._threads, verify=self._verify)
 
     def _swap_bytes(self, storage: torch.UntypedStorage, name: StorageName) -> None:
         dtype = self._untyped.get(name.key, name.dtype) if name.dtype is torch.uint8 else name.dtype
@@ -369,11 +402,11 @@ class FileStorages:
                 self._swap_bytes(storage, name)
             return storage
         storage = torch.UntypedStorage(name.nbytes)
-        piece = _piece(found, storage)
+        self._wait(found.start, found.nbytes, storage.data_ptr(), found.crc32, found.label)
         if stays:
-            self._waiting.append((piece, storage, name))
+            self._waiting.append((storage, name))
             return storage
-        self._read([piece])
+        self._read()
         if self._swap:
             self._swap_bytes(storage, name)
         return place.restore(storage, name.location)
@@ -383,7 +416,9 @@ class FileStorages:
         if self._ahead is None:
             places = self._everything() if self._everything else {}
             self._ahead = {key: torch.UntypedStorage(found.nbytes) for key, found in places.items()}
-            self._read([_piece(found, self._ahead[key]) for key, found in places.items()])
+            for key, found in places.items():
+                self._wait(found.start, found.nbytes, self._ahead[key].data_ptr(), found.crc32, found.label)
+            self._read()
         return self._ahead
 
     def _on_gpu(self, key: str, found: StorageBytes, device: torch.device) -> torch.UntypedStorage:
@@ -408,36 +443,44 @@ class FileStorages:
 
     def _make_on_gpu(self, found: StorageBytes, device: torch.device) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(found.nbytes, device=device)
-        self._wait_for(found, storage)
+        target = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        self._wait_on_gpu(found.start, found.nbytes, found.crc32, found.label, target)
         return storage
 
-    def _wait_for(self, found: StorageBytes, storage: torch.UntypedStorage) -> None:
-        """Note a storage on a GPU that is to be filled."""
-        crc = None if self._mapped is not None or not self._verify else found.crc32
-        stored = Storage(self._key, found.start, found.nbytes, crc32=crc, label=found.label, home=self._source.store)
-        lazy = LazyTensor.contiguous(found.label, BYTES, (found.nbytes,), stored, self._source)
-        self._fills.append(Fill(lazy, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)))
-
-    def _fill_rows(self) -> None:
-        """The small ones of many tensors on GPUs. What is left of them waits with the others."""
-        waiting, self._gpu_rows = self._gpu_rows, {}
-        for own in waiting.values():
-            done: set[int] = set()
-            if isinstance(self._source, OpenSource):
-                rows, most = list(own.values()), self._max_host_memory
-                done, notes = fill_small(self._source, self._key, rows, verify=self._verify, max_host_memory=most)
-                for note in notes:
-                    warnings.warn(note, HoldfastWarning, stacklevel=2)
-            for number, (key, row) in enumerate(own.items()):
-                if number not in done:
-                    found = StorageBytes(row.start, row.nbytes, row.crc32, f"data/{key}")
-                    self._wait_for(found, row.target.untyped_storage())
+    def _wait_on_gpu(self, start: int, nbytes: int, crc32: int | None, label: str, target: torch.Tensor) -> None:
+        """Note a storage on a GPU that is to be filled, by a tensor over all of it."""
+        waiting = self._gpus.get(target.device)
+        if waiting is None:
+            waiting = self._gpus[target.device] = OnGpu()
+        compared = self._verify and self._mapped is None and crc32 is not None
+        waiting.places.append((start, nbytes, crc32 if compared and crc32 is not None else UNKNOWN))
+        waiting.targets.append(target)
+        waiting.labels.append(label)
 
     def _fill_gpus(self) -> None:
-        self._fill_rows()
-        fills, self._fills = self._fills, []
-        for note in fill(fills, max_host_memory=self._max_host_memory) if fills else ():
+        waiting, self._gpus = self._gpus, {}
+        if not waiting:
+            return
+        groups = [one.rows(self._source, self._key, device) for device, one in waiting.items()]
+        for note in load_rows(groups, most=self._max_host_memory):
             warnings.warn(note, HoldfastWarning, stacklevel=2)
+
+
+def memory_ranges(key: str, places: Sequence[Place], labels: Sequence[str]) -> MemoryRanges:
+    """Ranges of one file that go to memory of this process."""
+
+    def damaged(number: int, found: int) -> Corrupted:
+        start, _, _, crc = places[number]
+        return Corrupted(
+            f"{labels[number]}: the bytes do not have the checksum that the file records for them; the file is damaged",
+            file=key,
+            tensor=labels[number],
+            offset=start,
+            expected=crc,
+            found=found,
+        )
+
+    return MemoryRanges.of_file(key, places, labels.__getitem__, damaged)
 
 
 def pretended(name: StorageName, place: Placement, start: int | None) -> torch.UntypedStorage:
@@ -460,7 +503,3 @@ def view_of(name: StorageName, root: torch.UntypedStorage, views: dict[str, torc
                 views[key] = root[offset * width : (offset + count) * width]
             return views[key]
     raise PickleError("a storage view must be a key, an offset and a count inside of its storage")
-
-
-def _piece(found: StorageBytes, storage: torch.UntypedStorage) -> RecordRead:
-    return RecordRead(found.start, found.nbytes, storage.data_ptr(), found.crc32, found.label)

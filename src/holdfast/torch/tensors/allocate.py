@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from msgspec import Struct, field
@@ -16,6 +16,7 @@ from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, located
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.tensors.fill import Progress, fill
+from holdfast.torch.tensors.fresh_rows import fresh_rows
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
@@ -92,6 +93,26 @@ def read_tensors(
     for note in fill(fresh.fills, progress, max_host_memory=max_host_memory):
         warnings.warn(note, HoldfastWarning, stacklevel=3)
     return fresh.tensors
+
+
+def read_to_gpu(
+    stored: Mapping[str, LazyTensor],
+    views: Mapping[str, LazyTensor],
+    names: Sequence[str],
+    device: torch.device,
+    *,
+    max_host_memory: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """Read tensors of these names to a GPU, in one pass over the files: rows of what is `stored`, and of the others `views`."""
+    with resting_collector():
+        rows, own = fresh_rows(stored, views, names, device=device)
+        done = set(own)
+        others = {name: views[name] for name in names if name not in done}
+        fresh = make_fresh({name: Want(lazy, wanted_dtype(lazy, None), device) for name, lazy in others.items()})
+    notes = fill(fresh.fills, rows=[rows], max_host_memory=max_host_memory)
+    for note in notes:
+        warnings.warn(note, HoldfastWarning, stacklevel=4)
+    return fresh.tensors | {name: tensor for name, tensor in zip(own, rows.tensors, strict=True) if tensor is not None}
 
 
 def wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:

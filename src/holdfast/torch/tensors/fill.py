@@ -2,8 +2,7 @@
 
 1. A target on the CPU with the dtype of the file is memory like any other: the engine reads straight into it, all of them in one
    batch, so that they are read in parallel and neighbouring reads are joined.
-2. A target on a GPU is filled through blocks of page-locked memory, by many readers and the GPU's own copies (cuda/load.py); many
-   small ones without an object each (cuda/columns.py).
+2. A target on a GPU is filled through blocks of page-locked memory, by many readers and the GPU's own copies (cuda/load.py).
 3. Everything else (another dtype, another device, a target that overlaps one before it) passes through two blocks of scratch,
    as many pieces at a time as fit: while one block is cast and copied, the other one is read into.
 
@@ -29,8 +28,8 @@ from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadTarget
 from holdfast.torch import versions
-from holdfast.torch.cuda.columns import fill_ordinary
 from holdfast.torch.cuda.load import load_fills
+from holdfast.torch.cuda.plan import DeviceRows
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, ScratchPiece, copy_values, parts_of
 from holdfast.torch.tensors.shared_regions import repeats
@@ -59,20 +58,23 @@ class ScratchBatch(Value, frozen=True, eq=False):
         return [Request(part.lazy, array_of(value, part.lazy.dtype)) for part, value in zip(self.parts, self.values, strict=True)]
 
 
-def fill(fills: Sequence[Fill], progress: Progress | None = None, *, max_host_memory: int | None = None) -> list[str]:
+def fill(
+    fills: Sequence[Fill],
+    progress: Progress | None = None,
+    *,
+    rows: Sequence[DeviceRows] = (),
+    max_host_memory: int | None = None,
+) -> list[str]:
     """Fill every target. Where targets overlap, the last one wins. Raises the first error that reading meets.
 
+    `rows` go to GPUs in the same pass as targets there.
     `max_host_memory` bounds the page-locked memory through which targets on GPUs are filled. Gives back notes for people.
     """
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         direct, on_gpu, staged = _sorted_out([f for f in fills if f.lazy.size])
         _read_in_place(direct, progress)
         losses = CastLosses()
-        left, notes = fill_ordinary(on_gpu, max_host_memory=max_host_memory)
-        if progress is not None and len(left) < len(on_gpu):
-            progress(sum(one.lazy.nbytes for one in on_gpu) - sum(one.lazy.nbytes for one in left))
-        more = load_fills(left, _checks, progress, max_host_memory, losses=losses)
-        notes = list(dict.fromkeys([*notes, *more]))
+        notes = load_fills(on_gpu, others=rows, progress=progress, most=max_host_memory, losses=losses) if on_gpu or rows else []
         _read_through_scratch(staged, progress, losses)
         notes += losses.notes()
     if direct:

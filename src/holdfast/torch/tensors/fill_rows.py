@@ -3,8 +3,8 @@
     table      file, first byte, length, checksum of each row
     target     an address, for tensors on the CPU; the tensor itself, for those on a GPU
 
-On the CPU the ranges are read straight to their addresses, short neighbours together (engine/records). On a GPU they go through
-blocks of page-locked memory, as all that goes there (tensors/fill). A damaged row is named, with its file and offset.
+On the CPU the ranges are read straight to their addresses, short neighbours together (engine/memory_sink). On a GPU they go through
+blocks of page-locked memory, as all that goes there (cuda/load). A damaged row is named, with its file and offset.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import numpy as np
 import torch
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.columns import NO_CRC
 from holdfast.core.table import Table
 from holdfast.core.value import Value
 from holdfast.engine.checks import damage
-from holdfast.engine.records import RecordRead, read_records
+from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, read_to_memory
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted
+from holdfast.plan.coalesce import Ranges
 from holdfast.plan.files import FileStorages
 from holdfast.torch import versions
-from holdfast.torch.tensors.fill import Progress, fill
+from holdfast.torch.cuda.load import load_rows
+from holdfast.torch.cuda.plan import DeviceRows
+from holdfast.torch.tensors.fill import Progress
 from holdfast.torch.tensors.scratch import Fill
 
 
@@ -110,36 +112,27 @@ def fill_rows(fills: RowFills, progress: Progress | None = None, *, max_host_mem
     """Fill every target. None of them overlap. Raises for the first row that cannot be read as it was written; gives notes."""
     if not fills.rows:
         return []
-    elsewhere: list[int] = []
     storages, numbers = fills.storages, fills.numbers
-    groups: dict[tuple[int, torch.device], list[int]] = {}
+    groups: dict[tuple[OpenSource, torch.device], list[int]] = {}
     for position, (file, target) in enumerate(zip(storages.file[numbers].tolist(), fills.targets, strict=True)):
-        groups.setdefault((file, target.device), []).append(position)
-    for (file, device), positions in groups.items():
-        chosen = numbers[positions]
-        source, key = storages.files[file].source, storages.files[file].key
-        starts, nbytes, crcs = storages.start[chosen], storages.nbytes[chosen], storages.crc[chosen]
-        targets = [fills.targets[position] for position in positions]
+        source = storages.files[file].source
         assert isinstance(source, OpenSource)  # as all that was opened
+        groups.setdefault((source, target.device), []).append(position)
+    on_gpus: list[DeviceRows] = []
+    for (source, device), positions in groups.items():
+        own, chosen = fills.only(positions), numbers[positions]
+        keys = [place.key for place in storages.files]
+        ranges = Ranges(keys, storages.file[chosen], storages.start[chosen], storages.nbytes[chosen])
+        crcs = storages.crc[chosen]
         if device.type != "cpu":
-            elsewhere += positions
+            checked = crcs if source.verify else np.full(len(crcs), UNKNOWN, np.int64)
+            targets = [target.detach() for target in own.targets]
+            on_gpus.append(DeviceRows(source, device, ranges, checked, targets, own.names.__getitem__, own.damaged))
             continue
-        _read_to_memory(source, key, (starts, nbytes, crcs), fills=fills.only(positions))
-        versions.mark_changed(targets)
+        addresses = np.fromiter((target.data_ptr() for target in own.targets), np.int64, len(positions))
+        wanted = MemoryRanges(ranges, addresses, crcs, own.names.__getitem__, own.damaged)
+        source.read_nbytes += read_to_memory(source.store, wanted, threads=source.threads, verify=source.verify)
+        versions.mark_changed(own.targets)
         if progress is not None:
-            progress(int(nbytes.sum()))
-    return fill([fills.fill(position) for position in elsewhere], progress, max_host_memory=max_host_memory)
-
-
-def _read_to_memory(source: OpenSource, key: str, columns: tuple[Ints, Ints, Ints], *, fills: RowFills) -> None:
-    starts, nbytes, crcs = (column.tolist() for column in columns)
-    names = fills.names
-    addresses = [target.data_ptr() for target in fills.targets]
-    sums = [None if crc == NO_CRC else crc for crc in crcs]
-    records = list(map(RecordRead, starts, nbytes, addresses, sums, names))
-    try:
-        source.read_nbytes += read_records(source.store, key, records, threads=source.threads, verify=source.verify)
-    except Corrupted as error:
-        if error.tensor is None or not isinstance(error.found, int):
-            raise
-        raise fills.damaged(names.index(error.tensor), error.found) from None
+            progress(int(ranges.nbytes.sum()))
+    return load_rows(on_gpus, progress=progress, most=max_host_memory) if on_gpus else []

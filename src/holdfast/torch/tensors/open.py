@@ -14,7 +14,6 @@ Sparse, quantised and nested tensors stand under their own name here, and not un
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
@@ -27,13 +26,11 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.errors import HoldfastWarning
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
-from holdfast.torch.cuda.columns import read_small
-from holdfast.torch.tensors.allocate import Fresh, Want, make_storage, read_tensors
+from holdfast.torch.tensors.allocate import Fresh, Want, make_storage, read_tensors, read_to_gpu
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
@@ -147,15 +144,11 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
     def _read_plain(
         self, names: list[str], *, device: torch.device | None, dtype: torch.dtype | None, max_host_memory: int | None
     ) -> dict[str, torch.Tensor]:
-        """Tensors by their names: the many and small ones of a GPU without an object each, all others together."""
-        made: dict[str, torch.Tensor] = {}
-        if device is not None and device.type == "cuda" and dtype is None:
-            made, notes = read_small(self.lazy.stored, names, device, max_host_memory=max_host_memory)
-            for note in notes:
-                warnings.warn(note, HoldfastWarning, stacklevel=4)
-        others = {name: self.lazy[name] for name in names if name not in made}
-        made |= read_tensors(others, device=device, dtype=dtype, max_host_memory=max_host_memory)
-        return made
+        """Tensors by their names, all of them together."""
+        if device is None or device.type != "cuda" or dtype is not None or not names:
+            lazies = {name: self.lazy[name] for name in names}
+            return read_tensors(lazies, device=device, dtype=dtype, max_host_memory=max_host_memory)
+        return read_to_gpu(self.lazy.stored, self.lazy, names, device, max_host_memory=max_host_memory)
 
     @property
     def tree(self) -> AnyValue:

@@ -14,17 +14,16 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted
 from holdfast.plan.coalesce import PAGE_LOCKED
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.cuda import load as gpu_load
-from holdfast.torch.cuda import runs
+from holdfast.torch.cuda import plan as planning
 from holdfast.torch.cuda.load import blocks_within, load_fills
-from holdfast.torch.cuda.runs import FlatRun, pieces_of, tasks_of
+from holdfast.torch.cuda.plan import Conversion, RowPlan, rows_of
+from holdfast.torch.cuda.streams import Here
 from holdfast.torch.tensors.scratch import Fill
 
 CPU = torch.device("cpu")
@@ -33,8 +32,8 @@ CONTENT = np.random.default_rng(0).integers(0, 256, 3 * BLOCK, dtype=np.uint8).t
 KINDS = ["uint8", "bfloat16", "float32", "complex64", "float64"]
 
 
-def checks_of(source, fills):
-    return Checks(whole_storages([Request(one.lazy, np.empty(0)) for one in fills]))
+def tasks_of(source, fills, most, *, readers=1):
+    return RowPlan(rows_of(source, CPU, fills, most=most), most, readers=readers).tasks()
 
 
 class Drawn:
@@ -87,9 +86,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_every_element_comes_to_its_place(data):
     drawn = Drawn(data.draw)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(runs, "LEAST_NBYTES", data.draw(st.sampled_from([2048, 2 << 20])))
-        patched.setattr(gpu_load, "STEP_NBYTES", data.draw(st.sampled_from([1000, 16 << 20])))
-        load_fills(drawn.fills, checks_of, None, 2 << 20)
+        patched.setattr(planning, "LEAST_NBYTES", data.draw(st.sampled_from([2048, 2 << 20])))
+        patched.setattr(planning, "SHORT_NBYTES", data.draw(st.sampled_from([0, 1000, 256 << 10])))
+        load_fills(drawn.fills, most=2 << 20)
     for one in drawn.fills:
         assert torch.equal(bits(one.target), bits(expected(one)))
 
@@ -97,7 +96,7 @@ def test_every_element_comes_to_its_place(data):
 def test_the_first_blocks_and_the_last_are_not_full():
     source = OpenSource(MemoryStore({"f": bytes(64 * BLOCK)}))
     lazy = LazyTensor.contiguous("t", DTYPES.name("uint8"), (64 * BLOCK,), Storage("f", 0, 64 * BLOCK, home=source.store), source)
-    tasks = list(tasks_of(source, CPU, [Fill(lazy, torch.zeros(64 * BLOCK, dtype=torch.uint8))], 8 * BLOCK, readers=4))
+    tasks = list(tasks_of(source, [Fill(lazy, torch.zeros(64 * BLOCK, dtype=torch.uint8))], 8 * BLOCK, readers=4))
     sizes = [task.nbytes // BLOCK for task in tasks]
     assert sizes[:4] == [2, 4, 6, 8]
     assert sizes[-1] <= 2
@@ -111,24 +110,33 @@ def test_tasks_hold_what_was_asked_for_and_no_more_than_a_block(data):
     most = data.draw(st.sampled_from([4096, 20_000, BLOCK]))
     wanted = sum(one.lazy.nbytes for one in drawn.fills)
     found = read = reads = 0
-    for task in tasks_of(drawn.source, CPU, drawn.fills, most, readers=data.draw(st.sampled_from([1, 3]))):
-        ends = []
+    for task in tasks_of(drawn.source, drawn.fills, most, readers=data.draw(st.sampled_from([1, 3]))):
+        ends, plan = [], task.plan
         for one in task.reads:
             assert one.at >= max(ends, default=0), "two reads share bytes of the block"
             ends.append(one.at + one.stop - one.start)
             assert ends[-1] <= most
-            assert one.start == min(taken.piece.start for taken in one.pieces)
-            assert one.stop == max(taken.piece.start + taken.piece.nbytes for taken in one.pieces)
-            for taken in one.pieces:
-                assert taken.at - one.at == taken.piece.start - one.start
-                assert taken.piece.nbytes == taken.piece.target.numel() * taken.piece.dtype.itemsize
-            found += sum(taken.piece.nbytes for taken in one.pieces)
+            pieces = [piece for stretch in one.stretches for piece in pieces_of(plan, stretch)]
+            assert one.start == min(start for start, _, _ in pieces)
+            assert one.stop == max(start + nbytes for start, nbytes, _ in pieces)
+            for start, nbytes, at in pieces:
+                assert at - one.at == start - one.start
+                found += nbytes
             read, reads = read + one.stop - one.start, reads + 1
-        for one, at in task.gathered:
+        for one, at in task.strided:
             assert at + one.nbytes <= most
             found += one.part.lazy.nbytes
     assert found == wanted
     assert read <= wanted * (1 + 1 / 16) + (len(drawn.fills) + reads) * PAGE_LOCKED.free_gap
+
+
+def pieces_of(plan, stretch):
+    """Of each row of a stretch the first byte in the file, how many, and the place in the block."""
+    if stretch.last == stretch.first + 1:
+        return [(plan.starts.item(stretch.first) + stretch.skip, stretch.nbytes, stretch.at)]
+    first = plan.starts.item(stretch.first)
+    rows = range(stretch.first, stretch.last)
+    return [(plan.starts.item(row), plan.nbytes.item(row), stretch.at + plan.starts.item(row) - first) for row in rows]
 
 
 def test_neighbours_are_read_together():
@@ -141,29 +149,30 @@ def test_neighbours_are_read_together():
         )
         for i in range(200)
     ]
-    (task,) = tasks_of(source, CPU, fills, BLOCK)
-    assert len(task.reads) == 1
-    assert len(task.reads[0].pieces) == 200
+    (task,) = tasks_of(source, fills, BLOCK)
+    (read,) = task.reads
+    (stretch,) = read.stretches
+    assert (stretch.first, stretch.last) == (0, 200)
 
 
 def test_a_large_tensor_is_cut_where_blocks_end():
     source = OpenSource(MemoryStore({"f": bytes(5 * BLOCK)}))
     lazy = LazyTensor.contiguous("t", DTYPES.name("float32"), (BLOCK,), Storage("f", 100, 4 * BLOCK, home=source.store), source)
-    tasks = list(tasks_of(source, CPU, [Fill(lazy, torch.zeros(BLOCK))], BLOCK))
+    tasks = list(tasks_of(source, [Fill(lazy, torch.zeros(BLOCK))], BLOCK))
     assert [task.nbytes for task in tasks] == [BLOCK] * 4
 
 
 def test_same_dtypes_are_bytes_and_others_are_elements():
     source = OpenSource(MemoryStore({"f": bytes(400)}))
     lazy = LazyTensor.contiguous("t", DTYPES.name("float32"), (100,), Storage("f", 0, 400, home=source.store), source)
-    (same,) = pieces_of(Fill(lazy, torch.zeros(100)), BLOCK)
-    (cast,) = pieces_of(Fill(lazy, torch.zeros(100, dtype=torch.float64)), BLOCK)
-    assert isinstance(same, FlatRun)
-    assert isinstance(cast, FlatRun)
-    assert same.plain
-    assert not cast.plain
-    head, rest = cast.cut(10)
-    assert (head.nbytes, rest.nbytes, rest.start) == (8, 392, 8)
+    cast = torch.zeros(100, dtype=torch.float64)
+    rows = rows_of(source, CPU, [Fill(lazy, torch.zeros(100)), Fill(lazy, cast)], most=BLOCK)
+    same, other = rows.destinations
+    assert isinstance(same, torch.Tensor)
+    assert isinstance(other, Conversion)
+    assert other.dtype is torch.float32
+    plan = RowPlan(rows, BLOCK)
+    assert plan.cut(next(iter(plan.odd)), 10) == 8
 
 
 @pytest.mark.parametrize("kind", ["a.pt", "a.safetensors", "native"])
@@ -173,13 +182,13 @@ def test_damage_is_found_across_blocks(tmp_path, kind):
     with holdfast.open(tmp_path / kind) as checkpoint:
         where = checkpoint["a"].chunks[0].storage.start + 5_000_001
         target = torch.zeros(1_000_000, dtype=torch.int64)
-        load_fills([Fill(checkpoint["a"], target)], checks_of, None, 2 << 20)
+        load_fills([Fill(checkpoint["a"], target)], most=2 << 20)
         assert torch.equal(target, torch.arange(1_000_000))
         with file.open("r+b") as damaged:
             damaged.seek(where)
             damaged.write(b"\xff")
         with pytest.raises(Corrupted) as raised:
-            load_fills([Fill(checkpoint["a"], target)], checks_of, None, 2 << 20)
+            load_fills([Fill(checkpoint["a"], target)], most=2 << 20)
     assert raised.value.tensor == "a"
 
 
@@ -188,7 +197,7 @@ def test_progress_counts_every_byte(tmp_path):
     seen = []
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         fills = [Fill(checkpoint["a"], torch.zeros(1_000_000)), Fill(checkpoint["b"], torch.zeros(9, 7).T)]
-        load_fills(fills, checks_of, seen.append, 2 << 20)
+        load_fills(fills, progress=seen.append, most=2 << 20)
     assert sum(seen) == 4 * (1_000_000 + 63)
     assert torch.equal(fills[1].target, torch.ones(7, 9))
 
@@ -209,15 +218,19 @@ def test_several_loads_at_once(tmp_path):
 
         def one() -> list[torch.Tensor]:
             fills = [Fill(tensor, torch.zeros(300_000)) for tensor in checkpoint.values()]
-            load_fills(fills, checks_of, None, 4 << 20)
+            load_fills(fills, most=4 << 20)
             return [fill.target for fill in fills]
 
         for found in [pool.submit(one) for _ in range(8)]:
             assert all(torch.equal(tensor, made[name]) for name, tensor in zip(checkpoint, found.result(), strict=True))
 
 
-def test_without_a_gpu_the_memory_is_ordinary_and_a_note_says_so(tmp_path):
+def test_without_a_gpu_the_memory_is_ordinary_and_a_note_says_so(tmp_path, monkeypatch):
+    class Elsewhere(Here):
+        wants_locked = True
+
+    monkeypatch.setattr(gpu_load, "lanes", lambda devices: {device: Elsewhere() for device in devices})
     holdfast.save({"a": torch.ones(10)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
-        notes = load_fills([Fill(checkpoint["a"], torch.zeros(10))], checks_of, None, None)
+        notes = load_fills([Fill(checkpoint["a"], torch.zeros(10))])
     assert notes == ([] if torch.cuda.is_available() else [gpu_load.UNLOCKED])

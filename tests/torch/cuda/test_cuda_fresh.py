@@ -1,4 +1,4 @@
-"""Many small tensors to a GPU, with the CPU in its place: the same as the way of objects, or left to it."""
+"""Rows of a checkpoint to a GPU, with the CPU in its place: the same as what is read to the CPU, and damage by its name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import Corrupted
 from holdfast.torch import open as torch_open
-from holdfast.torch.cuda import columns, host
-from holdfast.torch.cuda.columns import fill_ordinary, read_small, rows_of
-from holdfast.torch.cuda.kinds import views
+from holdfast.torch.cuda import host
+from holdfast.torch.cuda import load as gpu_load
+from holdfast.torch.cuda.load import load_fills, load_rows, views
+from holdfast.torch.tensors import allocate
 from holdfast.torch.tensors import fill as filling
 from holdfast.torch.tensors.allocate import read_tensors
 from holdfast.torch.tensors.fill import fill
+from holdfast.torch.tensors.fresh_rows import fresh_rows
 from holdfast.torch.tensors.scratch import Fill
 
 CPU = torch.device("cpu")
@@ -43,6 +45,12 @@ def many(name: str) -> dict[str, torch.Tensor]:
     return made | {"zero": torch.tensor(-0.0), "empty": torch.zeros(0, 3), "large": values(300, 300), "turned": values(7, 9).T}
 
 
+def read_fresh(checkpoint, names, most=None) -> dict[str, torch.Tensor]:
+    rows, own = fresh_rows(checkpoint.stored, checkpoint, names, device=CPU)
+    load_rows([rows], most=most)
+    return dict(zip(own, rows.tensors, strict=True))
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -54,21 +62,21 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         assert bits(tensor) == bits(other), name
         assert tensor.storage_offset() == 0
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(found)
+    filled = [tensor for tensor in found.values() if tensor.nbytes]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in filled}) == len(filled)
 
 
 @pytest.mark.parametrize("block", [None, 2 << 20])
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
-def test_as_the_way_of_objects(tmp_path, name, block):
+def test_as_to_the_cpu(tmp_path, name, block):
     state = many(name)
     holdfast.save(state, tmp_path / name)
     with holdfast.open(tmp_path / name) as checkpoint:
         names = list(checkpoint)
         expected = read_tensors(dict(checkpoint))
-        found, _ = read_small(checkpoint.stored, names, CPU, max_host_memory=block)
+        found = read_fresh(checkpoint, names, block)
     check(found, expected)
-    assert set(found) >= {f"t{i}" for i in range(300)} | {"zero"}
-    assert not {"empty", "large"} & set(found)
+    assert set(found) >= {f"t{i}" for i in range(300)} | {"zero", "large"}
 
 
 @settings(max_examples=40)
@@ -76,7 +84,7 @@ def test_as_the_way_of_objects(tmp_path, name, block):
 def test_drawn_files(tmp_path_factory, data):
     """Files of any header length, so that tensors begin anywhere; some names, in any order."""
     folder = tmp_path_factory.mktemp("drawn")
-    count = data.draw(st.integers(64, 200))
+    count = data.draw(st.integers(1, 200))
     name = data.draw(st.sampled_from(["a.safetensors", "a.pt", "native"]))
     state = {
         f"{'x' * data.draw(st.integers(0, 9))}{i}": values(
@@ -86,11 +94,11 @@ def test_drawn_files(tmp_path_factory, data):
     }
     holdfast.save(state, folder / name)
     with holdfast.open(folder / name) as checkpoint:
-        names = data.draw(st.permutations(list(checkpoint)))[: data.draw(st.integers(64, count))]
+        names = data.draw(st.permutations(list(checkpoint)))[: data.draw(st.integers(1, count))]
         expected = read_tensors({name: checkpoint[name] for name in names})
-        found, _ = read_small(checkpoint.stored, names, CPU, max_host_memory=2 << 20)
+        found = read_fresh(checkpoint, names, 2 << 20)
     check(found, expected)
-    assert len(found) in (0, sum(1 for name in names if state[name].nbytes))
+    assert {name for name in names if state[name].nbytes} <= set(found)
 
 
 def test_what_begins_at_odd_places(tmp_path):
@@ -101,7 +109,7 @@ def test_what_begins_at_odd_places(tmp_path):
     content = np.random.default_rng(0).integers(0, 256, 808, np.uint8).tobytes()
     (tmp_path / "odd.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + content)
     with holdfast.open(tmp_path / "odd.safetensors") as checkpoint:
-        found, _ = read_small(checkpoint.stored, list(checkpoint), CPU)
+        found = read_fresh(checkpoint, list(checkpoint))
         check(found, read_tensors(dict(checkpoint)))
     assert len(found) == 101
 
@@ -113,73 +121,77 @@ def shared() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
-def test_what_shares_a_storage_is_left_to_others(tmp_path, name):
+def test_what_shares_a_storage_is_no_fresh_row(tmp_path, name):
     holdfast.save(shared(), tmp_path / name)
     with holdfast.open(tmp_path / name) as checkpoint:
-        rows = rows_of(checkpoint.stored, list(checkpoint))
-        names = {list(checkpoint)[rows.columns.numbers[row]] for row in rows.chosen.tolist()}
-    assert names == {f"own{i}" for i in range(80)} - {"own3"}
+        _, names = fresh_rows(checkpoint.stored, checkpoint, list(checkpoint), device=CPU)
+    assert set(names) == {f"own{i}" for i in range(80)} - {"own3"}
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "native"])
-def test_damage_is_left_to_who_can_say_it(tmp_path, name):
-    holdfast.save({f"t{i}": values(16, seed=i) for i in range(100)}, tmp_path / name)
+@pytest.mark.parametrize("count", [1, 100])
+@pytest.mark.parametrize("name", ["a.safetensors", "native", "a.pt"])
+def test_damage_is_named(tmp_path, name, count):
+    state = {f"t{i}": values(16, seed=i) for i in range(count)}
+    holdfast.save(state, tmp_path / name)
     file = tmp_path / name if name != "native" else next(path for path in (tmp_path / name).iterdir() if path.suffix != ".json")
     raw = bytearray(file.read_bytes())
-    raw[-100] ^= 1
+    hurt = f"t{count - 1}"
+    raw[raw.index(bits(state[hurt])) + 9] ^= 1
     file.write_bytes(raw)
     with holdfast.open(tmp_path / name) as checkpoint:
-        assert read_small(checkpoint.stored, list(checkpoint), CPU) == ({}, [])
-        with pytest.raises(Corrupted):
+        with pytest.raises(Corrupted) as fast:
+            read_fresh(checkpoint, list(checkpoint))
+        with pytest.raises(Corrupted) as plain:
             read_tensors(dict(checkpoint))
+        assert (fast.value.tensor, fast.value.file, fast.value.offset) == (hurt, plain.value.file, plain.value.offset)
+        assert str(fast.value) == str(plain.value)
     with holdfast.open(tmp_path / name, verify=False) as checkpoint:
-        assert len(read_small(checkpoint.stored, list(checkpoint), CPU)[0]) == 100
+        assert len(read_fresh(checkpoint, list(checkpoint))) == count
 
 
-def test_few_and_missing_ones_are_left_to_others(tmp_path):
-    holdfast.save({f"t{i}": values(4, seed=i) for i in range(100)}, tmp_path / "a.safetensors")
-    with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
-        names = list(checkpoint)
-        assert read_small(checkpoint.stored, names[:63], CPU) == ({}, [])
-        assert read_small(checkpoint.stored, [*names, "none"], CPU) == ({}, [])
-
-
-def test_the_checkpoint_asks_it_for_a_gpu_and_puts_all_in_order(tmp_path, monkeypatch):
+def test_a_checkpoint_is_read_in_one_pass_and_in_order(tmp_path, monkeypatch):
     """The device is called a GPU where it is decided, and is the CPU where it is used."""
     state = many("a.pt") | {"tied": (tied := values(5)), "twin": tied}
     holdfast.save(state, tmp_path / "a.pt")
-    asked = []
+    passes: list[int] = []
 
     class Device:
         type = "cuda"
 
     from holdfast.torch.tensors import open as opened
 
-    def small(tensors, names, device, *, max_host_memory):
-        asked.append(len(names))
-        return columns.read_small(tensors, names, CPU, max_host_memory=max_host_memory)
+    def small(stored, views, names, device, *, max_host_memory):
+        return allocate.read_to_gpu(stored, views, names, CPU, max_host_memory=max_host_memory)
 
-    monkeypatch.setattr(opened, "read_small", small)
+    def loaded(groups, **more):
+        passes.append(len(groups))
+        return load_rows(groups, **more)
+
+    monkeypatch.setattr(opened, "read_to_gpu", small)
+    monkeypatch.setattr(gpu_load, "load_rows", loaded)
     monkeypatch.setattr(opened, "_device", lambda device: Device())
     monkeypatch.setattr(opened, "read_tensors", lambda others, *, device, dtype, max_host_memory: read_tensors(others, dtype=dtype))
+    monkeypatch.setattr(filling, "_sorted_out", lambda fills: ([], fills, []))
     with torch_open(tmp_path / "a.pt") as checkpoint:
         found = checkpoint.read(device="cpu")
         assert list(found) == list(checkpoint)
-        assert asked == [len(state)]
+        assert passes == [2]
         assert found["tied"].untyped_storage().data_ptr() == found["twin"].untyped_storage().data_ptr()
         for name, tensor in state.items():
             assert bits(found[name]) == bits(tensor), name
         assert checkpoint.read(["zero"] * 70, device="cpu", dtype=torch.float64)["zero"].dtype == torch.float64
-        assert asked == [len(state)]
+        assert passes == [2, 1]
+        with pytest.raises(KeyError, match="none"):
+            checkpoint.read(["zero", "none"], device="cpu")
 
 
 def test_blocks_are_given_back(tmp_path, monkeypatch):
     pool = host.Pool()
-    monkeypatch.setattr(columns, "POOL", pool)
+    monkeypatch.setattr(gpu_load, "POOL", pool)
     holdfast.save({f"t{i}": values(64, seed=i) for i in range(500)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         for _ in range(3):
-            read_small(checkpoint.stored, list(checkpoint), CPU)
+            read_fresh(checkpoint, list(checkpoint))
     assert pool.kept_nbytes == host.BLOCK_NBYTES
 
 
@@ -211,7 +223,7 @@ def test_tensors_of_a_kind_are_cut_by_one_call(tmp_path, monkeypatch):
         holdfast.save(state, tmp_path / name)
         cuts.clear()
         with holdfast.open(tmp_path / name) as checkpoint:
-            check(read_small(checkpoint.stored, list(checkpoint), CPU)[0], state)
+            check(read_fresh(checkpoint, list(checkpoint)), state)
         assert cuts == [100, 100]
 
 
@@ -226,20 +238,15 @@ def targets(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
-def test_targets_are_filled_as_by_objects(tmp_path, name):
+def test_targets_are_filled_as_on_the_cpu(tmp_path, name):
     state = many(name)
     holdfast.save(state, tmp_path / name)
     made, expected = targets(state), targets(state)
     with holdfast.open(tmp_path / name) as checkpoint:
-        fills = [Fill(checkpoint[key], target) for key, target in made.items()]
-        left, notes = fill_ordinary(fills, max_host_memory=2 << 20)
-        assert not notes
-        here = {key for key in made if any(one.target is made[key] for one in left)}
-        assert {"t0", "t8", "t10", "empty", "large"} <= here
-        assert len(here) < 10
+        load_fills([Fill(checkpoint[key], target) for key, target in made.items()], most=2 << 20)
         fill([Fill(checkpoint[key], target) for key, target in expected.items()])
     for key in made:
-        assert key in here or bits(made[key]) == bits(expected[key]), key
+        assert bits(made[key]) == bits(expected[key]), key
 
 
 @settings(max_examples=25)
@@ -253,55 +260,39 @@ def test_drawn_targets(tmp_path_factory, data):
     state |= {f"row{i}": base[i] for i in range(8)} | {"tied": state["x1"]}
     holdfast.save(state, folder / name)
     with holdfast.open(folder / name) as checkpoint:
-        drawn = data.draw(st.lists(st.tuples(st.sampled_from(sorted(state)), st.integers(0, 3)), min_size=60, max_size=130))
+        drawn = data.draw(st.lists(st.tuples(st.sampled_from(sorted(state)), st.integers(0, 3)), min_size=1, max_size=130))
         lazies = [checkpoint[key] if cut != 1 else checkpoint[key][: len(state[key]) // 2] for key, cut in drawn]
         every = [
             [torch.zeros(lazy.shape, dtype=state[key].dtype) for lazy, (key, _) in zip(lazies, drawn, strict=True)] for _ in "ab"
         ]
-        left, _ = fill_ordinary([Fill(*one) for one in zip(lazies, every[0], strict=True)])
-        fill(left)
+        load_fills([Fill(*one) for one in zip(lazies, every[0], strict=True)])
         fill([Fill(*one) for one in zip(lazies, every[1], strict=True)])
     assert [bits(one) for one in every[0]] == [bits(one) for one in every[1]]
 
 
-def test_what_is_a_part_of_a_checked_storage_is_left(tmp_path):
-    """Its checksum is compared where all parts of it have come together."""
-    holdfast.save({f"t{i}": values(16, seed=i) for i in range(100)}, tmp_path / "native")
-    with holdfast.open(tmp_path / "native") as checkpoint:
-        fills = [Fill(lazy[half : half + 8], torch.zeros(8)) for lazy in checkpoint.values() for half in (0, 8)]
-        assert len(fill_ordinary(fills)[0]) == 200
-    with holdfast.open(tmp_path / "native", verify=False) as checkpoint:
-        assert len(fill_ordinary([Fill(lazy, torch.zeros(16)) for lazy in checkpoint.values()])[0]) == 0
-
-
-def test_damaged_targets_are_left_to_who_can_say_it(tmp_path):
-    holdfast.save({f"t{i}": values(16, seed=i) for i in range(100)}, tmp_path / "a.safetensors")
+def test_damaged_targets_are_named(tmp_path):
+    state = {f"t{i}": values(16, seed=i) for i in range(100)}
+    holdfast.save(state, tmp_path / "a.safetensors")
     raw = bytearray((tmp_path / "a.safetensors").read_bytes())
-    raw[-100] ^= 1
+    raw[raw.index(bits(state["t42"]))] ^= 1
     (tmp_path / "a.safetensors").write_bytes(raw)
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         fills = [Fill(lazy, torch.zeros(16)) for lazy in checkpoint.values()]
-        assert len(fill_ordinary(fills)[0]) == 100
-        with pytest.raises(Corrupted):
+        with pytest.raises(Corrupted) as fast:
+            load_fills(fills)
+        with pytest.raises(Corrupted) as plain:
             fill(fills)
+    assert fast.value.tensor == "t42"
+    assert str(fast.value) == str(plain.value)
 
 
-def test_loads_in_place_ask_it(tmp_path, monkeypatch):
+def test_loads_in_place_go_through_blocks(tmp_path, monkeypatch):
     """What is on a GPU, where that is decided; the CPU, where it is used. Progress tells of all bytes, once."""
     state = many("native")
     holdfast.save(state, tmp_path / "native")
-    seen: list[int] = []
     told: list[int] = []
-
-    def ordinary(fills, **more):
-        left, notes = fill_ordinary(fills, **more)
-        seen.append(len(fills) - len(left))
-        return left, notes
-
     monkeypatch.setattr(filling, "_sorted_out", lambda fills: ([], fills, []))
-    monkeypatch.setattr(filling, "fill_ordinary", ordinary)
     made = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     holdfast.torch.load_sharded(tmp_path / "native", made, progress=told.append)
-    assert seen == [301]
     assert sum(told) == sum(tensor.nbytes for tensor in state.values())
     assert all(bits(made[name]) == bits(tensor) for name, tensor in state.items())

@@ -1,0 +1,130 @@
+"""Ranges of files to memory that somebody else owns: storages of a torch file, tensors of a model; many short ones or a few long.
+
+    file      │ a a │ b │ c c c c c c c c c … c c c │ d │ e │
+    reads     └─ joined ─┘└── c ──┘└── c ──┘└── c ──┘└ joined ┘
+
+A sink with an address for each range. Short neighbours are read together and copied out; a long range is read straight to its
+place, a block of the file at a time. A recorded CRC-32 is compared with the one of the bytes that came.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from holdfast.core.arrays import Ints
+from holdfast.core.crc import Sums, crc32, have_crcs
+from holdfast.core.protocols import Store
+from holdfast.core.runtime import memory_at
+from holdfast.core.value import Value
+from holdfast.engine.transfer import INLINE_NBYTES, Sink, Straight, transfer
+from holdfast.errors import Corrupted, located
+from holdfast.plan.coalesce import RECORDS, Parts, Ranges, join_files
+
+UNKNOWN = -1
+"""In the place of a checksum: there is none to compare."""
+
+Place = tuple[int, int, int, int]
+"""First byte in the file, length, address in memory, and CRC-32 or `UNKNOWN`."""
+
+
+class MemoryRanges(Value, frozen=True, eq=False):
+    """Ranges of files, and where in memory each goes. Whoever asks keeps the memory alive."""
+
+    ranges: Ranges
+    addresses: Ints
+    crcs: Ints
+    """CRC-32 of each range as its file records it, or `UNKNOWN`."""
+    name: Callable[[int], str]
+    """What a range is called in messages, by its number."""
+    damaged: Callable[[int, int], Corrupted]
+    """What to raise for a range that has another checksum: its number, and the checksum that was found."""
+
+    @classmethod
+    def of_file(
+        cls, key: str, places: Sequence[Place], name: Callable[[int], str], damaged: Callable[[int, int], Corrupted]
+    ) -> MemoryRanges:
+        """Ranges of one file."""
+        starts, nbytes, addresses, crcs = np.array(places, np.int64).reshape(-1, 4).T
+        return cls(Ranges([key], np.zeros(len(places), np.int64), starts, nbytes), addresses, crcs, name, damaged)
+
+
+def read_to_memory(store: Store, wanted: MemoryRanges, *, threads: int, verify: bool = True) -> int:
+    """Read every range to its place; how many bytes were read. Raises `damaged` for the first whose checksum does not match."""
+    if store.resident and int(wanted.ranges.nbytes.sum()) < INLINE_NBYTES:
+        return _copy(store, wanted, verify=verify)
+    sinks = [MemorySink(wanted, parts, verify=verify) for parts in join_files(wanted.ranges, RECORDS)]
+    transfer([(store, sink.parts, sink) for sink in sinks], threads, nbytes=RECORDS.block, step=RECORDS.block)
+    for sink in sinks:
+        sink.finish()
+    return sum(sink.parts.nbytes for sink in sinks)
+
+
+def _copy(store: Store, wanted: MemoryRanges, *, verify: bool) -> int:
+    """Ranges of a store that is memory itself: each is copied as it is, and there is nothing to join."""
+    ranges, read = wanted.ranges, store.read
+    columns = (ranges.files, ranges.starts, ranges.nbytes, wanted.addresses, wanted.crcs)
+    for number, (file, start, nbytes, address, crc) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        out = memory_at(address, nbytes)
+        with located(tensor=wanted.name(number)):
+            read(ranges.keys[file], start, out)
+        if verify and crc != UNKNOWN and (found := crc32(out)) != crc:
+            raise wanted.damaged(number, found)
+    return int(ranges.nbytes.sum())
+
+
+class MemorySink(Sink):
+    """Ranges of one file, cut where its blocks end."""
+
+    def __init__(self, wanted: MemoryRanges, parts: Parts, *, verify: bool) -> None:
+        self._wanted, self.parts = wanted, parts
+        owners, ranges = parts.owners, wanted.ranges
+        self._addresses = wanted.addresses[owners] + parts.begins - ranges.starts[owners]
+        self._crcs = wanted.crcs[owners] if verify else np.full(len(owners), UNKNOWN, np.int64)
+        """Of the ranges that the parts are of."""
+        self._whole = parts.ends - parts.begins == ranges.nbytes[owners]
+        self._sums: dict[int, Sums] = {}
+        """Of ranges that come in several pieces, by their number."""
+
+    def name(self, number: int) -> str:
+        return self._wanted.name(int(self.parts.owners[self.parts.heads[number]]))
+
+    def straight(self, first: int, last: int) -> Straight:
+        heads = self.parts.heads[first : last + 1]
+        return Straight(np.where(np.diff(heads) == 1, self._addresses[heads[:-1]], 0), self._crcs[heads[:-1]] != UNKNOWN)
+
+    def passed(self, number: int, start: int, data: memoryview) -> None:
+        self._sum(int(self.parts.owners[self.parts.heads[number]]), start, data)
+
+    def take(self, number: int, data: memoryview) -> None:
+        origin, parts = int(self.parts.starts[number]), self.parts
+        span = slice(*parts.heads[number : number + 2].tolist())
+        begins, ends, crcs = parts.begins[span], parts.ends[span], self._crcs[span]
+        known = (crcs != UNKNOWN) & self._whole[span]
+        # Whole ranges by one call; only where one is damaged each of them, to say which.
+        good = have_crcs(data, (begins[known] - origin).tolist(), (ends[known] - origin).tolist(), crcs[known].tolist())
+        for part in np.flatnonzero((crcs != UNKNOWN) & ~(known & good)).tolist():
+            begin = begins.item(part)
+            self._sum(int(parts.owners[span][part]), begin, data[begin - origin : ends.item(part) - origin])
+        sources = begins + (np.frombuffer(data, np.uint8).ctypes.data - origin)
+        # By a map: to copy one takes less time than a turn of a loop.
+        deque(map(ctypes.memmove, self._addresses[span].tolist(), sources.tolist(), (ends - begins).tolist()), maxlen=0)
+
+    def _sum(self, owner: int, start: int, data: memoryview) -> None:
+        _, first, nbytes = self._wanted.ranges.place(owner)
+        if data.nbytes == nbytes:
+            self._compare(owner, crc32(data))
+        else:
+            self._sums.setdefault(owner, Sums()).add(start - first, data)
+
+    def finish(self) -> None:
+        """Compare what came in pieces."""
+        for owner, sums in sorted(self._sums.items()):
+            self._compare(owner, sums.crc32())
+
+    def _compare(self, owner: int, found: int) -> None:
+        if found != self._wanted.crcs.item(owner):
+            raise self._wanted.damaged(owner, found)

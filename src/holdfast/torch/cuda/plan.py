@@ -1,0 +1,419 @@
+"""Which bytes go through one block of page-locked memory: ranges of files in columns, and the tensors that they are for.
+
+    file     │ h │ a a a a a a │ b b │ c c c c c c c c c c c c │ gap │ d d │
+    block 0      │ a a a a a a │ b b │ c c c c │                        one read
+    block 1                                    │ c c c c c c c c │ gap │ d d │
+
+1. A row is a range of a file and a destination: a fresh tensor of a kind, a tensor that is there and takes the bytes as they are,
+   or one that takes elements by a copy of its own (another dtype or order, conjugated, negated).
+2. Rows are sorted by their place in the file and joined (plan/coalesce.py: small gaps are read as well, because a read costs more
+   than their bytes), and laid into blocks one behind the other. A task is numbers alone: readers make the next one themselves.
+3. Short rows are never cut. A long one may be cut anywhere, or between elements where these are copied as such.
+4. Elements that do not lie in one piece in the file (columns, another byte order, packed types) are read by the engine, a block of
+   them at a time.
+5. The first blocks and the last ones are not full (`Shares`): the bus has something to do while most readers read, and to the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from msgspec import Struct, field
+
+from holdfast.core.arrays import Ints
+from holdfast.core.chunk import Storage
+from holdfast.core.protocols import Request, Source
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
+from holdfast.engine.blocks import contiguous_bytes
+from holdfast.engine.checks import Checks, damage, whole_storages
+from holdfast.engine.memory_sink import UNKNOWN
+from holdfast.engine.source import OpenSource
+from holdfast.errors import Corrupted
+from holdfast.plan.coalesce import PAGE_LOCKED, Ranges, coalesce
+from holdfast.torch.tensors.from_lazy import torch_dtype
+from holdfast.torch.tensors.scratch import Fill, ScratchPiece, flat, in_file_order, parts_of
+
+ALIGNMENT = 64
+"""A read begins in its block where it begins in the file, up to a multiple of this: what was aligned there is aligned here."""
+
+SHORT_NBYTES = 256 << 10
+"""Rows up to this length cross the bus together with their neighbours."""
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By their width."""
+
+
+class ByteKind(NamedTuple):
+    """What many tensors have in common, and as what their bytes are copied on a device.
+
+    Bytes are copied as integers, which any bits survive: torch might take elements for numbers on the way, and change those that
+    are none. Where integers are as wide as the elements they have the shape of the tensor as well, so that nothing is left to be
+    done with a copy but to name its dtype.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    integer: torch.dtype
+    counts: tuple[int, ...]
+    """The shape of so many integers: that of the tensor where they are as wide as its elements."""
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: tuple[int, ...], *, unaligned: bool = False) -> ByteKind:
+        """Tensors of a dtype and a shape. `unaligned`: what does not begin at a multiple of its width is copied byte by byte."""
+        width = 1 if unaligned else min(dtype.itemsize, 8)
+        whole = shape if width == dtype.itemsize else (math.prod(shape) * dtype.itemsize // width,)
+        return cls(dtype, shape, INTEGERS[width], whole)
+
+
+class Conversion(Value, frozen=True, eq=False):
+    """A tensor that takes the elements of a range by a copy of its own."""
+
+    dtype: torch.dtype
+    """As the file has them."""
+    target: torch.Tensor
+    """Flat, or of any shape where the range is never cut."""
+    conj: bool = False
+    neg: bool = False
+    storage: Storage | None = None
+    """Where the range is a part of it, and all parts together are compared with its checksum."""
+
+    @property
+    def grain(self) -> int:
+        """Between multiples of this many bytes the range is not cut; 0 where it is not cut at all."""
+        return self.dtype.itemsize if self.target.ndim == 1 else 0
+
+
+Destination = ByteKind | torch.Tensor | Conversion
+"""What a row becomes: a fresh tensor, the content of a contiguous one, or elements of another."""
+
+
+class StridedRead(Value, frozen=True, eq=False):
+    """Elements that the engine has to read, because they do not lie in one piece."""
+
+    part: ScratchPiece
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take in a block, where a packed element takes one."""
+        return self.part.lazy.size * self.part.lazy.dtype.numpy.itemsize
+
+
+class DeviceRows(Struct, eq=False):
+    """Ranges of the files of one source that go to one device."""
+
+    source: Source
+    device: torch.device
+    ranges: Ranges
+    crcs: Ints
+    """CRC-32 of each range as its file records it, or `UNKNOWN`."""
+    destinations: Sequence[Destination]
+    name: Callable[[int], str]
+    """What a row is called in messages, by its number."""
+    damaged: Callable[[int, int], Corrupted]
+    """What to raise for a row that has another checksum: its number, and the checksum that was found."""
+    strided: Sequence[StridedRead] = ()
+    checks: Checks = field(default_factory=lambda: Checks({}))
+    """Of storages that come in several ranges."""
+    tensors: list[torch.Tensor | None] = field(default_factory=list)
+    """What each row has become, where that is a tensor of its own."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.ranges.nbytes.sum()) + sum(one.nbytes for one in self.strided)
+
+    @property
+    def short_nbytes(self) -> int:
+        """Bytes of rows that cross the bus together."""
+        return int(self.ranges.nbytes[self.ranges.nbytes <= SHORT_NBYTES].sum())
+
+
+def rows_of(source: Source, device: torch.device, fills: Sequence[Fill], *, most: int) -> DeviceRows:
+    """Fills of one source and device as rows, of which those that are not flat fit into `most` bytes."""
+    verify = isinstance(source, OpenSource) and source.verify
+    places: list[tuple[str, int, int]] = []
+    crcs: list[int] = []
+    destinations: list[Destination] = []
+    owners: list[tuple[Storage, str]] = []
+    strided: list[StridedRead] = []
+    in_pieces: dict[Storage, str] = {}
+    for one in fills:
+        apart = False
+        for piece in _pieces(one, most):
+            if isinstance(piece, StridedRead):
+                strided.append(piece)
+                apart = True
+                continue
+            storage, start, nbytes, destination = piece
+            crc = storage.crc32 if verify and nbytes == storage.nbytes else None
+            if isinstance(destination, Conversion) and destination.storage is not None:
+                apart, crc = True, None
+            places.append((storage.key, start, nbytes))
+            crcs.append(UNKNOWN if crc is None else crc)
+            destinations.append(destination)
+            owners.append((storage, one.lazy.name))
+        if apart and verify:
+            in_pieces |= whole_storages([Request(one.lazy, NO_ARRAY)])
+
+    def damaged(number: int, found: int) -> Corrupted:
+        return damage(*owners[number], found)
+
+    columns = Ranges.of(places), np.array(crcs, np.int64), destinations
+    return DeviceRows(source, device, *columns, lambda number: owners[number][1], damaged, strided, Checks(in_pieces))
+
+
+NO_ARRAY = np.empty(0, np.uint8)
+
+Piece = tuple[Storage, int, int, Destination]
+"""A storage, the first byte in its file, how many bytes, and what they become."""
+
+
+def _pieces(one: Fill, most: int) -> Iterator[Piece | StridedRead]:
+    lazy, target = one.lazy, one.target
+    if _in_c_order(lazy, target):
+        # Most tensors lie in the file as in memory: no need to look at them dimension by dimension.
+        yield _flat(lazy, target)
+        return
+    for chunk in lazy.chunks:
+        moved, part = in_file_order(one, chunk)
+        if _in_c_order(moved, part):
+            yield _flat(moved, part, conj=lazy.traits.conj, neg=lazy.traits.neg)
+        else:
+            yield from _boxes(Fill(LazyTensor(lazy.name, lazy.dtype, lazy.shape, (chunk,), lazy.source, lazy.traits), target), most)
+
+
+def _in_c_order(lazy: LazyTensor, target: torch.Tensor) -> bool:
+    """Whether elements lie in C order in the file as well as in memory."""
+    if lazy.dtype.packed or contiguous_bytes(lazy) is None:
+        return False
+    return target.is_contiguous() and not (target.is_conj() or target.is_neg())
+
+
+def _flat(lazy: LazyTensor, target: torch.Tensor, *, conj: bool = False, neg: bool = False) -> Piece:
+    dtype = torch_dtype(lazy.dtype)
+    (chunk,) = lazy.chunks
+    storage = chunk.storage
+    row: Destination = target.detach()
+    if target.dtype != dtype or conj or neg:
+        row = Conversion(dtype, flat(target.detach()), conj, neg)
+    return storage, storage.start + chunk.offset // 8, lazy.nbytes, row
+
+
+def _boxes(one: Fill, most: int) -> Iterator[Piece | StridedRead]:
+    for part in parts_of(one, most):
+        lazy = part.lazy
+        place = None if lazy.dtype.packed else contiguous_bytes(lazy)
+        if place is None:
+            yield StridedRead(part)
+        else:
+            storage, dtype = lazy.chunks[0].storage, torch_dtype(lazy.dtype)
+            # Also where it is all of the storage: what becomes of the others is noted in the same place.
+            conversion = Conversion(dtype, part.target.detach(), part.conj, part.neg, storage)
+            yield storage, place[1], lazy.nbytes, conversion
+
+
+class Stretch(NamedTuple):
+    """Rows of a read that follow each other: whole ones, or a part of one."""
+
+    first: int
+    last: int
+    """Positions of the rows among those of the plan."""
+    skip: int
+    """Bytes of the first row that went through blocks before."""
+    nbytes: int
+    """Bytes of the row that are taken here, where it is one."""
+    at: int
+    """Where the first one begins in the block."""
+
+
+class Read(Struct, eq=False):
+    """One range of one file."""
+
+    key: str
+    start: int
+    stop: int
+    at: int
+    """Where it begins in the block."""
+    stretches: list[Stretch]
+
+
+class BlockTask(Struct, eq=False):
+    """What one block is filled with at a time."""
+
+    plan: RowPlan
+    reads: list[Read] = field(default_factory=list)
+    strided: list[tuple[StridedRead, int]] = field(default_factory=list)
+    """With the place of each in the block."""
+    nbytes: int = 0
+    """Bytes of elements."""
+    read_nbytes: int = 0
+    """Bytes that were read for them."""
+
+
+LEAST_NBYTES = 2 << 20
+"""What a block takes when there is much to read, at the least."""
+
+
+class Shares:
+    """How many bytes the next block takes.
+
+    Readers that begin together end together: the bus waits for the first of them, all blocks are full at once, and at the end one
+    of them still reads while the others are done. So each of the first has a little more than the one before, and of what is left
+    nobody takes more than their share.
+
+    >>> shares = Shares(100 << 20, 16 << 20, readers=4)
+    >>> [shares.take() >> 20 for _ in range(12)]
+    [4, 8, 12, 16, 15, 11, 8, 6, 4, 3, 2, 2]
+    """
+
+    def __init__(self, total: int, most: int, *, readers: int = 1) -> None:
+        self._left, self._most, self._readers = total, most, readers
+        self._taken = 0
+
+    def take(self) -> int:
+        """The bytes of the next block, which is taken to be filled."""
+        most = self._most
+        if self._readers > 1:
+            self._taken += 1
+            most = min(most * self._taken // self._readers, self._left // self._readers)
+            most = min(max(most, LEAST_NBYTES), self._most)
+        self._left = max(self._left - most, 0)
+        return most
+
+
+class RowPlan:
+    """The rows of a device in the order of the files, and the tasks that bring them there."""
+
+    def __init__(self, rows: DeviceRows, most: int, *, readers: int = 1) -> None:
+        """`most` bytes go into a block, and so many readers fill them."""
+        ranges = rows.ranges
+        self.rows = rows
+        self.order = np.lexsort((ranges.starts, ranges.files))
+        """The number of the row at each position."""
+        # What is empty is not read; it is of no position.
+        self.order = self.order[ranges.nbytes[self.order] > 0]
+        self.starts, self.nbytes, self.crcs = ranges.starts[self.order], ranges.nbytes[self.order], rows.crcs[self.order]
+        self._files, self._stops = ranges.files[self.order], self.starts + self.nbytes
+        self.destinations = [rows.destinations[number] for number in self.order.tolist()]
+        self.straight = self.nbytes > min(SHORT_NBYTES, most)
+        """Which rows are copied from a block straight to their places."""
+        self._grains = self.straight.astype(np.int64)
+        """Between multiples of how many bytes a row is not cut; 0 where it is not cut at all."""
+        self.odd: dict[int, Conversion] = {}
+        for position, one in enumerate(self.destinations):
+            if isinstance(one, Conversion):
+                self.odd[position], self._grains[position] = one, one.grain
+        self.straight[list(self.odd)] = False
+        self._most, self._shares = most, Shares(int(self.nbytes.sum()), most, readers=readers)
+
+    def tasks(self) -> Iterator[BlockTask]:
+        """What goes through the blocks, one after the other."""
+        yield from _Layout(self, self._most, self._shares).tasks(self._joined())
+        yield from self._strided_tasks()
+
+    def name(self, position: int) -> str:
+        return self.rows.name(int(self.order[position]))
+
+    def cut(self, position: int, nbytes: int) -> int:
+        """How many of so many bytes a row may be cut behind; 0 where it has to be whole."""
+        grain = self._grains.item(position)
+        return nbytes // grain * grain if grain else 0
+
+    def fitting(self, first: int, last: int, limit: int) -> int:
+        """The position behind those from `first` on that end at byte `limit` of the file or before."""
+        if self._stops.item(first) > limit:
+            return first
+        last = first + int(np.searchsorted(self.starts[first:last], limit))
+        behind = np.flatnonzero(self._stops[first:last] > limit)
+        return first + behind.item(0) if len(behind) else last
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Where rows end in their file, and how many bytes they have."""
+        return int(self._stops[first:last].max()), int(self.nbytes[first:last].sum())
+
+    def _joined(self) -> Iterator[tuple[str, int, int]]:
+        """Rows that are read together: their file, and positions of the first and behind the last."""
+        for low, high in pairwise([0, *(np.flatnonzero(np.diff(self._files)) + 1).tolist(), len(self.order)]):
+            if low < high:
+                key = self.rows.ranges.keys[self._files.item(low)]
+                heads = coalesce(self.starts[low:high], self._stops[low:high], PAGE_LOCKED) + low
+                for first, last in pairwise([*heads.tolist(), high]):
+                    yield key, first, last
+
+    def _strided_tasks(self) -> Iterator[BlockTask]:
+        task, end = BlockTask(self), 0
+        for piece in self.rows.strided:
+            if task.strided and end + piece.nbytes > self._most:
+                yield task
+                task, end = BlockTask(self), 0
+            task.strided.append((piece, end))
+            task.nbytes += piece.part.lazy.nbytes
+            end = _aligned(end + piece.nbytes)
+        if task.strided:
+            yield task
+
+
+class _Layout:
+    """Rows on their way into blocks."""
+
+    def __init__(self, plan: RowPlan, most: int, shares: Shares) -> None:
+        self._plan, self._most, self._shares = plan, most, shares
+        self._task, self._end, self._share = BlockTask(plan), 0, shares.take()
+
+    def tasks(self, joined: Iterable[tuple[str, int, int]]) -> Iterator[BlockTask]:
+        for key, first, last in joined:
+            yield from self._stretches(key, first, last)
+        if self._task.reads:
+            yield self._task
+
+    def _stretches(self, key: str, first: int, last: int) -> Iterator[BlockTask]:
+        """Rows that are read together: one read, or several where blocks end."""
+        plan, read, skip = self._plan, None, 0
+        while first < last:
+            begin = plan.starts.item(first) + skip
+            whole = not plan.cut(first, self._most)
+            # What began before the read did, which is cut, is read again.
+            own = None if read is None or begin < read.start else read
+            at = _aligned(self._end) + begin % ALIGNMENT if own is None else own.at + begin - own.start
+            most = self._share
+            if not self._task.reads:
+                # What must be whole may take a block for itself; beside what fills a block nothing has to be aligned.
+                most = self._most if whole else most
+                at = at if at + plan.nbytes.item(first) - skip <= most else 0
+            room = most - at
+            end = plan.fitting(first, last, begin + room)
+            if end > first:
+                stretch = Stretch(first, end if not skip else first + 1, skip, plan.nbytes.item(first) - skip, at)
+                read = self._take(key, own, stretch, begin)
+                first, skip = stretch.last, 0
+                continue
+            taken = plan.cut(first, room) if room > 0 else 0
+            if taken > 0:
+                self._take(key, own, Stretch(first, first + 1, skip, taken, at), begin)
+                skip += taken
+            if self._task.reads:
+                yield self._task
+            self._task, self._end, self._share, read = BlockTask(plan), 0, self._shares.take(), None
+
+    def _take(self, key: str, read: Read | None, stretch: Stretch, begin: int) -> Read:
+        """Have a task read a stretch that begins at byte `begin` of the file, with others or by itself."""
+        stop, nbytes = begin + stretch.nbytes, stretch.nbytes
+        if stretch.last > stretch.first + 1:
+            stop, nbytes = self._plan.span(stretch.first, stretch.last)
+        if read is None:
+            read = Read(key, begin, stop, stretch.at, [])
+            self._task.reads.append(read)
+        read.stop = max(read.stop, stop)
+        read.stretches.append(stretch)
+        self._task.nbytes += nbytes
+        self._end = read.at + read.stop - read.start
+        return read
+
+
+def _aligned(at: int) -> int:
+    return -(-at // ALIGNMENT) * ALIGNMENT
