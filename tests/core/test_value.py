@@ -23,7 +23,7 @@ from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.index import Stretch, Take
 from holdfast.core.opaque import Device, Global
 from holdfast.core.sparse.storage import SparseStorage
-from holdfast.core.tensor import PLAIN, AliasView, LazyTensor, Part, Traits
+from holdfast.core.tensor import PLAIN, AliasView, LazyTensor, Traits
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
 from holdfast.stores.memory import MemoryStore
@@ -78,10 +78,10 @@ def test_a_tensor_without_chunks_makes_them_once_and_a_plain_tensor_of_itself():
     source = OpenSource(MemoryStore({"file": np.arange(8, dtype=np.float32).tobytes()}))
     tensor = LazyTensor("w", holdfast.DTYPES.name("float32"), (2, 3), (CHUNK,), source)
     part = tensor[1]
-    assert type(part) is Part
+    assert not part.made
     assert part.chunks is part.chunks
     assert part.chunks == (Chunk(Box((0,), (3,)), STORAGE, 96, (32,)),)
-    assert type(part.renamed("v")) is Part
+    assert not tensor[1].renamed("v").made
     assert (part.renamed("v").name, part.renamed("v").chunks) == ("v", part.chunks)
     for made in (replace(part, traits=Traits(neg=True)), part.__reduce__()[0](*part.__reduce__()[1])):
         assert type(made) is LazyTensor

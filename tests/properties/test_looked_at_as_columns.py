@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.cli.document import document
 from holdfast.cli.show import show_table, show_tree
-from holdfast.core.rows import RowTensor
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.errors import HoldfastError
 from holdfast.inspect import diff, side, storage_rows
 from holdfast.inspect.verify import VerifyReport
+from holdfast.plan.files import FileStorages
 from tests.properties.many_states import many_states
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_]
@@ -141,14 +141,14 @@ def test_no_tensor_is_made_of_what_is_the_same(kind, tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     save(state | {"layers.7": np.zeros((2, 3), np.float32)}, tmp_path / "other" / kind)
     made: list[str] = []
-    contiguous, placed = LazyTensor.contiguous.__func__, RowTensor.placed
+    contiguous, storage = LazyTensor.contiguous.__func__, FileStorages.storage
 
     def noted(name: str, tensor: object) -> object:
         made.append(name)
         return tensor
 
     monkeypatch.setattr(LazyTensor, "contiguous", classmethod(lambda cls, name, *rest: noted(name, contiguous(cls, name, *rest))))
-    monkeypatch.setattr(RowTensor, "placed", lambda self: noted(self.name, placed(self)))
+    monkeypatch.setattr(FileStorages, "storage", lambda self, n, kind: noted(self.names[n], storage(self, n, kind)))
     assert holdfast.verify(tmp_path / kind).ok
     found = holdfast.diff(tmp_path / kind, tmp_path / "other" / kind, exact=True)
     assert ([change.name for change in found.changed], found.same) == (["layers.7"], 99)

@@ -31,7 +31,6 @@ from msgspec import Struct, field
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Opaque
 from holdfast.core.order import in_order
-from holdfast.core.rows import RowTensor
 from holdfast.core.sparse.storage import packing_of
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, LONE_TENSOR_NAME, NAME_CHARACTERS_A_BYTE, Contents, contents, module_contents
@@ -329,7 +328,7 @@ class _Fold:
         tensor = leaf.tensor
         if tensor is None:
             return (leaf.kind, leaf.type)
-        packed = "" if type(tensor) is RowTensor else self._packings.get(id(tensor))
+        packed = self._packings.get(id(tensor))
         if packed is None:
             packing = packing_of(tensor)
             packed = self._packings[id(tensor)] = "" if packing is None else packing.text

@@ -16,29 +16,20 @@ another: that way says which tensor it was, and how. Nothing here raises what it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from holdfast.core.arrays import AnyDType, Ints
-from holdfast.core.chunk import Chunk, Storage, in_c_order
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Outlined, Request, Source, by_source
-from holdfast.core.rows import RowTensor
 from holdfast.core.runtime import resting_collector
-from holdfast.core.tensor import PLAIN, LazyTensor, Part
+from holdfast.core.tensor import ChunkSlice, LazyTensor
 from holdfast.core.value import Value
 
 FEW = 16
 """Fewer tensors are read as objects: to make rows takes as long as they would."""
-
-NO_CRC = -1
-
-FAR = 1 << 61
-"""No file reaches so far. What claims to is left to arithmetic that does not overflow."""
 
 
 class Columns(Value, frozen=True):
@@ -103,34 +94,37 @@ def columns_of(tensors: Sequence[LazyTensor], numbers: Sequence[int]) -> Columns
     starts: list[int] = []
     lengths: list[int] = []
     crcs: list[int] = []
-    like: Part | None = None
+    like: LazyTensor | None = None
+    slice_of: ChunkSlice | None = None
     file = start = nbytes = crc = first = last = 0
     for number in numbers if numbers and ordinary_limits(tensors[numbers[0]].source) else ():
         tensor = tensors[number]
+        position = tensor.position
         if (
             like is not None
-            and type(tensor) is Part
-            and tensor.whole is like.whole
+            and slice_of is not None
+            and isinstance(position, ChunkSlice)
+            and position.chunk is slice_of.chunk
             and tensor.shape == like.shape
-            and tensor.steps == like.steps
+            and position.strides == slice_of.strides
             and tensor.dtype is like.dtype
             and tensor.traits is like.traits
         ):
             # Rows of one tensor come by the ten thousand. Of a slice like the one before only the place is another.
-            bits = tensor.offset - like.offset
+            bits = position.offset - slice_of.offset
             at = start + (bits >> 3)
             if bits & 7 or not first <= at <= last:
                 continue
         else:
-            place = place_of(tensor)
+            place = tensor.file_range()
             like = None
             if place is None:
                 continue
             key, at, nbytes, crc = place
             file = keys.setdefault(key, len(keys))
-            if type(tensor) is Part:
-                like, start, first = tensor, at, tensor.whole.storage.start
-                last = first + tensor.whole.storage.nbytes - nbytes
+            if isinstance(position, ChunkSlice):
+                like, slice_of, start, first = tensor, position, at, position.chunk.storage.start
+                last = first + position.chunk.storage.nbytes - nbytes
         found.append(number)
         files.append(file)
         starts.append(at)
@@ -160,46 +154,6 @@ def outlines(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterabl
     if isinstance(tensors, Outlined):
         return map(tensors.outline, names)
     return ((tensor.dtype, tensor.shape) for tensor in map(tensors.__getitem__, names))
-
-
-def place_of(tensor: LazyTensor) -> tuple[str, int, int, int] | None:
-    """The file of an ordinary tensor, its first byte, how many there are, and their checksum or `NO_CRC`; None for another."""
-    if type(tensor) is RowTensor:
-        row = tensor.kind
-        if row.dense < 0 or not 0 <= tensor.start < FAR:
-            return None
-        crc = tensor.crc32 if row.dense == row.nbytes else None
-        return row.key, tensor.start + row.offset // 8, row.dense, NO_CRC if crc is None else crc
-    dtype, traits, shape = tensor.dtype, tensor.traits, tensor.shape
-    if traits is not PLAIN and (traits.conj or traits.neg or traits.meta):
-        return None
-    if type(tensor) is Part:
-        storage, offset, strides = tensor.whole.storage, tensor.offset, tensor.steps
-    else:
-        chunks = tensor.chunks
-        # By exact classes: a chunk or a storage of another kind may not know its place before it is asked.
-        if len(chunks) != 1 or type(chunks[0]) is not Chunk:
-            return None
-        (chunk,) = chunks
-        storage, box, offset, strides = chunk.storage, chunk.box, chunk.offset, chunk.strides
-        if box.stop != shape or any(box.start):
-            return None
-    if type(storage) is not Storage:
-        return None
-    nbytes = _dense_nbytes(dtype.bits, shape, strides)
-    at, start = offset // 8, storage.start
-    if nbytes < 0 or offset % 8 or not 0 <= at <= storage.nbytes - nbytes or not 0 <= start < FAR:
-        return None
-    if storage.byteorder != "little" and dtype.swap_nbytes > 1:
-        return None
-    crc = storage.crc32 if nbytes == storage.nbytes else None
-    return storage.key, start + at, nbytes, NO_CRC if crc is None else crc
-
-
-@lru_cache(maxsize=1024)
-def _dense_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Bytes of elements that follow each other in C order and fill whole bytes each; -1 for others."""
-    return -1 if bits < 8 or not in_c_order(shape, strides, bits) else math.prod(shape) * bits // 8
 
 
 def ordinary_limits(source: Source) -> bool:

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
+from holdfast.core.columns import Columns
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Store
-from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.protocols import Source, Store
+from holdfast.core.tensor import NO_CRC, PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value
 
 if TYPE_CHECKING:
@@ -70,12 +72,13 @@ class Kind(Value, frozen=True, eq=False):
             byteorder=storage.byteorder, location=storage.location,
         )  # fmt: skip
 
-    @classmethod
-    def plain(cls, dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN, *, location: str = "") -> Kind:
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def plain(dtype: DType, shape: tuple[int, ...], traits: Traits = PLAIN, *, location: str = "") -> Kind:
         """Tensors in C order that are all of their storages."""
         nbytes = dtype.nbytes(math.prod(shape))
         strides = c_strides(shape, dtype.bits)
-        return cls.strided(dtype, shape, strides, offset=0, storage_nbytes=nbytes, traits=traits, location=location)
+        return Kind.strided(dtype, shape, strides, offset=0, storage_nbytes=nbytes, traits=traits, location=location)
 
     @classmethod
     def strided(
@@ -127,6 +130,36 @@ class Storages(Protocol):
 
     def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
         """A tensor of a kind over one storage."""
+
+
+class SourceFile(Protocol):
+    """A file that has storages."""
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def key(self) -> str: ...
+
+
+@runtime_checkable
+class Ranged(Protocol):
+    """Storages that are ranges of files."""
+
+    @property
+    def files(self) -> Sequence[SourceFile]: ...
+
+    @property
+    def file(self) -> Ints: ...
+
+    @property
+    def start(self) -> Ints: ...
+
+    @property
+    def nbytes(self) -> Ints: ...
+
+    @property
+    def crc(self) -> Ints: ...
 
 
 class Table(Mapping[str, LazyTensor]):
@@ -184,6 +217,15 @@ class Table(Mapping[str, LazyTensor]):
         """The bytes of a row that is all of its storage, as a segment; `b""` where there are none."""
         return self.storages.alone(self.storage[row], label)
 
+    def select(self, rows: Sequence[int], names: Sequence[str] | None = None) -> Table:
+        """These rows, under these names where they are given."""
+        kind, storage = [self.kind[row] for row in rows], [self.storage[row] for row in rows]
+        chosen = [self.names[row] for row in rows] if names is None else names
+        odd = {}
+        if self.odd:
+            odd = {at: self.odd[row].renamed(chosen[at]) for at, row in enumerate(rows) if row in self.odd}
+        return Table(chosen, self.kinds, kind, storage, self.storages, odd)
+
     def with_entries(self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]) -> Table:
         """These rows; in the place of some of them, what is given for these rows."""
         names: list[str] = []
@@ -206,6 +248,36 @@ class Table(Mapping[str, LazyTensor]):
                 kinds.append(Kind.of(tensor))
                 storage.append(ODD)
         return Table(names, kinds, kind, storage, self.storages, odd)
+
+    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
+        """Where the dense rows of these names lie, and what reads them; None where one is not there, or several read."""
+        try:
+            rows = [self.rows[name] for name in names]
+        except (KeyError, TypeError):
+            return None
+        storages, kinds = self.storages, self.kinds
+        if not isinstance(storages, Ranged) or len({id(place.source) for place in storages.files}) != 1:
+            return None
+        kind, storage = self.kind, self.storage
+        numbers: Sequence[int] = range(len(rows))
+        if self.odd or not all(one.dense for one in kinds):
+            numbers = [at for at, row in enumerate(rows) if storage[row] != ODD and kinds[kind[row]].dense]
+            rows = [rows[at] for at in numbers]
+        own = [kind[row] for row in rows]
+        where = np.array([storage[row] for row in rows], np.int64)
+        dtypes, shapes = [one.dtype.numpy for one in kinds], [one.shape for one in kinds]
+        starts, nbytes, crcs = storages.start[where], storages.nbytes[where], storages.crc[where]
+        if not all(one.whole for one in kinds if one.dense):
+            places = np.array(own, np.int64)
+            starts = starts + np.array([one.offset // 8 for one in kinds], np.int64)[places]
+            nbytes = np.array([one.nbytes for one in kinds], np.int64)[places]
+            crcs = np.where(np.array([one.whole for one in kinds])[places], crcs, NO_CRC)
+        keys = [place.key for place in storages.files]
+        found = [dtypes[one] for one in own], [shapes[one] for one in own], keys, storages.file[where], starts, nbytes, crcs
+        return storages.files[0].source, Columns(numbers, *found)
+
+    def is_noted(self, name: str) -> bool:
+        return self.kinds[self.kind[self.rows[name]]].traits.alias is not None
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.view(self.rows[name])

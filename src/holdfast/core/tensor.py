@@ -14,19 +14,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MemberDescriptorType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
-from msgspec.structs import asdict
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
 from holdfast.core.index import narrowed, select
 from holdfast.core.opaque import AnyValue, Global
 from holdfast.core.protocols import Request, Source
-from holdfast.core.value import Value, plainer, replace
+from holdfast.core.value import Value, replace
 from holdfast.errors import BadArgument, BadIndex, BadTarget, LimitExceeded, Unsupported
 
 if TYPE_CHECKING:
@@ -110,14 +109,72 @@ class Traits(Value, frozen=True):
 PLAIN = Traits()
 
 
+Layout = tuple[Storage, int, tuple[int, ...]]
+"""Where the elements of a tensor in one piece lie: its storage, the bit of its first element in there, and its strides in bits."""
+
+FileRange = tuple[str, int, int, int]
+"""A file, the first byte, how many there are, and the CRC-32 that the file records of just these; `NO_CRC` where it does not."""
+
+NO_CRC = -1
+
+BEYOND = 1 << 61
+"""No file reaches so far. What claims to is left to arithmetic that does not overflow."""
+
+
+class Position(Protocol):
+    """Where a tensor in one piece lies, before somebody asks for its chunk."""
+
+    def layout(self) -> Layout:
+        """As its chunk will say."""
+
+    def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
+        """The range of its file, where the bytes there are those of an array; None where they are not."""
+
+
 @lru_cache(maxsize=1024)
 def _in_order(shape: tuple[int, ...], bits: int) -> tuple[Box, tuple[int, ...]]:
     """The box and the strides of a tensor in C order: of a hundred thousand tensors there are a dozen."""
     return Box.whole(shape), c_strides(shape, bits)
 
 
-class LazyTensor(Value, frozen=True, eq=False):
-    """A named, immutable description (dtype, shape, chunks) that slices to another description and reads when asked."""
+@lru_cache(maxsize=1024)
+def _dense_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Bytes of elements that follow each other in C order and fill whole bytes each; -1 for others."""
+    return -1 if bits < 8 or not in_c_order(shape, strides, bits) else math.prod(shape) * bits // 8
+
+
+def range_in(layout: Layout, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
+    """The range of its file that a tensor takes, where the bytes there are those of an array; None where they are not."""
+    storage, offset, strides = layout
+    # By its exact class: a storage of another kind may not know its place before it is asked.
+    if type(storage) is not Storage:
+        return None
+    nbytes = _dense_nbytes(dtype.bits, shape, strides)
+    at, start = offset // 8, storage.start
+    if nbytes < 0 or offset % 8 or not 0 <= at <= storage.nbytes - nbytes or not 0 <= start < BEYOND:
+        return None
+    if storage.byteorder != "little" and dtype.swap_nbytes > 1:
+        return None
+    crc = storage.crc32 if nbytes == storage.nbytes else None
+    return storage.key, start + at, nbytes, NO_CRC if crc is None else crc
+
+
+class ChunkSlice(Value, frozen=True, eq=False):
+    """A slice of a tensor that is one chunk: that chunk, and the bit and the strides in its storage."""
+
+    chunk: Chunk
+    offset: int
+    strides: tuple[int, ...]
+
+    def layout(self) -> Layout:
+        return self.chunk.storage, self.offset, self.strides
+
+    def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
+        return range_in((self.chunk.storage, self.offset, self.strides), dtype, shape)
+
+
+class TensorFields(Value, frozen=True, eq=False):
+    """The fields of a `LazyTensor`, which makes its chunks when they are asked for."""
 
     name: str
     dtype: DType
@@ -125,12 +182,65 @@ class LazyTensor(Value, frozen=True, eq=False):
     chunks: tuple[Chunk, ...]
     source: Source
     traits: Traits = PLAIN
+    position: Position | None = None
+    """Where it lies, where its one chunk is made when somebody asks for it."""
+
+
+_CHUNKS: MemberDescriptorType = vars(TensorFields)["chunks"]
+set_name: Callable[[LazyTensor, str], None] = vars(TensorFields)["name"].__set__
+"""For a tensor that is fresh from a format and was seen by nobody yet."""
+
+
+class LazyTensor(TensorFields, frozen=True, eq=False):
+    """A named, immutable description (dtype, shape, chunks) that slices to another description and reads when asked."""
+
+    @property  # type: ignore[misc]  # no field, but read-only as one
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Where its elements lie: boxes of the tensor in storages."""
+        chunks: tuple[Chunk, ...] = _CHUNKS.__get__(self)
+        if not chunks and self.position is not None:
+            chunks = (Chunk(Box.whole(self.shape), *self.position.layout()),)
+            _CHUNKS.__set__(self, chunks)
+        return chunks
+
+    @property
+    def made(self) -> bool:
+        """Whether its chunks are there already."""
+        return self.position is None or bool(_CHUNKS.__get__(self))
 
     @classmethod
     def contiguous(cls, name: str, dtype: DType, shape: tuple[int, ...], storage: Storage, source: Source) -> LazyTensor:
         """A whole tensor in C order from the first byte of its storage on."""
         box, strides = _in_order(shape, dtype.bits)
         return cls(name, dtype, shape, (Chunk(box, storage, 0, strides),), source)
+
+    def layout(self) -> Layout | None:
+        """Where its elements lie, where it is one piece from its first element on; None where it is not."""
+        if self.position is not None:
+            return self.position.layout()
+        chunks = self.chunks
+        # By its exact class: a chunk of another kind may not know its place before it is asked.
+        if len(chunks) != 1 or type(chunks[0]) is not Chunk or chunks[0].box.stop != self.shape or any(chunks[0].box.start):
+            return None
+        return chunks[0].storage, chunks[0].offset, chunks[0].strides
+
+    def file_range(self) -> FileRange | None:
+        """The range of a file whose bytes are those of its array; None where there is none such."""
+        traits, position = self.traits, self.position
+        if traits is not PLAIN and (traits.conj or traits.neg or traits.meta):
+            return None
+        if position is not None:
+            return position.file_range(self.dtype, self.shape)
+        layout = self.layout()
+        return None if layout is None else range_in(layout, self.dtype, self.shape)
+
+    def __replace__(self, /, **changes: Any) -> LazyTensor:  # noqa: ANN401  # those of a tensor
+        # Whoever makes another tensor of this one says where that lies.
+        fields = ("name", "dtype", "shape", "chunks", "source", "traits")
+        return LazyTensor(**{name: getattr(self, name) for name in fields if name not in changes}, **changes)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return LazyTensor, (self.name, self.dtype, self.shape, self.chunks, self.source, self.traits)
 
     @property
     def ndim(self) -> int:
@@ -189,8 +299,8 @@ class LazyTensor(Value, frozen=True, eq=False):
         chunks = self.chunks
         common = narrowed(self.shape, chunks, index)
         if common is not None:
-            shape, offset, steps = common
-            return Part(self.name, self.dtype, shape, (), self.source, traits, whole=chunks[0], offset=offset, steps=steps)
+            shape, offset, strides = common
+            return LazyTensor(self.name, self.dtype, shape, (), self.source, traits, ChunkSlice(chunks[0], offset, strides))
         selection = select(self.shape, index)
         return LazyTensor(self.name, self.dtype, selection.shape, selection.apply(self.chunks), self.source, traits)
 
@@ -218,7 +328,7 @@ class LazyTensor(Value, frozen=True, eq=False):
     def renamed(self, name: str) -> LazyTensor:
         """The same tensor under another name."""
         # Nothing but the name differs, so one that has no chunks yet needs none now.
-        return type(self)(**{**asdict(self), "name": name})
+        return LazyTensor(name, self.dtype, self.shape, _CHUNKS.__get__(self), self.source, self.traits, self.position)
 
     def numpy(self) -> np.ndarray:
         """The elements as an array: over mapped memory where the checkpoint is mapped and the layout allows, else read."""
@@ -376,45 +486,3 @@ class LazyTensor(Value, frozen=True, eq=False):
 
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"
-
-
-_CHUNKS: MemberDescriptorType = vars(LazyTensor)["chunks"]
-set_name: Callable[[LazyTensor, str], None] = vars(LazyTensor)["name"].__set__
-"""For a tensor that is fresh from a format and was seen by nobody yet."""
-
-
-class Deferred(LazyTensor, frozen=True, eq=False):
-    """A tensor that has its chunks once somebody asks for them: of many, most are listed, or read by the ten thousand.
-
-    It is made without any; it has one at least. What is made of one (another shape, a copy in another process) is a plain tensor.
-    """
-
-    @property  # type: ignore[misc]  # no field, but read-only as one
-    def chunks(self) -> tuple[Chunk, ...]:
-        chunks: tuple[Chunk, ...] = _CHUNKS.__get__(self)
-        if not chunks:
-            chunks = self.placed()
-            _CHUNKS.__set__(self, chunks)
-        return chunks
-
-    def placed(self) -> tuple[Chunk, ...]:
-        """Its chunks."""
-        raise NotImplementedError
-
-    def __replace__(self, /, **changes: Any) -> LazyTensor:  # noqa: ANN401  # those of a tensor
-        # Whoever makes another tensor of this one says where that lies.
-        return plainer(LazyTensor, self, changes)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return LazyTensor, (self.name, self.dtype, self.shape, self.chunks, self.source, self.traits)
-
-
-class Part(Deferred, frozen=True, eq=False, kw_only=True):
-    """A slice of a tensor that is one chunk: that chunk, and the bit and the strides in it."""
-
-    whole: Chunk
-    offset: int
-    steps: tuple[int, ...]
-
-    def placed(self) -> tuple[Chunk, ...]:
-        return (Chunk(Box.whole(self.shape), self.whole.storage, self.offset, self.steps),)

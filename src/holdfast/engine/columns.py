@@ -17,10 +17,10 @@ from itertools import compress
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.columns import FEW, NO_CRC, Columns, place_of
+from holdfast.core.columns import FEW, Columns
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Store
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.engine.threads import run_all
 from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
 from holdfast.errors import HoldfastError
@@ -67,7 +67,7 @@ def read_columns(
 
 def fetch(store: Store, tensor: LazyTensor, *, verify: bool) -> np.ndarray | None:
     """A small ordinary tensor by itself: one call straight into the array. None where it cannot be had so, as it was written."""
-    place = place_of(tensor)
+    place = tensor.file_range()
     if place is None or place[2] > SMALL_NBYTES or store.requests or store.in_order:
         return None
     key, start, nbytes, crc = place

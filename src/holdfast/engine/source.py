@@ -12,7 +12,7 @@ from holdfast.core.columns import Columns
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Request, Store
-from holdfast.core.tensor import LazyTensor, Part
+from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.columns import fetch, read_columns
@@ -105,8 +105,10 @@ class OpenSource:
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
         if not self.mapped or tensor.traits.conj or tensor.traits.neg:
             return None
-        if type(tensor) is Part:
-            storage, offset, strides = tensor.whole.storage, tensor.offset, tensor.steps
+        if tensor.position is not None:
+            storage, offset, strides = tensor.position.layout()
+            if 0 in tensor.shape:
+                return None
         else:
             if len(tensor.chunks) != 1:
                 return None

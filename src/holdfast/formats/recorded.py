@@ -10,16 +10,15 @@ The notes stand in a JSON document (safetensors `__metadata__`, an index, a mani
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct, field
 
 from holdfast.core.chunk import in_c_order
-from holdfast.core.columns import Columned, Columns
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.protocols import Outlined, Source
+from holdfast.core.protocols import Source
 from holdfast.core.sharing import groups, twins
-from holdfast.core.table import Table
+from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, MetadataError
@@ -234,63 +233,33 @@ def _texts(value: object, name: str) -> dict[str, str]:
     return value
 
 
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _place(value: object) -> bool:
     """Whether a value can be a length, or a place counted in bits."""
     return type(value) is int and 0 <= value <= ADDRESSABLE
 
 
-class RecordedTensors(Mapping[str, LazyTensor]):
-    """Tensors as a file has them, with the notes put back: other names, old storages, true dtypes."""
-
-    def __init__(self, stored: Mapping[str, LazyTensor], recorded: Recorded) -> None:
-        self._stored = stored
-        self._recorded = recorded
-
-    def __getitem__(self, name: str) -> LazyTensor:
-        recorded = self._recorded
-        first = recorded.aliases.get(name)
-        tensor = self._stored[name] if first is None else self._stored[first].renamed(name)
-        if (first or name) in recorded.pairs:
-            tensor = _as_pairs(tensor)
-        view = recorded.views.get(first or name)
-        return tensor if view is None else replace(tensor, traits=replace(tensor.traits, alias=view))
-
-    def is_noted(self, name: str) -> bool:
-        return self._recorded.aliases.get(name, name) in self._recorded.views
-
-    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        stored, first = self._stored, self._recorded.aliases.get(name, name)
-        if first in self._recorded.pairs or not isinstance(stored, Outlined):
-            tensor = self[name]
-            return tensor.dtype, tensor.shape
-        return stored.outline(first)
-
-    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
-        # Where a tensor lay before does not matter to who reads it; what its elements are does.
-        if self._recorded.pairs or not isinstance(self._stored, Columned):
-            return None
-        aliases = self._recorded.aliases
-        return self._stored.columns([aliases.get(name, name) for name in names]) if all(map(_text, names)) else None
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._stored
-        yield from self._recorded.aliases
-
-    def __len__(self) -> int:
-        return len(self._stored) + len(self._recorded.aliases)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored or name in self._recorded.aliases
-
-    def __repr__(self) -> str:
-        return f"<{len(self):,} tensors, {len(self._recorded.aliases):,} of them other names>"
+def with_notes(stored: Table, recorded: Recorded) -> Table:
+    """The rows of a file with the notes put back: other names, old storages, true dtypes."""
+    rows = [*range(len(stored)), *(stored.rows[first] for first in recorded.aliases.values())]
+    table = stored.select(rows, [*stored.names, *recorded.aliases])
+    firsts = [*stored.names, *recorded.aliases.values()]
+    kinds, kind = [*table.kinds], [*table.kind]
+    odd = dict(table.odd)
+    for row, first in enumerate(firsts):
+        view = recorded.views.get(first)
+        if view is None and first not in recorded.pairs:
+            continue
+        tensor = _as_pairs(table.view(row)) if first in recorded.pairs else table.view(row)
+        if view is not None:
+            tensor = replace(tensor, traits=replace(tensor.traits, alias=view))
+        if row in odd:
+            odd[row] = tensor
+        kind[row] = len(kinds)
+        kinds.append(Kind.of(tensor))
+    return Table(table.names, kinds, kind, table.storage, table.storages, odd)
 
 
-def restore(stored: Mapping[str, LazyTensor], recorded: Recorded, source: Source) -> tuple[Mapping[str, LazyTensor], object]:
+def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Mapping[str, LazyTensor], object]:
     """The tensors by name and the tree, from what is stored and what was noted.
 
     Raises `HeaderError` where the notes name tensors that are not there, `MetadataError` where they cannot be true.
@@ -304,11 +273,9 @@ def restore(stored: Mapping[str, LazyTensor], recorded: Recorded, source: Source
         if name not in stored:
             field = "views" if name in recorded.views else "dtypes"
             raise HeaderError(f"at {pointer(field)}: there is no tensor {quoted(name)}", tensor=name)
-    tensors = RecordedTensors(stored, recorded) if recorded.changes_tensors else stored
     for name, view in recorded.views.items():
-        _check_view(tensors[name], view)
-    for name in recorded.pairs:
-        _as_pairs(stored[name])
+        _check_view(_as_pairs(stored[name]) if name in recorded.pairs else stored[name], view)
+    tensors = with_notes(stored, recorded) if recorded.changes_tensors else stored
     if recorded.flat:
         return tensors, tensors
     decoded = decode_tree(recorded.tree, tensors.__getitem__, source, at=("tree",))

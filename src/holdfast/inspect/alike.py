@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.columns import NO_CRC, Columns, columns_in, outlines
+from holdfast.core.columns import Columns, columns_in, outlines
 from holdfast.core.protocols import Store
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.equal import Located, same_ranges

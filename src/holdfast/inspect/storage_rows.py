@@ -1,6 +1,6 @@
 """Where the storages of very many tensors lie, as columns: those that one tensor has each. Nothing is read, and no tensor is made.
 
-A mapping that knows where its tensors lie says so (`core.columns.Columned`), and so does a tensor that is a row (`core/rows.py`).
+A mapping that knows where its tensors lie says so (`core.columns.Columned`), and so does a tensor that is a row (`plan/files.py`).
 What shares a storage, is split or packed is left to objects.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.columns import NO_CRC, Columned
+from holdfast.core.columns import Columned
 from holdfast.core.protocols import Source
-from holdfast.core.rows import RowTensor
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.plan.coalesce import Ranges
+from holdfast.plan.files import FileRow
 
 FEW = 64
 """Fewer tensors are objects: to make rows takes as long as they would."""
@@ -75,9 +75,12 @@ def _noted_rows(tensors: Iterable[LazyTensor], source: Source) -> Rows:
     positions: list[int] = []
     places: list[tuple[int, int, int, int]] = []
     for position, tensor in enumerate(tensors):
-        if type(tensor) is RowTensor and tensor.source is source:
-            kind, crc = tensor.kind, tensor.crc32
-            places.append((keys.setdefault(kind.key, len(keys)), tensor.start, kind.nbytes, NO_CRC if crc is None else crc))
+        row = tensor.position
+        if isinstance(row, FileRow) and tensor.source is source:
+            own, number = row.storages, row.number
+            key = own.files[own.file_of(number)].key
+            place = own.start_of(number), row.kind.storage_nbytes, own.crc_of(number)
+            places.append((keys.setdefault(key, len(keys)), *place))
             positions.append(position)
     files, starts, nbytes, crcs = np.array(places, np.int64).reshape(-1, 4).T
     return Rows(np.array(positions, np.int64), Ranges(list(keys), files, starts, nbytes), crcs)

@@ -21,13 +21,12 @@ import numpy as np
 
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.columns import NO_CRC
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size
 from holdfast.core.runtime import resting_collector
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Sweep
 from holdfast.engine.source import OpenSource

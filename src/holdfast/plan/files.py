@@ -8,12 +8,11 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
-from holdfast.core.columns import NO_CRC
 from holdfast.core.crc import crc32
-from holdfast.core.dtype import DTYPES
+from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source, Store
 from holdfast.core.table import Kind
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import NO_CRC, FileRange, Layout, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HoldfastError, located
 from holdfast.plan.coalesce import MEMORY, coalesce
@@ -32,28 +31,84 @@ class FilePlace(Value, frozen=True, eq=False):
     """The store that has it, as `Storage.home`."""
 
 
+class FileRow(Value, frozen=True, eq=False):
+    """The position of a tensor that is a row of a table over files."""
+
+    storages: FileStorages
+    number: int
+    kind: Kind
+
+    def layout(self) -> Layout:
+        return self.storages.storage(self.number, self.kind), self.kind.offset, self.kind.strides
+
+    def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
+        kind, number, own = self.kind, self.number, self.storages
+        if not kind.dense:
+            return None
+        start = own.start_of(number) + kind.offset // 8
+        return own.files[own.file_of(number)].key, start, kind.nbytes, own.crc_of(number) if kind.whole else NO_CRC
+
+
+Column = Sequence[int] | Ints
+
+
 class FileStorages:
-    """Ranges of files, each with the checksum that its file records."""
+    """Ranges of files, each with the checksum that its file records. Columns may grow until somebody asks for them as arrays."""
 
     def __init__(
         self,
         files: Sequence[FilePlace],
-        file: Ints,
-        start: Ints,
-        nbytes: Ints,
-        crc: Ints,
+        file: Column,
+        start: Column,
+        nbytes: Column,
+        crc: Column,
         *,
         names: Sequence[str],
         labels: Sequence[str] | None = None,
     ) -> None:
-        self.files, self.file, self.start, self.nbytes = files, file, start, nbytes
-        """`file` of each storage is a position in `files`; `start` its first byte there."""
-        self.crc = crc
-        """CRC-32 of the bytes as the file records it; `NO_CRC` where it does not."""
-        self._names = names
+        self.files = files
+        self._file, self._start, self._nbytes, self._crc = file, start, nbytes, crc
+        self.names = names
         """Of a tensor of each, for messages."""
         self._labels = names if labels is None else labels
         """What the file calls each."""
+
+    @property
+    def file(self) -> Ints:
+        """The file of each, as a position in `files`."""
+        self._file = np.asarray(self._file, np.int64)
+        return self._file
+
+    @property
+    def start(self) -> Ints:
+        """The first byte of each in its file."""
+        self._start = np.asarray(self._start, np.int64)
+        return self._start
+
+    @property
+    def nbytes(self) -> Ints:
+        """The length of each."""
+        self._nbytes = np.asarray(self._nbytes, np.int64)
+        return self._nbytes
+
+    @property
+    def crc(self) -> Ints:
+        """The CRC-32 that the file records of each; `NO_CRC` where it does not."""
+        self._crc = np.asarray(self._crc, np.int64)
+        return self._crc
+
+    def file_of(self, number: int) -> int:
+        return int(self._file[number])
+
+    def start_of(self, number: int) -> int:
+        return int(self._start[number])
+
+    def crc_of(self, number: int) -> int:
+        return int(self._crc[number])
+
+    def label_of(self, number: int) -> str:
+        """What the file calls one."""
+        return self._labels[number]
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -61,15 +116,15 @@ class FileStorages:
 
     def storage(self, number: int, kind: Kind) -> Storage:
         """One storage."""
-        place, crc = self.files[self.file[number]], int(self.crc[number])
+        place, crc = self.files[self._file[number]], int(self._crc[number])
         return Storage(
-            place.key, int(self.start[number]), int(self.nbytes[number]), kind.byteorder, None if crc == NO_CRC else crc,
-            kind.location, self._labels[number], home=place.home,
+            place.key, int(self._start[number]), int(self._nbytes[number]), kind.byteorder, None if crc == NO_CRC else crc,
+            kind.location, self.label_of(number), home=place.home,
         )  # fmt: skip
 
     def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
-        source = self.files[self.file[number]].source
-        return LazyTensor(name, kind.dtype, kind.shape, (kind.chunk(self.storage(number, kind)),), source, kind.traits)
+        source = self.files[self._file[number]].source
+        return LazyTensor(name, kind.dtype, kind.shape, (), source, kind.traits, FileRow(self, number, kind))
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of these; neighbours by one read."""
@@ -105,7 +160,7 @@ class FileStorages:
             # Each by itself, so that the error names the one that cannot be read.
             for number in members:
                 begin = int(self.start[number])
-                with located(tensor=self._names[number]):
+                with located(tensor=self.names[number]):
                     store.read(place.key, begin, data[begin - start : begin - start + int(self.nbytes[number])])
         return data
 
@@ -113,7 +168,7 @@ class FileStorages:
         return Corrupted(
             "the source does not have the checksum that it records: it changed after it was written; get it again",
             file=self.files[self.file[number]].key,
-            tensor=self._names[number],
+            tensor=self.names[number],
             offset=int(self.start[number]),
             expected=expected,
             found=found,
@@ -122,4 +177,4 @@ class FileStorages:
     def alone(self, number: int, label: str) -> Data | bytes:
         """The bytes of a long one, a block at a time."""
         nbytes = int(self.nbytes[number])
-        return Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self._names[number]), label) if nbytes else b""
+        return Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self.names[number]), label) if nbytes else b""

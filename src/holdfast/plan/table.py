@@ -15,13 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.columns import place_of
 from holdfast.core.crc import crc32_each
 from holdfast.core.protocols import State
-from holdfast.core.rows import RowTensor
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import PLAIN, LazyTensor
-from holdfast.plan.files import FilePlace, FileStorages
+from holdfast.plan.files import FilePlace, FileRow, FileStorages
 from holdfast.plan.rows import BLOCK_NBYTES, SMALL_NBYTES
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Segment
 
@@ -70,12 +68,12 @@ def _file_storages(tensors: Sequence[LazyTensor]) -> tuple[list[int], FileStorag
         store = source.store
         if id(store) not in near:
             near[id(store)] = not (store.requests or store.in_order or store.block_nbytes)
-        place = place_of(tensor) if near[id(store)] and (traits is PLAIN or traits.alias is None) else None
+        place = tensor.file_range() if near[id(store)] and (traits is PLAIN or traits.alias is None) else None
         if place is None or place[2] != _storage_of(tensor)[0]:
             others.append(tensor)
             continue
         key, start, nbytes, crc = place
-        home = store if isinstance(tensor, RowTensor) else tensor.chunks[0].storage.home
+        home = _home_of(tensor)
         file = files.get((id(home), key))
         if file is None:
             # What is computed costs other bytes than it has.
@@ -103,10 +101,18 @@ def _file_storages(tensors: Sequence[LazyTensor]) -> tuple[list[int], FileStorag
 
 def _storage_of(tensor: LazyTensor) -> tuple[int, str, str]:
     """Length, location and label of the storage of a tensor in one piece."""
-    if isinstance(tensor, RowTensor):
-        return tensor.kind.nbytes, tensor.kind.location, tensor.kind.folder + tensor.record
+    row = tensor.position
+    if isinstance(row, FileRow):
+        return row.kind.storage_nbytes, row.kind.location, row.storages.label_of(row.number)
     storage = tensor.chunks[0].storage
     return storage.nbytes, storage.location, storage.label
+
+
+def _home_of(tensor: LazyTensor) -> object:
+    row = tensor.position
+    if isinstance(row, FileRow):
+        return row.storages.files[row.storages.file_of(row.number)].home
+    return tensor.chunks[0].storage.home
 
 
 def _alone(spans: Ints) -> Bools:

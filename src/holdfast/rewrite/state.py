@@ -30,10 +30,9 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
-from holdfast.core.rows import RowTensor
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import PLAIN as NO_TRAITS
-from holdfast.core.tensor import Composite, LazyTensor, Part, Traits
+from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
 from holdfast.core.value import Value, replace
 from holdfast.engine.array_rows import TYPES, Ask, array_addresses, ask_arrays, ordinary_arrays
@@ -44,7 +43,7 @@ from holdfast.plan.rows import RowKind, RowStorages, TensorRows
 from holdfast.plan.table import lazy_table
 from holdfast.stores.paths import content_and_path
 
-LAZY_TYPES = (LazyTensor, RowTensor, Part)
+LAZY_TYPES = (LazyTensor,)
 """By exact class."""
 
 MOST_VISITS = 100_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from holdfast.core.chunk import Storage
-from holdfast.core.rows import RowTensor
 from holdfast.core.sparse.encoding import Encoding
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -56,7 +55,7 @@ class Packing(Value, frozen=True):
 
 def packing_of(tensor: LazyTensor) -> Packing | None:
     """How a tensor is packed, or None where it lies as it is."""
-    if type(tensor) is RowTensor:
+    if tensor.file_range() is not None:
         return None
     texts: dict[str, None] = {}
     stored = 0

@@ -6,7 +6,7 @@ time, and of a million tensors that is what a verification needs the most memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, MetadataError
 from holdfast.formats.native.base import parts_of
 from holdfast.formats.native.schema import SEALED_VERSION, OtherFile
-from holdfast.formats.native.tensors import ManifestTensors, box_of, dtype_named
+from holdfast.formats.native.tensors import Stored, box_of, dtype_named
 from holdfast.formats.native.write import carried
 from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.record import MANIFEST
@@ -32,13 +32,15 @@ Part = tuple[int, int, str, str, tuple[int, ...], tuple[int, int]]
 """Of a tensor its row, and what a header has to say of a part of it: the file, the name there, code, shape, bytes in the file."""
 
 
-def check_files(tensors: ManifestTensors) -> list[str]:
+def check_files(tensors: Stored) -> list[str]:
     """Check that the header of every data file is as it was written and says of each tensor what the manifest says, and that the
     other files are as they were; reads headers and those. Gives notes on what else is in them.
 
     Raises `MetadataError` or `Corrupted` for the first that does not.
     """
-    names = list(tensors)
+    names, held = tensors.table.names, tensors.storages
+    kinds, numbers = np.asarray(tensors.table.kind, np.int64), np.asarray(tensors.table.storage, np.int64)
+    plain = np.flatnonzero(numbers >= 0)
     odd = list(_odd_parts(tensors, names))
     wrong: list[tuple[int, str]] = []
     """The first tensor of each file of which the two do not say the same: its row, and the file."""
@@ -47,8 +49,8 @@ def check_files(tensors: ManifestTensors) -> list[str]:
     for number, file in enumerate(tensors.files):
         header = read_header(tensors.source, file.name)
         here = [part for part in odd if part[1] == number]
-        rows = np.flatnonzero((tensors.file_of == number) & (tensors.kind_of >= 0))
-        differing = (*_differing_rows(tensors, header, rows, names), *_differing_parts(header, here))
+        rows = plain[held.file == number]
+        differing = (*_differing_rows(tensors, header, rows, kinds[rows]), *_differing_parts(header, here))
         wrong += [(min(differing), file.name)] if differing else []
         if header.record.changed is not None:
             changed.append(header.record.changed)
@@ -56,7 +58,7 @@ def check_files(tensors: ManifestTensors) -> list[str]:
             message = "the header has lost the record that was written with it; get the file again"
             changed.append(Corrupted(message, file=file.name))
         # Files that are shared with other steps have bytes of those (`formats.native.base`).
-        living = int(tensors.nbytes[rows].sum()) + sum(stop - start for *_, (start, stop) in here)
+        living = int(held.nbytes[numbers[rows]].sum()) + sum(stop - start for *_, (start, stop) in here)
         dead = sum(entry.data_offsets[1] - entry.data_offsets[0] for entry in header.entries.values()) - living
         if dead > 0:
             notes.append(f"{file.name}: {dead:,} bytes are of other steps that share the file, and not of this one")
@@ -70,16 +72,18 @@ def check_files(tensors: ManifestTensors) -> list[str]:
     return notes
 
 
-def _differing_rows(tensors: ManifestTensors, header: Header, rows: Ints, names: list[str]) -> Iterator[int]:
+def _differing_rows(tensors: Stored, header: Header, rows: Ints, kinds: Ints) -> Iterator[int]:
     """The first of these ordinary tensors that the header does not have so."""
-    begins = tensors.starts[rows] - header.data_start
-    columns = rows.tolist(), tensors.kind_of[rows].tolist(), begins.tolist(), (begins + tensors.nbytes[rows]).tolist()
+    table, held = tensors.table, tensors.storages
+    numbers = np.asarray(table.storage, np.int64)[rows]
+    begins = held.start[numbers] - header.data_start
+    columns = rows.tolist(), kinds.tolist(), begins.tolist(), (begins + held.nbytes[numbers]).tolist()
     pieces: dict[int, HeaderKind] = {}
     """How a header says what tensors of a kind are."""
     for row, kind, begin, end in zip(*columns, strict=True):
-        entry, piece = header.entries.get(names[row]), pieces.get(kind)
+        entry, piece = header.entries.get(table.names[row]), pieces.get(kind)
         if piece is None:
-            piece = pieces[kind] = carried(Kind.of(tensors[names[row]]))
+            piece = pieces[kind] = carried(table.kinds[kind])
         if entry is None or entry.data_offsets != (begin, end) or entry.dtype != piece.code or entry.shape != piece.shape:
             yield row
             return
@@ -92,15 +96,16 @@ def _differing_parts(header: Header, parts: list[Part]) -> Iterator[int]:
             yield row
 
 
-def _odd_parts(tensors: ManifestTensors, names: list[str]) -> Iterator[Part]:
+def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
     """What the headers have of tensors that are split, packed or share bytes between elements."""
     rows = [row for row, name in enumerate(names) if name in tensors.odd] if tensors.odd else []
-    for row, (name, stored) in zip(rows, tensors.odd.items(), strict=True):
+    for row, stored in zip(rows, tensors.odd.values(), strict=True):
         for chunk in stored.chunks:
             box = box_of(stored, chunk)
             if len(stored.chunks) > 1 and not box.count:
                 continue
-            tensor = tensors[name] if len(stored.chunks) == 1 else tensors[name][box.slices]
+            whole = tensors.table.odd[row]
+            tensor = whole if len(stored.chunks) == 1 else whole[box.slices]
             for at, part in zip(parts_of(chunk), _stored_parts(tensor), strict=True):
                 piece = carried(Kind.of(part))
                 yield row, at.file, part.name, piece.code, piece.shape, at.bytes

@@ -44,7 +44,7 @@ from holdfast.formats.native.schema import (
     StoredTensor,
     parse_manifest,
 )
-from holdfast.formats.native.tensors import ManifestTensors, box_of, dtype_named
+from holdfast.formats.native.tensors import box_of, dtype_named, stored_tensors
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, addressable
@@ -68,9 +68,9 @@ class NativeDirectory:
     def describe(self, source: Source) -> Description:
         """Read the manifest and check everything that it says; only lengths are asked of the files."""
         manifest = read_manifest(source)
-        stored = ManifestTensors(manifest, source)
+        stored = stored_tensors(manifest, source)
         with located(file=MANIFEST):
-            tensors, tree = restore(stored, manifest.recorded, source)
+            tensors, tree = restore(stored.table, manifest.recorded, source)
         return Description(self.name, tensors, tree, metadata=manifest.metadata, check=partial(check_files, stored))
 
 

@@ -18,16 +18,14 @@ have saved pieces of tensors to a bucket, `metadata` lists all files (`holdfast.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.core.columns import Columns, joined_columns
-from holdfast.core.dtype import DType
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, UnknownFormat, located
 from holdfast.formats.index_file import INDEX, check_mapped, choose_index, claimed_twice, other_copies, read_index, some
 from holdfast.formats.recorded import Recorded, restore
-from holdfast.formats.safetensors.read import Header, HeaderTensors, read_header, refuse_orphans
+from holdfast.formats.safetensors.read import Header, header_table, read_header, refuse_orphans
 from holdfast.formats.safetensors.record import RECORD, SHARDING_INFO, About, HeaderRecord, join, read_record, saved_offsets
 
 SUFFIX = ".safetensors"
@@ -35,55 +33,6 @@ INDEX_SUFFIX = SUFFIX + INDEX
 
 PIECES = "sharded/"
 """The folder of torch's `HuggingFaceStorageWriter` for what is to be consolidated (torch 2.8 and later)."""
-
-
-class DirectoryTensors(Mapping[str, LazyTensor]):
-    """The tensors of several files. Those in pieces are made at once, all others when they are asked for."""
-
-    def __init__(self, places: Mapping[str, Header | LazyTensor], source: Source) -> None:
-        self._places = places
-        self._source = source
-        self._files: dict[int, HeaderTensors] = {}
-        """The tensors of each file, by the identity of its header."""
-
-    def __getitem__(self, name: str) -> LazyTensor:
-        place = self._places[name]
-        return place if isinstance(place, LazyTensor) else self._file(place)[name]
-
-    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        place = self._places[name]
-        return (place.dtype, place.shape) if isinstance(place, LazyTensor) else self._file(place).outline(name)
-
-    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
-        wanted: dict[int, tuple[Header, list[int]]] = {}
-        for number, name in enumerate(names):
-            place = self._places.get(name) if isinstance(name, str) else None
-            if place is None:
-                return None
-            if not isinstance(place, LazyTensor):
-                wanted.setdefault(id(place), (place, []))[1].append(number)
-        found: list[tuple[Sequence[int], Columns]] = []
-        for header, numbers in wanted.values():
-            columns = header.columns([names[number] for number in numbers])
-            if columns is None:
-                return None
-            found.append(([numbers[number] for number in columns.numbers], columns))
-        return self._source, joined_columns(found)
-
-    def _file(self, header: Header) -> HeaderTensors:
-        return self._files.get(id(header)) or self._files.setdefault(id(header), HeaderTensors(header, self._source))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __repr__(self) -> str:
-        return f"<{len(self):,} tensors of {self._source.store.name!r}>"
 
 
 class SafetensorsDirectory:
@@ -124,7 +73,7 @@ class SafetensorsDirectory:
                 notes.append(f"{index!r} does not name {some(others)}; not read")
         notes += other_copies(keys)
         metadata = _common_metadata(headers.values(), notes)
-        stored = DirectoryTensors(places, source)
+        stored = header_table(places.items(), source)
         with located(file=index):
             record = HeaderRecord()
             if listed is not None:

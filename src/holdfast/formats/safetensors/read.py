@@ -1,29 +1,28 @@
 """One safetensors file: eight bytes of length, a JSON header, and the tensors without holes.
 
-Opening costs one read of the header. A file of 100,000 tensors has a header of 10 MB, so what is kept of it is one
-small record a tensor; a `LazyTensor` is made when it is asked for.
+Opening costs one read of the header. A file of 100,000 tensors has a header of 10 MB, so what is kept of it are columns
+(`core/table.py`); a `LazyTensor` is made when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
-import numpy as np
 from msgspec import field
 
-from holdfast.core.arrays import AnyDType
 from holdfast.core.chunk import Storage
-from holdfast.core.columns import NO_CRC, Columns
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Description, Source, Store
-from holdfast.core.rows import RowKind
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, HeaderRecord, read_record, saved_offsets
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry, check_layout, parse_document
+from holdfast.plan.files import FilePlace, FileStorages
 
 SMALLEST_NBYTES = 2
 """A header of `{}`."""
@@ -33,9 +32,6 @@ LONGEST_CLAIM = 1 << 48
 
 ROWS = {row.safetensors: row for row in DTYPES.rows if row.safetensors is not None}
 """By their codes. The layout check has looked every code up."""
-
-WHOLE = {row.safetensors: row.numpy for row in DTYPES.rows if row.safetensors is not None and not row.packed}
-"""What an element is in memory, by its code; of those that fill whole bytes, which lie in a file as in memory."""
 
 LFS_POINTER = b"version https://git-lfs"
 """How the stand-in begins that Git leaves in place of a large file that was not fetched."""
@@ -74,66 +70,50 @@ class Header(Value, frozen=True):
         """A tensor as it lies in this file."""
         return LazyTensor.contiguous(name, self.dtype(name), self.entries[name].shape, self.storage(name, source.store), source)
 
-    def columns(self, names: Sequence[str]) -> Columns | None:
-        """Where tensors lie; None where one is not there. The layout was checked: all are ordinary that fill whole bytes."""
-        try:
-            entries = [self.entries[name] for name in names]
-        except (KeyError, TypeError):
-            return None
-        numbers: Sequence[int] = range(len(entries))
-        rows: list[AnyDType | None] = [WHOLE.get(entry.dtype) for entry in entries]
-        if None in rows:
-            numbers = [number for number in numbers if rows[number] is not None]
-            entries = [entries[number] for number in numbers]
-        dtypes = [dtype for dtype in rows if dtype is not None]
-        begins, ends = np.array([entry.data_offsets for entry in entries], np.int64).reshape(-1, 2).T
-        crcs = np.full(len(entries), NO_CRC)
-        if self.record.crcs:
-            known = self.record.crcs
-            crcs = np.fromiter((known.get(names[number], NO_CRC) for number in numbers), np.int64, len(entries))
-        shapes, files = [entry.shape for entry in entries], np.zeros(len(entries), np.int64)
-        return Columns(numbers, dtypes, shapes, [self.key], files, begins + self.data_start, ends - begins, crcs)
 
-
-class HeaderTensors(Mapping[str, LazyTensor]):
-    """The tensors of one file. Each is made when it is asked for; iterating over names makes none."""
-
-    def __init__(self, header: Header, source: Source) -> None:
-        self._header = header
-        self._source = source
-        self._kinds: dict[tuple[str, tuple[int, ...]], RowKind] = {}
-        """What makes tensors of a dtype and a shape."""
-
-    def __getitem__(self, name: str) -> LazyTensor:
-        header = self._header
-        entry = header.entries[name]
-        if entry.dtype not in WHOLE:
-            return header.tensor(name, self._source)
-        kind = self._kinds.get((entry.dtype, entry.shape))
-        if kind is None:
-            kind = RowKind.plain(ROWS[entry.dtype], entry.shape, self._source, key=header.key)
-            self._kinds[entry.dtype, entry.shape] = kind
-        return kind.tensor(header.data_start + entry.data_offsets[0], header.record.crcs.get(name), name, name)
-
-    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        entry = self._header.entries[name]
-        return ROWS[entry.dtype], entry.shape
-
-    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
-        found = self._header.columns(names)
-        return None if found is None else (self._source, found)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._header.entries)
-
-    def __len__(self) -> int:
-        return len(self._header.entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._header.entries
-
-    def __repr__(self) -> str:
-        return f"<{len(self):,} tensors of {self._header.key!r}>"
+def header_table(places: Iterable[tuple[str, Header | LazyTensor]], source: Source) -> Table:
+    """The tensors of checked headers: by name the header that has one whole, or a tensor that was joined from pieces."""
+    names: list[str] = []
+    kinds: list[Kind] = []
+    positions: dict[tuple[str, tuple[int, ...]], int] = {}
+    files: dict[int, tuple[int, FilePlace]] = {}
+    kind, storage, file, start, nbytes, crc = array("q"), array("q"), array("q"), array("q"), array("q"), array("q")
+    labels: list[str] = []
+    odd: dict[int, LazyTensor] = {}
+    before: Header | None = None
+    number = data_start = 0
+    crcs: Mapping[str, int] = {}
+    for name, place in places:
+        if isinstance(place, LazyTensor):
+            odd[len(names)] = place
+            kind.append(len(kinds))
+            kinds.append(Kind.of(place))
+            storage.append(ODD)
+            names.append(name)
+            continue
+        if place is not before:
+            before, data_start, crcs = place, place.data_start, place.record.crcs
+            found = files.get(id(place))
+            if found is None:
+                found = files[id(place)] = len(files), FilePlace(source, place.key, source.store)
+            number = found[0]
+        entry = place.entries[name]
+        like = entry.dtype, entry.shape
+        position = positions.get(like)
+        if position is None:
+            position = positions[like] = len(kinds)
+            kinds.append(Kind.plain(ROWS[entry.dtype], entry.shape))
+        begin, end = entry.data_offsets
+        kind.append(position)
+        storage.append(len(labels))
+        file.append(number)
+        start.append(data_start + begin)
+        nbytes.append(end - begin)
+        crc.append(crcs.get(name, NO_CRC) if crcs else NO_CRC)
+        names.append(name)
+        labels.append(name)
+    held = [place for _, place in files.values()] or [FilePlace(source, source.store.name, source.store)]
+    return Table(names, kinds, kind, storage, FileStorages(held, file, start, nbytes, crc, names=labels if odd else names), odd)
 
 
 def read_header(source: Source, key: str) -> Header:
@@ -208,7 +188,9 @@ class SafetensorsFile:
         if pieces:
             notes.append(f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory")
         with located(file=header.key):
-            tensors, tree = restore(HeaderTensors(header, source), header.record.recorded, source)
+            tensors, tree = restore(
+                header_table(((name, header) for name in header.entries), source), header.record.recorded, source
+            )
         changed = () if header.record.changed is None else (header.record.changed,)
         return Description(self.name, tensors, tree, notes=tuple(notes), metadata=header.metadata, changed=changed)
 

@@ -1,27 +1,27 @@
 """Persistent ids, by which torch's pickles point at storages, and the storages behind them.
 
 A storage is a 1-D `LazyTensor` over its record, so that a bare storage in a checkpoint is readable like anything else. Where a
-tensor is ordinary and alone over its storage, no more is noted than a row (core/rows.py); the storage is made if somebody asks for
-it.
+tensor is ordinary and alone over its storage, no more is noted than a row (plan/files.py); the storage is made if somebody asks
+for it.
 """
 
 from __future__ import annotations
 
-import math
+from array import array
 from collections.abc import Callable
 
-from holdfast.core.box import Box
-from holdfast.core.chunk import Storage, in_c_order
+from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
-from holdfast.core.rows import RowKind, RowTensor
-from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.table import Kind
+from holdfast.core.tensor import NO_CRC, PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, MetadataError, PickleError
 from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach
 from holdfast.formats.zip.layout import Place
+from holdfast.plan.files import FilePlace, FileRow, FileStorages
 
 
 def storage_dtype(what: object) -> DType | None:
@@ -80,14 +80,35 @@ def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
     return StorageId(dtype, key, location, count, view)
 
 
-class Rows(Value, frozen=True):
-    """Where the storages of ordinary tensors lie: each a record of its own in one folder of one archive."""
+class RecordStorages(FileStorages):
+    """The storages of ordinary tensors: each a record of its own in one folder of one archive. They come one by one."""
 
-    key: str
-    """The file."""
+    def __init__(self, source: Source, key: str, folder: str) -> None:
+        self._folder, self._keys = folder, list[str]()
+        self._starts, self._lengths, self._sums, self._files = array("q"), array("q"), array("q"), array("q")
+        super().__init__(
+            [FilePlace(source, key, source.store)], self._files, self._starts, self._lengths, self._sums, names=self._keys
+        )
+
+    def add(self, start: int, nbytes: int, crc32: int | None, key: str) -> int:
+        """One more, and its number."""
+        self._files.append(0)
+        self._starts.append(start)
+        self._lengths.append(nbytes)
+        self._sums.append(NO_CRC if crc32 is None else crc32)
+        self._keys.append(key)
+        return len(self._keys) - 1
+
+    def label_of(self, number: int) -> str:
+        return self._folder + self._keys[number]
+
+
+class Rows(Value, frozen=True):
+    """How ordinary tensors of a pickle are found."""
+
     byteorder: str
-    folder: str
     find: Callable[[str], Place | None]
+    storages: RecordStorages
 
 
 class Storages:
@@ -98,7 +119,7 @@ class Storages:
         self._find = find
         self._lengths = lengths
         self._known: dict[str, tuple[StorageId, LazyTensor]] = {}
-        self._rows: dict[str, tuple[StorageId, RowTensor]] = {}
+        self._rows: dict[str, tuple[StorageId, LazyTensor]] = {}
         """Those that an ordinary tensor has, and nobody has asked for by themselves."""
 
     def kind(self, claim: TensorArguments, rows: Rows) -> Make | None:
@@ -112,23 +133,24 @@ class Storages:
         if last < 0 or dtype.packed or last >= asked.count:
             return None
         strides = tuple(step * bits for step in steps)
-        dense = in_c_order(shape, strides, bits) and (rows.byteorder == "little" or dtype.swap_nbytes <= 1)
-        kind = RowKind(
-            dtype, shape, self._source, Traits(requires_grad=True) if claim.grad else PLAIN, rows.key, asked.nbytes, begin * bits,
-            strides, math.prod(shape) * bits // 8 if dense else -1, rows.byteorder, claim.location, rows.folder, Box.whole(shape),
+        traits = Traits(requires_grad=True) if claim.grad else PLAIN
+        kind = Kind.strided(
+            dtype, shape, strides, offset=begin * bits, storage_nbytes=asked.nbytes, traits=traits, byteorder=rows.byteorder,
+            location=claim.location,
         )  # fmt: skip
-        find, known, noted = rows.find, self._known, self._rows
+        find, known, noted, source, made, nbytes = rows.find, self._known, self._rows, self._source, rows.storages, asked.nbytes
 
-        def make(key: str) -> RowTensor | None:
+        def make(key: str) -> LazyTensor | None:
             """None where the storage is not what the claim says, or was asked for before."""
             if key in noted or key in known:
                 return None
             place = find(key)
-            if place is None or place[1] != kind.nbytes or not place[3]:
+            if place is None or place[1] != nbytes or not place[3]:
                 return None
-            made = kind.tensor(place[0], place[2], key)
-            noted[key] = asked, made
-            return made
+            number = made.add(place[0], nbytes, place[2], key)
+            tensor = LazyTensor("", dtype, shape, (), source, traits, FileRow(made, number, kind))
+            noted[key] = asked, tensor
+            return tensor
 
         return make
 

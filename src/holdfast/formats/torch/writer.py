@@ -38,9 +38,8 @@ from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
-from holdfast.core.rows import RowTensor
 from holdfast.core.table import ODD, Kind
-from holdfast.core.tensor import Composite, LazyTensor, Part, Traits
+from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.formats.pickle.writer import LONG_GET, LONG_PUT, TEXT, TUPLES, PickleWriter, get, integer
 from holdfast.formats.torch.composites import COMPOSITES
@@ -100,8 +99,6 @@ class TorchPickle(PickleWriter):
         """Of each record: the number of a storage of the table, or what tensors by themselves asked for."""
         self.rows |= {
             LazyTensor: TorchPickle.tensor,
-            RowTensor: TorchPickle.tensor,
-            Part: TorchPickle.tensor,
             Composite: TorchPickle._composite,
             Size: TorchPickle.size,
             Device: TorchPickle._device,

@@ -23,7 +23,7 @@ from holdfast.core.tree import name_tensors
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, MetadataError, PickleError, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.storages import Rows, StorageId, Storages
+from holdfast.formats.torch.storages import RecordStorages, Rows, StorageId, Storages
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
@@ -178,7 +178,7 @@ class PickleReader:
             return Storage(*place, self.byteorder, stored.crc32, asked.location, label, home=home)
 
         storages = Storages(self._source, find)
-        rows = Rows(self._key, self.byteorder, folder, self._archive.places(folder))
+        rows = Rows(self.byteorder, self._archive.places(folder), RecordStorages(self._source, self._key, folder))
         table = TorchTable(self._source, storages.persistent, partial(storages.kind, rows=rows))
         done = interpret_whole(content, table, limits=self._source.limits, stream=name)
         self._foreign += done.foreign
