@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
+from holdfast.core.chunk import c_strides, in_c_order
 from holdfast.core.columns import Columns
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source, Store
@@ -106,9 +105,12 @@ class Kind(Value, frozen=True, eq=False):
         whole = dense and nbytes == storage_nbytes
         return cls(dtype, shape, traits, nbytes, strides, offset, storage_nbytes, byteorder, location, dense, whole)
 
-    def chunk(self, storage: Storage) -> Chunk:
-        """Where the elements of one of them lie in its storage."""
-        return Chunk(Box.whole(self.shape), storage, self.offset, self.strides)
+    def marked(self, traits: Traits) -> Kind:
+        """The same with other traits."""
+        return Kind.strided(
+            self.dtype, self.shape, self.strides, offset=self.offset, storage_nbytes=self.storage_nbytes, traits=traits,
+            byteorder=self.byteorder, location=self.location,
+        )  # fmt: skip
 
 
 class Storages(Protocol):
@@ -173,7 +175,10 @@ class Table(Mapping[str, LazyTensor]):
         storage: Sequence[int],
         storages: Storages,
         odd: Mapping[int, LazyTensor],
+        *,
+        views: Sequence[LazyTensor] | None = None,
     ) -> None:
+        """`views` are the rows as lazy tensors, where they are there already: the leaves of a tree."""
         self.names, self.kinds, self.kind = names, kinds, kind
         """`kind` of each row is a position in `kinds`."""
         self.storage, self.storages = storage, storages
@@ -181,6 +186,7 @@ class Table(Mapping[str, LazyTensor]):
         self.odd = odd
         """The tensors of odd rows, by row."""
         self._rows: dict[str, int] | None = None
+        self._views = views
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -196,6 +202,8 @@ class Table(Mapping[str, LazyTensor]):
 
     def view(self, row: int) -> LazyTensor:
         """The row as a lazy tensor."""
+        if self._views is not None:
+            return self._views[row]
         if row in self.odd:
             return self.odd[row]
         return self.storages.view(self.storage[row], self.kinds[self.kind[row]], self.names[row])

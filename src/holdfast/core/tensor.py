@@ -235,6 +235,9 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return None if layout is None else range_in(layout, self.dtype, self.shape)
 
     def __replace__(self, /, **changes: Any) -> LazyTensor:  # noqa: ANN401  # those of a tensor
+        if changes.keys() <= {"name", "traits"}:
+            name, traits = changes.get("name", self.name), changes.get("traits", self.traits)
+            return LazyTensor(name, self.dtype, self.shape, _CHUNKS.__get__(self), self.source, traits, self.position)
         # Whoever makes another tensor of this one says where that lies.
         fields = ("name", "dtype", "shape", "chunks", "source", "traits")
         return LazyTensor(**{name: getattr(self, name) for name in fields if name not in changes}, **changes)

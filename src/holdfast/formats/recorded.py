@@ -26,6 +26,7 @@ from holdfast.formats.safetensors.schema import ADDRESSABLE
 from holdfast.formats.strict_json import kind, pointer, quoted
 from holdfast.formats.tree_json.decode import decode_tree
 from holdfast.formats.tree_json.encode import flat_tree
+from holdfast.plan.files import tabulated
 
 LARGEST_STORAGE_RATIO = 2
 """A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""
@@ -282,7 +283,7 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Mapping[
     for name in tensors:
         if name not in decoded.tensors:
             raise HeaderError(f"at {pointer('tree')}: the tensor {quoted(name)} is missing", tensor=name)
-    return decoded.tensors, decoded.tree
+    return tabulated(decoded.tensors), decoded.tree
 
 
 def _check_view(tensor: LazyTensor, view: AliasView) -> None:

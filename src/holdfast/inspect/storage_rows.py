@@ -1,6 +1,6 @@
 """Where the storages of very many tensors lie, as columns: those that one tensor has each. Nothing is read, and no tensor is made.
 
-A mapping that knows where its tensors lie says so (`core.columns.Columned`), and so does a tensor that is a row (`plan/files.py`).
+A table says so by its columns (`core/table.py`), and so does a tensor that is a row (`plan/files.py`).
 What shares a storage, is split or packed is left to objects.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.columns import Columned
 from holdfast.core.protocols import Source
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.plan.coalesce import Ranges
-from holdfast.plan.files import FileRow
+from holdfast.plan.files import FileRow, FileStorages
 
 FEW = 64
 """Fewer tensors are objects: to make rows takes as long as they would."""
@@ -45,15 +45,17 @@ def storage_rows(tensors: Mapping[str, LazyTensor], names: list[str], source: So
     """The storages of ordinary tensors that no other ordinary one has; those without bytes, too. None of few tensors."""
     if len(names) < FEW:
         return NONE
-    if isinstance(tensors, Columned):
-        found = tensors.columns(names)
-        if found is None or found[0].store is not source.store:
+    if isinstance(tensors, Table):
+        held = tensors.storages
+        if not isinstance(held, FileStorages) or any(place.source is not source for place in held.files):
             return NONE
-        columns = found[1]
-        # A mapping that knows where its tensors lie has a storage for each.
-        made = Rows(
-            np.array(columns.numbers, np.int64), Ranges(columns.keys, columns.files, columns.starts, columns.nbytes), columns.crcs
-        )
+        numbers = np.asarray(tensors.storage, np.int64)
+        rows = np.flatnonzero(numbers >= 0)
+        numbers = numbers[rows]
+        single = np.bincount(numbers, minlength=len(held.nbytes))[numbers] == 1
+        rows, numbers = rows[single], numbers[single]
+        ranges = Ranges([place.key for place in held.files], held.file[numbers], held.start[numbers], held.nbytes[numbers])
+        made = Rows(rows, ranges, held.crc[numbers])
     elif type(tensors) is dict:
         made = _noted_rows(tensors.values(), source)
     else:

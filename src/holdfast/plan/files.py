@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source, Store
-from holdfast.core.table import Kind
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import NO_CRC, FileRange, Layout, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HoldfastError, located
@@ -19,6 +20,32 @@ from holdfast.plan.coalesce import MEMORY, coalesce
 from holdfast.plan.saves import Data
 
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
+
+
+def tabulated(tensors: Mapping[str, LazyTensor]) -> Table:
+    """A table of lazy tensors that are there already. Those that are rows of one file are rows; all others are odd."""
+    views = [*tensors.values()]
+    storages = next((view.position.storages for view in views if isinstance(view.position, FileRow)), NO_FILES)
+    kinds: list[Kind] = []
+    positions: dict[tuple[int, int], int] = {}
+    kind, storage = array("q"), array("q")
+    odd: dict[int, LazyTensor] = {}
+    for row, view in enumerate(views):
+        place, traits = view.position, view.traits
+        if not isinstance(place, FileRow) or place.storages is not storages:
+            odd[row] = view
+            kind.append(len(kinds))
+            storage.append(ODD)
+            kinds.append(Kind(view.dtype, view.shape, traits, view.nbytes))
+            continue
+        like = id(place.kind), id(traits)
+        found = positions.get(like)
+        if found is None:
+            found = positions[like] = len(kinds)
+            kinds.append(place.kind if place.kind.traits is traits else place.kind.marked(traits))
+        kind.append(found)
+        storage.append(place.number)
+    return Table([*tensors], kinds, kind, storage, storages, odd, views=views)
 
 
 class FilePlace(Value, frozen=True, eq=False):
@@ -178,3 +205,6 @@ class FileStorages:
         """The bytes of a long one, a block at a time."""
         nbytes = int(self.nbytes[number])
         return Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self.names[number]), label) if nbytes else b""
+
+
+NO_FILES = FileStorages([], (), (), (), (), names=())
