@@ -155,7 +155,7 @@ def segments(
     if table.odd:
         alone |= np.fromiter((row in table.odd for row in rows), bool, len(rows))
     stops = np.cumsum(nbytes)
-    for first, stop in _runs(np.flatnonzero(alone).tolist(), stops):
+    for first, stop in segment_runs(np.flatnonzero(alone).tolist(), stops):
         if first + 1 == stop and alone[first]:
             name = table.names[rows[first]]
             one = segment_of(table, rows[first], labels[first], hashing.get(name, "") if hashing else "")
@@ -170,7 +170,7 @@ def segments(
     return found
 
 
-def _runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]:
+def segment_runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]:
     """Ranges of rows that are one segment: each of those that are alone, and between them a few megabytes at a time."""
     first = 0
     for single in [*alone, len(stops)]:

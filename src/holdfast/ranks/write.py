@@ -26,6 +26,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.commit.remote import save_id
@@ -86,7 +87,9 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     """
     sample = _sample(contents)
     catalogue = sample.catalogue
-    table = lazy_table(catalogue.names, [_nowhere(*one) for one in _outlines(catalogue).items()])
+    tensors = [_nowhere(*one) for one in _outlines(catalogue).items()]
+    kinds, storages = [Kind.of(tensor) for tensor in tensors], lazy_table((), ()).storages
+    table = Table(catalogue.names, kinds, range(len(kinds)), [ODD] * len(kinds), storages, dict(enumerate(tensors)))
     none = np.zeros((catalogue.rank, len(catalogue)), np.int64)
     numbers = np.arange(len(catalogue), dtype=np.int64)
     writes = RankWrites(numbers, numbers, none, catalogue.extents, (), 0)

@@ -3,23 +3,105 @@
     │ archive: a value │ archive: a value │ … │ archive: a tensor's box │ archive: a tensor's box │ …
 
 Values come first, as torch's writer puts them. Every archive is what torch 2.13 writes for the tensor as a whole on the CPU.
+
+Archives of one dtype and shape differ in their elements, the CRC-32 of these, the serialization id, and the CRC-32 of that. They
+are laid out once (`ArchiveKind`), and filled in for each tensor:
+
+    │ data.pkl, … │ elements │ …, CRC, … │ id │ …, CRC of the id, … │ the directory: …, CRC, …, CRC of the id, … │
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides
+from holdfast.core.crc import crc32, crc32_each
 from holdfast.core.dtype import DType
 from holdfast.core.table import Table
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import Unsupported
-from holdfast.formats.torch.write import lay_out_container
-from holdfast.plan.saves import Data, FilePlan, Literal, Segment
+from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, first_bytes, fold, lay_out_container, mistaken_crc
+from holdfast.plan.rows import SMALL_NBYTES
+from holdfast.plan.saves import Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
+from holdfast.plan.table import segment_of, segment_runs
+
+ARCHIVE, STORAGE, VERSION = "archive", "data/0", b"3\n"
+"""The folder in an archive, the record of the elements, and what the record behind it says."""
+
+HEADER_NBYTES, ENTRY_NBYTES, DESCRIPTOR_CRC, ENTRY_CRC = 30, 46, 4, 16
+"""Of a zip: what the header and the entry of a record have before its name; where its descriptor and its entry have the CRC-32."""
+
+
+class ArchiveKind(Value, frozen=True, eq=False):
+    """What all archives of tensors of one dtype and shape have in common."""
+
+    head: bytes
+    """What stands before the elements."""
+    rest: tuple[bytes, ...]
+    """What stands behind them, cut where their CRC, the id, the CRC of the id, and both CRCs once more are filled in."""
+    nbytes: int
+    """Of the whole archive."""
+    names: bytes
+    """The first half of the id."""
+    before: int
+    """The checksums of the records before the elements, folded."""
+
+    @property
+    def rest_nbytes(self) -> int:
+        """Bytes behind the elements."""
+        return sum(map(len, self.rest)) + NBYTES + 16
+
+    def fill(self, crc: int, mistaken: int | None) -> tuple[bytes, ...]:
+        """What stands behind elements of this checksum, in pieces."""
+        sums = (crc, VERSION_CRC) if mistaken is None else (mistaken, crc, VERSION_CRC)
+        identity = b"%b%020d" % (self.names, fold(sums, self.before))
+        own, of_id = crc.to_bytes(4, "little"), crc32(identity).to_bytes(4, "little")
+        a, b, c, d, e, f = self.rest
+        return (a, own, b, identity, c, of_id, d, own, e, of_id, f)
+
+
+VERSION_CRC = crc32(VERSION)
+
+
+@lru_cache(4096)
+def archive_kind(dtype: DType, shape: tuple[int, ...]) -> ArchiveKind:
+    """The archive of tensors of this dtype and shape, which have elements."""
+    nbytes = dtype.nbytes(math.prod(shape))
+    laid = lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, Hole(nbytes))])
+    at = next(number for number, segment in enumerate(laid) if isinstance(segment, Hole))
+    head, rest = _joined(laid[:at]), _joined(laid[at + 1 :])
+    name, storage = (f"{ARCHIVE}/{record}".encode() for record in (SERIALIZATION_ID, STORAGE))
+    header = rest.index(name) - HEADER_NBYTES
+    named, extra = struct.unpack_from("<2H", rest, header + HEADER_NBYTES - 4)
+    begin = header + HEADER_NBYTES + named + extra
+    stop = begin + NBYTES
+    entries = [rest.rindex(record) - ENTRY_NBYTES + ENTRY_CRC for record in (storage, name)]
+    holes = [(DESCRIPTOR_CRC, 4), (begin, NBYTES), (stop + DESCRIPTOR_CRC, 4), *((entry, 4) for entry in entries)]
+    cut, done = [], 0
+    for start, length in holes:
+        cut.append(rest[done:start])
+        done = start + length
+    before = fold(map(crc32, (tensor_pickle(dtype, shape), b"1", b"64", sys.byteorder.encode())))
+    assert b"%020d" % fold((0, VERSION_CRC), before) == rest[begin + NBYTES // 2 : stop]  # a hole has no checksum
+    return ArchiveKind(head, (*cut, rest[done:]), len(head) + nbytes + len(rest), rest[begin : begin + NBYTES // 2], before)
+
+
+def _joined(segments: Sequence[Segment]) -> bytes:
+    """The bytes of segments that depend on no data."""
+    return b"".join([one.content({}) if isinstance(one, Late) else one.data for one in segments if isinstance(one, Late | Literal)])
+
+
+@lru_cache(4096)
+def _empty_archive(dtype: DType, shape: tuple[int, ...]) -> Literal:
+    """The archive of tensors of this dtype and shape, which have no elements."""
+    return Literal(_joined(lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, b"")])))
 
 
 def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequence[int]) -> tuple[FilePlan, Ints]:
@@ -27,15 +109,52 @@ def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequenc
 
     The label of a row's elements is its number.
     """
-    archives: list[tuple[Segment, ...]] = [(Literal(archive),) for archive in values]
-    archives += [_archive(table.view(row), f"{row}") for row in rows]
-    nbytes = np.array([sum(segment.nbytes for segment in archive) for archive in archives], np.int64)
-    return FilePlan(key, tuple(segment for archive in archives for segment in archive)), nbytes
+    used = {number: table.kinds[number] for number in dict.fromkeys([table.kind[row] for row in rows])}
+    kinds = {number: archive_kind(kind.dtype, kind.shape) for number, kind in used.items() if kind.nbytes}
+    empty = {number: _empty_archive(kind.dtype, kind.shape) for number, kind in used.items() if not kind.nbytes}
+    lengths = {number: one.nbytes for number, one in kinds.items()} | {number: one.nbytes for number, one in empty.items()}
+    nbytes = np.array([lengths[table.kind[row]] for row in rows], np.int64)
+    segments: list[Segment] = [Literal(archive) for archive in values]
+    data = table.nbytes_of(rows)
+    alone = (data > SMALL_NBYTES) | (data == 0)
+    if table.odd:
+        alone |= np.fromiter((row in table.odd for row in rows), bool, len(rows))
+    for first, stop in segment_runs(np.flatnonzero(alone).tolist(), np.cumsum(nbytes)):
+        if not alone[first]:
+            own = rows[first:stop]
+            segments.append(_gathered(table, own, [kinds[table.kind[row]] for row in own], int(nbytes[first:stop].sum())))
+        elif not data[first]:
+            segments.append(empty[table.kind[rows[first]]])
+        else:
+            segments += _archive(table, rows[first], kinds[table.kind[rows[first]]])
+    return FilePlan(key, tuple(segments)), np.concatenate((np.array([*map(len, values)], np.int64), nbytes))
 
 
-def _archive(tensor: LazyTensor, label: str) -> tuple[Segment, ...]:
-    content = tensor_pickle(tensor.dtype, tensor.shape)
-    return lay_out_container("archive", content, [("data/0", Data(tensor, label) if tensor.nbytes else b"")])
+def _archive(table: Table, row: int, kind: ArchiveKind) -> tuple[Segment, ...]:
+    """The archive of a tensor that is written from where it lies."""
+    label = f"{row}"
+    elements = segment_of(table, row, label)
+    assert isinstance(elements, Data | Memory)  # it is not empty
+
+    def rest(crcs: Mapping[str, int]) -> bytes:
+        return b"".join(kind.fill(crcs[label], mistaken_crc(first_bytes(elements))))
+
+    return Literal(kind.head), elements, Late(kind.rest_nbytes, rest, label)
+
+
+def _gathered(table: Table, rows: Sequence[int], kinds: Sequence[ArchiveKind], nbytes: int) -> Gathered:
+    """The archives of small tensors that follow each other."""
+    labels = [*map(str, rows)]
+
+    def make() -> tuple[bytes, dict[str, int]]:
+        pieces = table.read(rows)
+        crcs = crc32_each(pieces)
+        made: list[bytes | memoryview] = []
+        for kind, piece, crc in zip(kinds, pieces, crcs, strict=True):
+            made += (kind.head, piece, *kind.fill(crc, mistaken_crc(bytes(piece[:8]))))
+        return b"".join(made), dict(zip(labels, crcs, strict=True))
+
+    return Gathered(nbytes, labels, make, tensors=lambda: [table.view(row) for row in rows])
 
 
 def tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:

@@ -120,8 +120,7 @@ def mistaken_crc(head: bytes) -> int | None:
     return int.from_bytes(head[4:8], "little") if head.startswith(b"PK\x07\x08") and len(head) >= 8 else None
 
 
-def fold(values: Iterable[int]) -> int:
-    seed = 0
+def fold(values: Iterable[int], seed: int = 0) -> int:
     for value in values:
         seed ^= (value + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & MASK
     return seed
@@ -363,7 +362,7 @@ class Identity:
             names.append(name)
             if not (payload if isinstance(payload, bytes) else payload.nbytes):
                 continue
-            mistaken = mistaken_crc(_head(payload))
+            mistaken = mistaken_crc(first_bytes(payload))
             if mistaken is not None:
                 found.append(mistaken)
             if not self.crc or isinstance(payload, Hole):
@@ -380,7 +379,7 @@ class Identity:
         mistaken = {
             label: sum
             for number, label in alone.items()
-            if (sum := mistaken_crc(_head(records.content.alone(number, label)))) is not None
+            if (sum := mistaken_crc(first_bytes(records.content.alone(number, label)))) is not None
         }
         if MISTAKEN_KEY in crcs:
             end = len(MISTAKEN_KEY)
@@ -392,7 +391,7 @@ class Identity:
         return [sum for found in each for sum in found if sum is not None]
 
 
-def _head(data: Payload) -> bytes:
+def first_bytes(data: Payload) -> bytes:
     """The first bytes of a payload, where they can be seen without reading: the id is the only use for them."""
     match data:
         case bytes():

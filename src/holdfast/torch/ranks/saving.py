@@ -257,8 +257,9 @@ def plan(described: Described) -> Planned:
     publishing: list[Publishing] = []
 
     def decide(messages: list[bytes]) -> list[bytes]:
-        together = put_together(messages, values=asked.values, per_rank=asked.per_rank)
-        check_opens(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
+        with resting_collector():
+            together = put_together(messages, values=asked.values, per_rank=asked.per_rank)
+            check_opens(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
         opened = open_publishing(
             job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step
         )
@@ -345,7 +346,8 @@ def write(planned: Planned) -> SavedShards:
     def decide(messages: list[bytes]) -> list[bytes]:
         assert planned.publishing is not None  # it is the first rank that decides
         delivered = [RECEIPTS.decode(told) for told in messages]
-        publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.asked.path))
+        with resting_collector():
+            publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.asked.path))
         return [b""] * len(messages)
 
     try:
