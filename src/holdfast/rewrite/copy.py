@@ -11,22 +11,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
+
 from holdfast.core.arguments import understood
-from holdfast.core.box import Box
+from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.dtype import DTYPES
+from holdfast.core.columns import NO_CRC
 from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import Size
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.text import nbytes
-from holdfast.core.value import replace
+from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
@@ -38,7 +39,9 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.directory import FORMAT as TORCH_FOLDER
 from holdfast.formats.torch.directory import weight_files
 from holdfast.inspect.open import Openable, opened, store_of
-from holdfast.plan.saves import Data, FilePlan, LinkedFile, Literal, SavePlan
+from holdfast.plan.files import BYTES, FilePlace, FileStorages
+from holdfast.plan.saves import FilePlan, LinkedFile, Literal, SavePlan
+from holdfast.plan.table import segments, table_of
 from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, check_target, planned_fields
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of
@@ -96,15 +99,15 @@ def plan_copy(
             raise CannotHold("the target is read while it is written", [f"{target!r} is the source"], file=target)
         writing = replace(writing, requests=store.requests)
         check_target(target, directory=store.folder, writing=writing)
-        plan, checked = _lay_out(source, store, target, limits or Limits())
+        recorded = _recorded(source)
+        plan, checked = _lay_out(source, store, target, limits or Limits(), recorded=recorded)
         report = Copied(**planned_fields(plan, target), source=source.path, checked_nbytes=checked)
-        report = replace(report, notes=(*report.notes, *_unchecked(source, checked, by_store=bool(plan.linked))))
+        report = replace(report, notes=(*report.notes, *_unchecked(recorded.nbytes, checked, by_store=bool(plan.linked))))
         return Planned(plan, report, writing, reads=(store,), sources=stack.pop_all())
 
 
-def _unchecked(source: Checkpoint, checked: int, *, by_store: bool) -> Iterator[str]:
+def _unchecked(whole: int, checked: int, *, by_store: bool) -> Iterator[str]:
     """What nobody can say of the tensors that are copied: whether they are as they were written."""
-    whole = sum(storage.nbytes for storage in dict.fromkeys(s for tensor in source.values() for s in tensor.storages))
     if checked < whole:
         compared = f"{nbytes(checked)} of {nbytes(whole)} of tensors were" if checked else "nothing was"
         recorded = "no other checksums are recorded" if checked else "no checksums are recorded"
@@ -122,14 +125,10 @@ def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limit
     return raw
 
 
-def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> tuple[SavePlan, int]:
+def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits, *, recorded: Recorded) -> tuple[SavePlan, int]:
     names = list(store.list())
     last = _index(names, source) if store.folder else None
     origin = OpenSource(store, limits=limits, threads=1)
-    recorded: dict[str, list[Storage]] = {}
-    for storage in dict.fromkeys(s for tensor in source.values() for s in tensor.storages):
-        if storage.crc32 is not None and storage.nbytes:
-            recorded.setdefault(storage.key, []).append(storage)
     linked: list[LinkedFile] = []
     files: list[FilePlan] = []
     index: list[FilePlan] = []
@@ -145,7 +144,7 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> t
             text = made_whole(origin.bytes(name, 0, store.size(name)), {one: at for one, (_, at) in shared.items()})
             index.append(FilePlan(name, (Literal(text),)))
             continue
-        file, compared = _copied(name, origin, recorded.get(name, ()), key=key)
+        file, compared = _copied(name, origin, recorded.ranges.get(name), key=key)
         (index if name == last else files).append(file)
         checked += compared
     plan = SavePlan(
@@ -163,27 +162,67 @@ def _index(names: Sequence[str], source: Checkpoint) -> str | None:
     return next((name for name in names if "/" not in name and is_index(name)), None) or choose_index(names, source.path)
 
 
-def _copied(name: str, origin: Source, recorded: Iterable[Storage], *, key: str) -> tuple[FilePlan, int]:
-    """A file as it is, in rows of bytes: those that a checksum is recorded of, and what lies between them."""
-    size, at, checked = origin.store.size(name), 0, 0
-    segments: list[Data] = []
+class Recorded(Value, frozen=True):
+    """What a checkpoint records of its tensors' bytes."""
 
-    def row(start: int, stop: int, crc32: int | None = None) -> None:
-        label = f"{name} from byte {start}"
-        storage = Storage(name, start, stop - start, crc32=crc32, label=label, home=origin.store)
-        chunk = Chunk(Box((0,), (stop - start,)), storage, 0, (8,))
-        dtype = DTYPES.name("uint8")
-        assert dtype is not None  # it is in the table
-        segments.append(Data(LazyTensor(label, dtype, (stop - start,), (chunk,), origin), label))
+    ranges: Mapping[str, Ints]
+    """Of each file, a row for each range with a checksum: first byte, the byte behind the last, CRC-32."""
+    nbytes: int
+    """Of all storages, those without a checksum as well."""
 
-    for storage in sorted(recorded, key=lambda one: one.start):
-        stop = storage.start + storage.nbytes
-        if storage.start < at or stop > size:
-            continue
-        if storage.start > at:
-            row(at, storage.start)
-        row(storage.start, stop, storage.crc32)
-        at, checked = stop, checked + storage.nbytes
-    if at < size:
-        row(at, size)
-    return FilePlan(key, tuple(segments)), checked
+
+def _recorded(source: Checkpoint) -> Recorded:
+    """The storages of a checkpoint, each once."""
+    table = table_of(source.stored)
+    found: dict[str, list[Ints]] = {}
+    storages, whole = table.storages, 0
+    if isinstance(storages, FileStorages):
+        summed = (storages.crc != NO_CRC) & (storages.nbytes > 0)
+        columns = np.stack((storages.start, storages.start + storages.nbytes, storages.crc), axis=1)
+        for number, place in enumerate(storages.files):
+            found.setdefault(place.key, []).append(columns[summed & (storages.file == number)])
+        whole = int(storages.nbytes.sum())
+    for storage in dict.fromkeys(storage for tensor in table.odd.values() for storage in tensor.storages):
+        whole += storage.nbytes
+        if storage.crc32 is not None and storage.nbytes:
+            own = storage.start, storage.start + storage.nbytes, storage.crc32
+            found.setdefault(storage.key, []).append(np.array([own], np.int64))
+    return Recorded({key: np.concatenate(rows) for key, rows in found.items()}, whole)
+
+
+def _apart(ranges: Ints, size: int) -> Ints:
+    """Of ranges of a file those that lie in it and begin where none before them goes on, by their starts."""
+    ranges = ranges[ranges[:, 1] <= size]
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(np.append(0, ranges[:, 1]))[:-1]
+    if (ranges[:, 0] >= reach).all():
+        return ranges
+    kept: list[int] = []
+    at = 0
+    for row, (start, stop) in enumerate(ranges[:, :2].tolist()):
+        if start >= at:
+            kept.append(row)
+            at = stop
+    return ranges[kept]
+
+
+def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tuple[FilePlan, int]:
+    """A file as it is, as a table of its bytes: rows that a checksum is recorded of, and what lies between them."""
+    store = origin.store
+    size = store.size(name)
+    ranges = _apart(np.zeros((0, 3), np.int64) if recorded is None else recorded, size)
+    edges = np.unique(np.concatenate(([0, size], ranges[:, 0], ranges[:, 1])))
+    starts, lengths = edges[:-1], np.diff(edges)
+    crcs = np.full(len(starts), NO_CRC)
+    crcs[np.searchsorted(starts, ranges[:, 0])] = ranges[:, 2]
+    labels = [f"{name} from byte {start}" for start in starts.tolist()]
+    storages = FileStorages([FilePlace(origin, name, store)], np.zeros_like(starts), starts, lengths, crcs, names=labels)
+    of_length, kind = np.unique(lengths, return_inverse=True)
+    kinds = [Kind.plain(BYTES, (length,)) for length in of_length.tolist()]
+    rows = range(len(starts))
+    # What comes from far away is asked for ahead, which a row by itself is.
+    near = not (store.requests or store.in_order or store.block_nbytes)
+    numbers = [ODD] * len(rows) if not near else rows
+    odd = {} if near else {row: storages.view(row, kinds[kind[row]], labels[row]) for row in rows}
+    table = Table(labels, kinds, kind.tolist(), numbers, storages, odd)
+    return FilePlan(key, tuple(segments(table, rows, lengths, labels, {}))), int((ranges[:, 1] - ranges[:, 0]).sum())
