@@ -18,6 +18,7 @@ XXH3 is no cryptographic hash: it finds changes, not forgeries. Whoever can choo
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -63,6 +64,11 @@ def hash_bytes(data: Bytes) -> Hashed:
     whole = ContentHash(view.nbytes)
     whole.add(0, view)
     return whole.done()
+
+
+def hash_short(pieces: Iterable[Bytes]) -> list[int]:
+    """The hashes of pieces that are no longer than a head: one call each, since that is what small tensors cost."""
+    return [xxh3_128_intdigest(piece) for piece in pieces]
 
 
 class _Piece(Struct):

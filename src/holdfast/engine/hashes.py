@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from xxhash import xxh3_128_intdigest
-
-from holdfast.core.content_hash import HEAD_NBYTES, ContentHash, Hashed, hash_bytes
+from holdfast.core.content_hash import HEAD_NBYTES, ContentHash, Hashed, hash_bytes, hash_short
 from holdfast.core.crc import crc32
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
@@ -53,7 +51,7 @@ def unchanged_rows(table: Table, recorded: Mapping[int, int], *, threads: int | 
     rows = [*recorded]
 
     def compare(some: Sequence[int]) -> None:
-        found.update(row for row, piece in zip(some, table.read(some), strict=True) if xxh3_128_intdigest(piece) == recorded[row])
+        found.update([row for row, now in zip(some, hash_short(table.read(some)), strict=True) if now == recorded[row]])
 
     work = [partial(compare, rows[first : first + BATCH]) for first in range(0, len(rows), BATCH)]
     run_reads(work, threads or default_threads(), stores=table.stores)

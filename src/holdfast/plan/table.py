@@ -191,13 +191,11 @@ def _gathered(table: Table, rows: Sequence[int], labels: Sequence[str], hashing:
         pieces = table.read(rows)
         known = dict(zip(labels, crc32_each(pieces), strict=True))
         if hashing:
-            from holdfast.core.content_hash import hash_bytes, head_bytes  # for those who save: it imports a library
+            from holdfast.core.content_hash import hash_short  # for those who save: it imports a library
 
-            for row, label, piece in zip(rows, labels, pieces, strict=True):
-                how = hashing.get(table.names[row])
-                if how is not None:
-                    hashed = hash_bytes(piece) if how == "hash" else head_bytes(piece)
-                    known[label + HASH_KEY], known[label + HEAD_KEY] = hashed.hash or 0, hashed.head or 0
+            # No row here is longer than a head (`SMALL_NBYTES`): it has a hash, and no head.
+            known.update(zip([label + HASH_KEY for label in labels], hash_short(pieces), strict=True))
+            known.update(dict.fromkeys([label + HEAD_KEY for label in labels], 0))
         return b"".join(pieces), known
 
     lengths = nbytes[nbytes > 0].tolist()

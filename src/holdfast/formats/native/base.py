@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Generic, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import field
 
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.box import Box
 from holdfast.core.content_hash import HASH, HEAD_NBYTES, Hashed
 from holdfast.core.table import Table
@@ -108,17 +111,17 @@ class Base(Value, frozen=True):
         """Plain rows that are no longer than a head and may be what they were, in one chunk each; and the hash that each had."""
         if self.manifest.hash != HASH:
             return {}
-        found: dict[int, int] = {}
+        found: dict[int, str] = {}
         stored, names, kind, odd = self.manifest.tensors, table.names, table.kind, table.odd
         outlines = [(one.dtype.name, one.shape) if one.nbytes <= HEAD_NBYTES else None for one in table.kinds]
         for row in rows:
             then = stored.get(names[row])
-            if then is None or row in odd or outlines[kind[row]] != (then.dtype, then.shape) or len(then.chunks) > 1:
+            if then is None or row in odd or outlines[kind[row]] != (then.dtype, then.shape):
                 continue
-            (chunk,) = then.chunks
-            if chunk.hash is not None and chunk.start is None:
-                found[row] = int(chunk.hash, 16)
-        return found
+            chunk, *more = then.chunks
+            if chunk.hash is not None and chunk.start is None and not more:
+                found[row] = chunk.hash
+        return dict(zip(found, map(int, found.values(), repeat(16)), strict=True))
 
     def boxes(self, boxes: Mapping[Place, tuple[str, tuple[int, ...]]]) -> tuple[dict[Place, StoredChunk], set[int]]:
         """Of these boxes of a rank, each with dtype and shape of its tensor, those that the base has; and files of no others."""
@@ -141,37 +144,74 @@ class Base(Value, frozen=True):
 
     def reuse_chunks(self, chunks: Mapping[K, Sequence[StoredChunk]], files: Iterable[int]) -> Reuse[K]:
         """What is taken over where these did not change, of these files."""
-        living = self._living(chunks, files)
+        parts = _Parts.of([*chunks.values()])
+        living = self._living(parts, files)
         small = [number for number, nbytes in living.items() if nbytes * SMALL < sum(living.values())]
         if len(small) > MANY:
-            living = self._living(chunks, living.keys() - set(small))
+            living = self._living(parts, living.keys() - set(small))
         numbers = {number: place for place, number in enumerate(sorted(living))}
-        stay = {key: tuple(own) for key, own in chunks.items() if _files_of(own) <= numbers.keys()}
+        inside = parts.inside(numbers).tolist()
+        stay = {key: tuple(own) for (key, own), there in zip(chunks.items(), inside, strict=True) if there}
+        moved = frozenset(chunks.keys() - stay.keys())
+        if any(number != place for number, place in numbers.items()):
+            stay = {key: tuple([in_files(chunk, numbers) for chunk in own]) for key, own in stay.items()}
         kept = [self.manifest.files[number] for number in numbers]
         return Reuse(
             tuple(LinkedFile(self.names.get(file.name, file.name), file.nbytes, self.folder) for file in kept),
-            {key: tuple(in_files(chunk, numbers) for chunk in own) for key, own in stay.items()},
-            frozenset(chunks.keys() - stay.keys()),
+            stay,
+            moved,
             taken=frozenset(file.name for file in self.manifest.files),
         )
 
-    def _living(self, chunks: Mapping[K, Sequence[StoredChunk]], files: Iterable[int]) -> dict[int, int]:
+    def _living(self, parts: _Parts, files: Iterable[int]) -> dict[int, int]:
         """The files that are taken over, of these, and the living bytes in each.
 
         A tensor in two files, one of which is not taken over, is written again, and so counts in the other no more.
         """
         kept = set(files)
         while True:
-            living = dict.fromkeys(sorted(kept), 0)
-            used = set()
-            for own in chunks.values():
-                if _files_of(own) <= kept:
-                    for part in (part for chunk in own for part in parts_of(chunk)):
-                        living[part.file] += part.bytes[1] - part.bytes[0]
-                        used.add(part.file)
+            counted = parts.inside(kept)[parts.owner]
+            nbytes = np.zeros(len(self.manifest.files), np.int64)
+            np.add.at(nbytes, parts.file[counted], parts.nbytes[counted])
+            living = {number: int(nbytes[number]) for number in sorted(kept)}
+            used = np.unique(parts.file[counted]).tolist()
             kept = {number for number in used if 2 * living[number] >= self.data_nbytes[number]}
             if kept == living.keys():
                 return living
+
+
+class _Parts(Value, frozen=True, eq=False):
+    """Where the chunks of many tensors lie, as columns: a part of a file a row."""
+
+    count: int
+    """Of the tensors."""
+    owner: Ints
+    """Whose it is: a position among the tensors."""
+    file: Ints
+    nbytes: Ints
+
+    @classmethod
+    def of(cls, tensors: Sequence[Sequence[StoredChunk]]) -> _Parts:
+        plain = [
+            (at, chunk.file, chunk.bytes[1] - chunk.bytes[0])
+            for at, own in enumerate(tensors)
+            for chunk in own
+            if chunk.sparse is None
+        ]
+        packed = [
+            (at, part.file, part.bytes[1] - part.bytes[0])
+            for at, own in enumerate(tensors)
+            for chunk in own
+            if chunk.sparse is not None
+            for part in parts_of(chunk)
+        ]
+        return cls(len(tensors), *np.array(plain + packed, np.int64).reshape(-1, 3).T)
+
+    def inside(self, files: Collection[int]) -> Bools:
+        """Whether each tensor lies in these files alone."""
+        inside = np.ones(self.count, np.bool_)
+        inside[self.owner[~np.isin(self.file, [*files])]] = False
+        return inside
 
 
 def recorded_chunks(chunks: Sequence[StoredChunk], algorithm: str | None) -> list[Hashed] | None:

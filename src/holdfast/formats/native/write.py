@@ -160,7 +160,9 @@ def lay_out_native(
         raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
     listed = [*reuse.files, *(DataFile(file.plan.key, file.plan.nbytes) for file in files)]
     places = _places(files, len(reuse.linked), table, packed)
-    text = ManifestText(table, rows, places, reuse.chunks, packed, known, hashing)
+    taken, apart = taken_over(reuse.chunks)
+    _set_places(places, table, taken)
+    text = ManifestText(table, rows, places, taken, apart, packed, known, hashing)
     index = lay_out_manifest(text, listed, fields=kept.fields, metadata=state.metadata, alone=bool(save))
     plans, notes = tuple(file.plan for file in files), (*kept.notes, *reuse.notes)
     return SavePlan("native", plans, notes, directory=True, index=index, linked=reuse.linked)
@@ -198,6 +200,23 @@ def _places(files: Sequence[FileLayout], first: int, table: Table, packed: Mappi
     return Places(file_of, starts_of, stops_of, entries)
 
 
+def taken_over(
+    chunks: Mapping[str, tuple[StoredChunk, ...]],
+) -> tuple[Mapping[str, StoredChunk], Mapping[str, tuple[StoredChunk, ...]]]:
+    """Of what is taken over: what is whole and in one piece, and all else."""
+    whole = {name: chunk for name, (chunk, *more) in chunks.items() if not more and chunk.sparse is None and chunk.start is None}
+    return whole, {name: own for name, own in chunks.items() if name not in whole} if len(whole) < len(chunks) else {}
+
+
+def _set_places(places: Places, table: Table, taken: Mapping[str, StoredChunk]) -> None:
+    """Set the places of what is taken over."""
+    if taken:
+        row_of = table.rows
+        rows = [row_of[name] for name in taken]
+        columns = np.array([(chunk.file, *chunk.bytes) for chunk in taken.values()], np.int64).T
+        places.file[rows], places.start[rows], places.stop[rows] = columns
+
+
 class ManifestText(Value, frozen=True, eq=False):
     """The tensors of a manifest, made from the checksums of their data: by kind, a batch at a time."""
 
@@ -205,38 +224,36 @@ class ManifestText(Value, frozen=True, eq=False):
     rows: Sequence[int]
     """What the manifest names, in order."""
     places: Places
+    taken: Mapping[str, StoredChunk]
+    """What is taken over whole and in one piece, by name. Its place is among the others."""
     there: Mapping[str, tuple[StoredChunk, ...]]
-    """What is taken over, by name."""
+    """What is taken over in another form."""
     packed: Mapping[str, SparseParts]
     known: Mapping[str, Hashed]
     """The hashes of what is stored packed."""
     hashing: Mapping[str, Hashing]
     """Which others are hashed, and how."""
     known_texts: dict[str, str] = field(default_factory=dict)
-    """Of what is taken over, once it was asked for."""
+    """Of what is taken over in another form, once it was asked for."""
+    known_tails: dict[str, str] = field(default_factory=dict)
+    """Hash and head of what is taken over, once they were asked for."""
 
     @property
     def hashed(self) -> bool:
         """Whether a chunk has a hash."""
-        return bool(self.hashing or self.known) or any(c.hash or c.head for chunks in self.there.values() for c in chunks)
+        taken = ((*self.taken.values(),), *self.there.values())
+        return bool(self.hashing or self.known) or any(c.hash or c.head for chunks in taken for c in chunks)
 
     @property
     def whole(self) -> bool:
         """Whether every tensor lies whole in one file, as it is in memory."""
-        return not self.packed and all(
-            len(own) == 1 and own[0].sparse is None and own[0].start is None for own in self.there.values()
-        )
+        return not self.packed and not self.there
 
     def weights(self, files: Sequence[DataFile]) -> tuple[list[str], list[str], int]:
         """The names of all tensors in the order in which they lie in files, the file of each, and the bytes of all together."""
         places, names, listed = self.places, self.table.names, [file.name for file in files]
         rows = np.array(self.rows, np.int64)
         file, start, stop = places.file[rows], places.start[rows], places.stop[rows]
-        if self.there:
-            for at, row in enumerate(self.rows):
-                if names[row] in self.there:
-                    (chunk,) = self.there[names[row]]
-                    file[at], start[at], stop[at] = chunk.file, *chunk.bytes
         order = np.lexsort((stop, start, file)).tolist()
         if (start == stop).any():
             order.sort(key=lambda at: (file[at], start[at], stop[at], names[self.rows[at]]))
@@ -248,13 +265,15 @@ class ManifestText(Value, frozen=True, eq=False):
         names, kind = self.table.names, self.table.kind
         quote, keys = as_keys([names[row] for row in self.rows])
         openings = [f"{quote}{tensor_opening(one.dtype.name, one.shape)}" for one in self.table.kinds]
-        odd = self.there or self.packed
+        odd, taken = self.there or self.packed, self.taken
         for first in range(0, len(self.rows), BATCH):
             rows = self.rows[first : first + BATCH]
             here = [names[row] for row in rows]
             files, starts, stops = (column[rows].tolist() for column in (self.places.file, self.places.start, self.places.stop))
             sums = DIGITS(digits_of(crcs, here, starts, stops))
-            tails = self._tails(crcs, rows, here) if self.hashing else repeat("")
+            if taken:
+                sums = [taken[name].crc32 if name in taken else crc for name, crc in zip(here, sums, strict=True)]
+            tails = self._tails(crcs, rows, here) if self.hashing or taken else repeat("")
             each = zip(keys[first : first + BATCH], rows, files, starts, stops, sums, tails, strict=False)
             listed = [
                 f'{key}{openings[kind[row]]}{file},"bytes":[{start},{stop}],"crc32":"{crc}"{tail}}}]}}'
@@ -278,29 +297,48 @@ class ManifestText(Value, frozen=True, eq=False):
         counts = np.bincount(np.array(self.table.kind, np.int64)[rows], minlength=len(around)) if len(rows) else [0] * len(around)
         length = len(every.encode()) + int(np.dot(counts, [len(text) for text in around])) + max(len(rows) - 1, 0)
         length += sum(_digits(column[rows]) for column in (self.places.file, self.places.start, self.places.stop))
+        length += sum(map(len, self._taken_tails.values()))
         if self.hashing:
             long = [kind.nbytes > HEAD_NBYTES for kind in self.table.kinds]
-            ways = ((self.hashing[name], long[self.table.kind[row]]) for name, row in zip(names, self.rows, strict=True))
-            length += sum(count * TAILS[way] for way, count in Counter(ways).items())
+            new = [(name, row) for name, row in zip(names, self.rows, strict=True) if name not in self.taken]
+            ways = Counter([(self.hashing[name], long[self.table.kind[row]]) for name, row in new])
+            length += sum(count * TAILS[way] for way, count in ways.items())
         brackets = [text.count("[") + text.count("{") for text in around]
         return length, int(np.dot(counts, brackets)) + every.count("[") + every.count("{")
 
     def _tails(self, crcs: Mapping[str, int], rows: Sequence[int], names: Sequence[str]) -> list[str]:
         """What stands behind the checksum of each: its hash, its head."""
-        kinds, kind = self.table.kinds, self.table.kind
-        short = [0 < one.nbytes <= HEAD_NBYTES for one in kinds]
-        if all(short[kind[row]] for row in rows) and {self.hashing.get(name) for name in names} == {"hash"}:
-            return [f',"hash":"{hash:032x}"' for hash in map(crcs.__getitem__, [name + HASH_KEY for name in names])]
-        tails = []
-        for row, name in zip(rows, names, strict=True):
-            how = self.hashing.get(name)
-            if how is None:
-                tails.append("")
-                continue
-            hash, head = hash_in(crcs, name, kinds[kind[row]].nbytes, head_alone=how == "head")
-            tail = "" if hash is None else f',"hash":"{hash:032x}"'
-            tails.append(tail if head is None else f'{tail},"head":"{head:08x}"')
-        return tails
+        kind, hashing, taken = self.table.kind, self.hashing, self._taken_tails
+        short = [0 < one.nbytes <= HEAD_NBYTES for one in self.table.kinds]
+        return [
+            taken[name]
+            if name in taken
+            else f',"hash":"{crcs[name + HASH_KEY]:032x}"'
+            if short[kind[row]] and name in hashing
+            else self._tail(crcs, row, name)
+            for row, name in zip(rows, names, strict=True)
+        ]
+
+    def _tail(self, crcs: Mapping[str, int], row: int, name: str) -> str:
+        """The same of one that is empty, longer than a head, or not hashed."""
+        how = self.hashing.get(name)
+        if how is None:
+            return ""
+        hash, head = hash_in(crcs, name, self.table.kind_of(row).nbytes, head_alone=how == "head")
+        tail = "" if hash is None else f',"hash":"{hash:032x}"'
+        return tail if head is None else f'{tail},"head":"{head:08x}"'
+
+    @property
+    def _taken_tails(self) -> Mapping[str, str]:
+        """The same of what is taken over, as the base says it."""
+        if len(self.known_tails) != len(self.taken):
+            tails = {
+                name: (f',"hash":"{chunk.hash}"' if chunk.hash is not None else "")
+                + (f',"head":"{chunk.head}"' if chunk.head is not None else "")
+                for name, chunk in self.taken.items()
+            }
+            self.known_tails.update(tails)
+        return self.known_tails
 
     def _stored(self, row: int, name: str, crcs: Mapping[str, int]) -> str:
         """The text of a tensor that is taken over, or stored packed."""
@@ -338,7 +376,7 @@ def digits_of(crcs: Mapping[str, int], names: Sequence[str], starts: Sequence[in
     try:
         return checksum_digits(crcs, names)
     except KeyError:
-        known = {name: crcs.get(name, 0) for name in names}
+        known = {name: crcs[name] if name in crcs else 0 for name in names}  # noqa: SIM401  # a call each
         return checksum_digits(known, names)
 
 
