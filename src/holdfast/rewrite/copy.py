@@ -20,12 +20,12 @@ import numpy as np
 from holdfast.core.arguments import understood
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.columns import NO_CRC
 from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import Size
 from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.tensor import NO_CRC
 from holdfast.core.text import nbytes
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
