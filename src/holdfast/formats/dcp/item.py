@@ -118,6 +118,54 @@ class ItemFrame(Value, frozen=True):
         return content is not None and crc32(content) == crc
 
 
+class EndsFrame:
+    """A frame over both ends of an item as one text: what is between them is left out, and places behind it move."""
+
+    def __init__(self, frame: ItemFrame, place: ItemPlace, *, nbytes: int, ends: int) -> None:
+        """`nbytes` is the length of an item, `ends` that of either end; where both ends are all of it, they are the item."""
+        skipped = nbytes - 2 * ends if 2 * ends < nbytes else 0
+        behind = ends if skipped else nbytes
+
+        def at(start: int, stop: int) -> int:
+            return start if stop <= behind else start - skipped
+
+        self.place = place
+        self.nbytes = nbytes - skipped
+        self._fixed = [(at(start, stop), content) for start, stop, content in frame.fixed]
+        self._free = [
+            (slice(at(one.start, one.stop), at(one.start, one.stop) + one.stop - one.start), *self._numbers(one, at))
+            for one in frame.free
+        ]
+        self._storage = None if frame.storage is None else self._numbers(frame.storage, at)
+
+    @staticmethod
+    def _numbers(record: Summed, at: Callable[[int, int], int]) -> tuple[slice, slice]:
+        """Where the checksum of a record stands twice."""
+        first, second = at(record.descriptor, record.descriptor + 4), at(record.entry, record.entry + 4)
+        return slice(first, first + 4), slice(second, second + 4)
+
+    def matches(self, raw: bytes) -> bool:
+        """Whether the ends are those of an item of this kind, as `ItemFrame.matches` says."""
+        if len(raw) != self.nbytes:
+            return False
+        for start, content in self._fixed:
+            if not raw.startswith(content, start):
+                return False
+        for content_at, first, second in self._free:
+            if raw[first] != raw[second]:
+                return False
+            crc = int.from_bytes(raw[first], "little")
+            if crc and crc32(raw[content_at]) != crc:
+                return False
+        return self._storage is None or raw[self._storage[0]] == raw[self._storage[1]]
+
+    def found(self, raw: bytes, start: int) -> ItemPlace:
+        """Where the elements are in an item that matches and begins at byte `start`."""
+        place = self.place
+        crc = None if self._storage is None else int.from_bytes(raw[self._storage[0]], "little") or None
+        return ItemPlace(start + place.start, place.strides, place.byteorder, crc, place.location, place.conj, place.whole)
+
+
 def frame_of(item: Parts, archive: Archive, start: int, *, free: Container[str]) -> ItemFrame | None:
     """The frame of an item that was accepted; `start` is where it begins in its file, `free` names the records that may differ.
 
@@ -302,6 +350,10 @@ class ItemReader:
             common = frame_of(window, archive, window.start, free=(SERIALIZATION_ID,))
             self._remember(kind, common, replace(found, start=found.start - window.start))
         return found
+
+    def known(self, kind: tuple[int, str, tuple[int, ...]]) -> Sequence[tuple[ItemFrame, ItemPlace]]:
+        """The frames of tensors of a length, a dtype and sizes, and where in an item the elements are, counted from its start."""
+        return [(frame, place) for frame, place in self._frames.get(kind, ()) if place is not None]
 
     def value(self, window: Window, stream: str) -> tuple[object, tuple[Foreign, ...]]:
         """The object in an item, its tensors lazy; and the globals that were not built."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,11 +25,15 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.printed import check_printable
 from holdfast.core.protocols import Foreign, Source, Stamp, Store
 from holdfast.core.runtime import Sent, renewed
+from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import plainer
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported, located
 from holdfast.formats.dcp.index import SavedChunk, check_inside
-from holdfast.formats.dcp.item import ItemPlace, ItemReader, Window
+from holdfast.formats.dcp.item import EndsFrame, ItemPlace, ItemReader, Window
 from holdfast.formats.dcp.schema import Item
+from holdfast.plan.coalesce import FAR, HEADERS, coalesce
+from holdfast.plan.files import NO_FILES, FilePlace, FileStorages
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 ZSTD = "stream.zstd/1"
@@ -162,6 +168,65 @@ class Items:
             force_setattr(storage, "found", found)
             return found
 
+    def find_all(self, storages: Iterable[ItemStorage]) -> None:
+        """Ask the items of many storages: ends of neighbours are read together, and those of one kind are compared with the first.
+
+        What is not as the first of its kind is asked by itself. Raises what `find` raises.
+        """
+        asked = [storage for storage in storages if storage.found is None]
+        files: dict[str, list[ItemStorage]] = {}
+        for storage in asked:
+            if not storage.item.transforms:
+                files.setdefault(storage.item.file, []).append(storage)
+        frames: dict[tuple[int, str, tuple[int, ...]], EndsFrame | None] = {}
+        for file, members in files.items():
+            size = self.source.store.size(file)
+            members = [storage for storage in members if storage.item.stop <= size]
+            for number, raw in self._ends(file, members):
+                storage = members[number]
+                item = storage.item
+                kind = item.length, storage.dtype.name, storage.sizes
+                if kind not in frames:
+                    self.find(storage)
+                    frames[kind] = next(
+                        (EndsFrame(*one, nbytes=item.length, ends=_end_nbytes(storage)) for one in self.reader.known(kind)), None
+                    )
+                frame = frames[kind]
+                if frame is not None and storage.found is None and frame.matches(raw):
+                    force_setattr(storage, "found", frame.found(raw, item.offset))
+        for storage in asked:
+            if storage.found is None:
+                self.find(storage)
+
+    def _ends(self, file: str, storages: Sequence[ItemStorage]) -> Iterator[tuple[int, bytes]]:
+        """Both ends of each item of a file, or all of a short one, with its number; in the order of the file."""
+        places = np.array([(one.item.offset, one.item.stop, _end_nbytes(one)) for one in storages], np.int64).reshape(-1, 3)
+        starts, stops, ends = places.T
+        short = 2 * ends >= stops - starts
+        # The first end, which is all of a short one; and the last end of the others.
+        owners = np.concatenate((np.arange(len(storages)), np.flatnonzero(~short)))
+        first = np.concatenate((starts, (stops - ends)[~short]))
+        last = np.concatenate((np.where(short, stops, starts + ends), stops[~short]))
+        order = np.argsort(first, kind="stable")
+        owners, first, last = owners[order], first[order], last[order]
+        heads: dict[int, bytes] = {}
+        whole = short.tolist()
+        edges = [*coalesce(first, last, FAR if self.source.store.requests else HEADERS).tolist(), len(order)]
+        for low, high in pairwise(edges):
+            start = int(first[low])
+            data = self.source.bytes(file, start, int(last[low:high].max()))
+            parts = zip(
+                owners[low:high].tolist(), (first[low:high] - start).tolist(), (last[low:high] - start).tolist(), strict=True
+            )
+            for number, begin, end in parts:
+                raw = data[begin:end]
+                if whole[number]:
+                    yield number, raw
+                elif number in heads:
+                    yield number, heads.pop(number) + raw
+                else:
+                    heads[number] = raw
+
     def value(self, item: Item, name: str, content: bytes | None = None) -> tuple[object, tuple[Foreign, ...]]:
         """The object that an item holds, and the globals that were not built."""
         with located(file=item.file, tensor=name):
@@ -252,6 +317,11 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
         return f"ItemStorage({self.key!r}, item={self.item.offset}+{self.item.length}, nbytes={self.nbytes})"
 
 
+def _end_nbytes(storage: ItemStorage) -> int:
+    """Bytes at either end of an item that hold all but its elements."""
+    return min(storage.item.length - storage.nbytes, FRAMING_NBYTES)
+
+
 class ItemChunk(Chunk, frozen=True):
     """The box of a tensor that one item holds, which knows the strides."""
 
@@ -288,6 +358,72 @@ class ItemChunk(Chunk, frozen=True):
 
     def __repr__(self) -> str:
         return f"ItemChunk({self.box!r}, {self.storage!r})"
+
+
+class ItemTable(Table):
+    """The tensors of a directory. Where in its item one lies is asked when it is read, so all rows are odd until then."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor], items: Items) -> None:
+        lazies = list(tensors.values())
+        kinds: list[Kind] = []
+        positions: dict[object, int] = {}
+        kind: list[int] = []
+        for tensor in lazies:
+            key = id(tensor.dtype), tensor.shape, id(tensor.traits)
+            found = positions.get(key)
+            if found is None:
+                found = positions[key] = len(kinds)
+                kinds.append(Kind(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes))
+            kind.append(found)
+        super().__init__(list(tensors), kinds, kind, [ODD] * len(lazies), NO_FILES, dict(enumerate(lazies)), views=lazies)
+        self._items = items
+
+    def located(self, rows: Sequence[int]) -> Table:
+        """The same table, with the rows among these that are all of an item as ranges of their files."""
+        places = [(row, found) for row in rows if (found := _item_storage(self.odd[row])) is not None]
+        self._items.find_all(storage for _, storage in places)
+        kinds, kind, storage = [*self.kinds], [*self.kind], [*self.storage]
+        positions: dict[object, int] = {}
+        files: dict[str, int] = {}
+        columns: list[tuple[int, int, int, int]] = []
+        names: list[str] = []
+        labels: list[str] = []
+        odd = dict(self.odd)
+        for row, one in places:
+            place = one.found
+            if place is None or row not in odd:
+                continue
+            key = kind[row], place.strides, place.byteorder, place.location
+            if key not in positions:
+                own = kinds[kind[row]]
+                positions[key] = len(kinds)
+                kinds.append(
+                    Kind.strided(
+                        own.dtype, own.shape, place.strides, offset=0, storage_nbytes=one.nbytes, traits=own.traits,
+                        byteorder=place.byteorder, location=place.location,
+                    )
+                )  # fmt: skip
+            if not kinds[positions[key]].whole:
+                continue
+            kind[row], storage[row] = positions[key], len(columns)
+            del odd[row]
+            crc = NO_CRC if place.crc32 is None else place.crc32
+            columns.append((files.setdefault(one.key, len(files)), place.start, one.nbytes, crc))
+            names.append(self.names[row])
+            labels.append(one.label)
+        source = self._items.source
+        made = np.array(columns, np.int64).reshape(-1, 4).T
+        storages = FileStorages([FilePlace(source, file, source.store) for file in files], *made, names=names, labels=labels)
+        return Table(self.names, kinds, kind, storage, storages, odd)
+
+
+def _item_storage(tensor: LazyTensor) -> ItemStorage | None:
+    """The storage of a tensor that is all of one item, which is not compressed; None for any other."""
+    chunks = tensor.chunks
+    if len(chunks) != 1 or type(chunks[0]) is not ItemChunk or chunks[0].shape != tensor.shape:
+        return None
+    storage = chunks[0].storage
+    return None if storage.item.transforms else storage
 
 
 def chunk_of(piece: SavedChunk, name: str, dtype: DType, *, items: Items) -> Chunk:

@@ -19,12 +19,12 @@ from msgspec import Struct, field
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Foreign, Source
-from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
 from holdfast.core.tree import dotted, name_tensors
 from holdfast.core.value import replace
 from holdfast.errors import MetadataError, Unsupported
 from holdfast.formats.dcp.index import Index, SavedTensor, compare_metadata, is_index, read_index
-from holdfast.formats.dcp.lazy import Items, ItemStorage, Unread, chunk_of, is_inflated
+from holdfast.formats.dcp.lazy import Items, ItemStorage, ItemTable, Unread, chunk_of, is_inflated
 from holdfast.formats.dcp.schema import Item
 
 ABSENT = object()
@@ -245,7 +245,7 @@ class DcpDirectory:
             notes.append(changed.message)
         foreign = (*index.foreign, *values.foreign)
         damage = () if changed is None else (changed,)
-        return Description(self.name, named.tensors, grown.tree, foreign, tuple(notes), index.texts, damage)
+        return Description(self.name, ItemTable(named.tensors, items), grown.tree, foreign, tuple(notes), index.texts, damage)
 
 
 def _items(index: Index) -> Iterable[Item]:
@@ -272,7 +272,8 @@ def _values(index: Index) -> dict[str, Item]:
 def tensor_of(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
     """A tensor over items that are asked when it is read."""
     chunks = tuple([chunk_of(piece, name, saved.dtype, items=items) for piece in saved.pieces])
-    traits = Traits(requires_grad=saved.properties.requires_grad, strides=saved.properties.strides)
+    grad, strides = saved.properties.requires_grad, saved.properties.strides
+    traits = Traits(requires_grad=grad, strides=strides) if grad or strides is not None else PLAIN
     if saved.dtype.kind == "complex":
         # torch saves a lazily conjugated tensor as it lies, and says so only in the item.
         found = {items.find(chunk.storage).conj for chunk in chunks if isinstance(chunk.storage, ItemStorage)}

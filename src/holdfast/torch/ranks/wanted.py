@@ -255,6 +255,7 @@ class Matching:
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
         own = [leaves[number].name for number in alone]
         found = match(table.rows, table.kind, [names.prefix + name for name in own], kinds, partial(_kind_problem, table))
+        table = table.located(found.source)
         met = meet(table, found.source, [None] * len(found.source))
         taken = [found.target[pair] for pair in met.rows]
         self._rows = RowFills(table, [found.source[pair] for pair in met.rows], [tensors[at] for at in taken])
