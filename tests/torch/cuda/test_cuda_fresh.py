@@ -46,9 +46,9 @@ def many(name: str) -> dict[str, torch.Tensor]:
 
 
 def read_fresh(checkpoint, names, most=None) -> dict[str, torch.Tensor]:
-    rows, own = fresh_rows(checkpoint.stored, checkpoint, names, device=CPU)
-    load_rows([rows], most=most)
-    return dict(zip(own, rows.tensors, strict=True))
+    found = fresh_rows(checkpoint.stored, checkpoint, names, device=CPU)
+    load_rows([one.rows for one in found], most=most)
+    return {name: tensor for one in found for name, tensor in zip(one.names, one.rows.tensors, strict=True)}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -124,8 +124,8 @@ def shared() -> dict[str, torch.Tensor]:
 def test_what_shares_a_storage_is_no_fresh_row(tmp_path, name):
     holdfast.save(shared(), tmp_path / name)
     with holdfast.open(tmp_path / name) as checkpoint:
-        _, names = fresh_rows(checkpoint.stored, checkpoint, list(checkpoint), device=CPU)
-    assert set(names) == {f"own{i}" for i in range(80)} - {"own3"}
+        found = fresh_rows(checkpoint.stored, checkpoint, list(checkpoint), device=CPU)
+    assert {name for one in found for name in one.names} == {f"own{i}" for i in range(80)} - {"own3"}
 
 
 @pytest.mark.parametrize("count", [1, 100])

@@ -39,7 +39,7 @@ from holdfast.engine.memory_sink import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
-from holdfast.errors import BadArgument, located
+from holdfast.errors import BadArgument, HoldfastError, located
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump
 from holdfast.torch.cuda.plan import (
@@ -294,8 +294,11 @@ class Move:
         plan, memory = self.plan, block.array.data
         store = plan.rows.source.store
         for read in task.reads:
-            with located(tensor=plan.name(read.stretches[0].first)):
+            try:
                 store.read(read.key, read.start, memory[read.at : read.at + read.stop - read.start])
+            except HoldfastError:
+                with located(tensor=plan.name(read.stretches[0].first)):
+                    raise
             task.read_nbytes += read.stop - read.start
             for stretch in read.stretches:
                 self._sum(stretch, memory)
@@ -398,7 +401,7 @@ class Move:
 
     def _copy(self, position: int, skip: int, nbytes: int, at: int, block: HostBlock, copies: Copies) -> None:
         row = self._rows[position]
-        copies.targets.append(row if nbytes == len(row) else row[skip : skip + nbytes])
+        copies.targets.append(row if nbytes == self.plan.nbytes.item(position) else row[skip : skip + nbytes])
         # Not a view of the block's tensor: to make one would give the interpreter lock away.
         copies.values.append(torch.from_numpy(block.array[at : at + nbytes]))
 

@@ -105,14 +105,17 @@ def read_to_gpu(
 ) -> dict[str, torch.Tensor]:
     """Read tensors of these names to a GPU, in one pass over the files: rows of what is `stored`, and of the others `views`."""
     with resting_collector():
-        rows, own = fresh_rows(stored, views, names, device=device)
-        done = set(own)
+        found = fresh_rows(stored, views, names, device=device)
+        done = {name for one in found for name in one.names}
         others = {name: views[name] for name in names if name not in done}
         fresh = make_fresh({name: Want(lazy, wanted_dtype(lazy, None), device) for name, lazy in others.items()})
-    notes = fill(fresh.fills, rows=[rows], max_host_memory=max_host_memory)
+    notes = fill(fresh.fills, rows=[one.rows for one in found], max_host_memory=max_host_memory)
     for note in notes:
         warnings.warn(note, HoldfastWarning, stacklevel=4)
-    return fresh.tensors | {name: tensor for name, tensor in zip(own, rows.tensors, strict=True) if tensor is not None}
+    made = fresh.tensors
+    for one in found:
+        made.update((name, tensor) for name, tensor in zip(one.names, one.rows.tensors, strict=True) if tensor is not None)
+    return made
 
 
 def wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -6,110 +6,127 @@ Their bytes in the file are those of the tensor, so a range and a kind say all. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from holdfast.core.arrays import Bools
 from holdfast.core.chunk import Storage
-from holdfast.core.columns import Columned, Columns, columns_of, ordinary_limits
-from holdfast.core.dtype import DType
-from holdfast.core.protocols import Noted, Outlined, Source
+from holdfast.core.protocols import Source
+from holdfast.core.table import ODD, Kind, Ranged, Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value
 from holdfast.engine.checks import damage
 from holdfast.engine.memory_sink import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted, Unsupported
 from holdfast.plan.coalesce import Ranges
+from holdfast.plan.files import tabulated
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
 
-class _Candidates(Value, frozen=True):
-    """Tensors that lie in one piece of a file each."""
+class FreshRows(NamedTuple):
+    """Rows that become fresh tensors, and their names."""
 
+    rows: DeviceRows
+    names: list[str]
+
+
+class _Place(NamedTuple):
+    """A tensor that is all of a storage."""
+
+    name: str
     source: Source
-    columns: Columns
-    dtypes: Sequence[DType]
-    alone: Bools
-    """Whether it is all of its storage, and no other tensor is there."""
+    key: str
+    start: int
+    nbytes: int
+    crc: int
+    kind: Kind
 
 
 def fresh_rows(
     stored: Mapping[str, LazyTensor], views: Mapping[str, LazyTensor], names: Sequence[str], *, device: torch.device
-) -> tuple[DeviceRows, list[str]]:
-    """Rows of what is `stored` that become fresh tensors on a device, and their names. `views` are lazy tensors of all names."""
-    found = _candidates(stored, views, names)
-    columns = found.columns
-    kinds: dict[tuple[int, tuple[int, ...]], ByteKind | None] = {}
-    destinations: list[ByteKind | None] = []
-    # By identity: there is one object a dtype, and to hash it takes a call.
-    for dtype, shape in zip(found.dtypes, columns.shapes, strict=True):
-        key = id(dtype), shape
-        if key not in kinds:
-            kinds[key] = ByteKind.of(torch_dtype(dtype), shape) if _has_torch(dtype) else None
-        destinations.append(kinds[key])
-    usual = np.fromiter((kind is not None for kind in destinations), np.bool_, len(destinations))
-    chosen = np.flatnonzero(usual & found.alone & ~_overlapping(columns))
-    own = [names[columns.numbers[number]] for number in chosen.tolist()]
-
-    def damaged(number: int, crc: int) -> Corrupted:
-        return damage(views[own[number]].chunks[0].storage, own[number], crc)
-
-    verify = isinstance(found.source, OpenSource) and found.source.verify
-    crcs = columns.crcs[chosen] if verify else np.full(len(chosen), UNKNOWN, np.int64)
-    ranges = Ranges(columns.keys, columns.files[chosen], columns.starts[chosen], columns.nbytes[chosen])
-    made = [kind for kind in map(destinations.__getitem__, chosen.tolist()) if kind is not None]
-    return DeviceRows(found.source, device, ranges, crcs, made, own.__getitem__, damaged), own
+) -> list[FreshRows]:
+    """Rows of what is `stored` that become fresh tensors on a device, those of a source together. `views` has all names."""
+    known = isinstance(stored, Table) and all(name in stored for name in names)
+    table = stored if known and isinstance(stored, Table) else tabulated({name: views[name] for name in names})
+    kinds: dict[int, ByteKind | None] = {}
+    groups: dict[Source, list[_Place]] = {}
+    for place in _places(table, [table.rows[name] for name in names]):
+        if id(place.kind) not in kinds:
+            kinds[id(place.kind)] = _byte_kind(place.kind)
+        if kinds[id(place.kind)] is not None and place.source.limits.expansion >= 1:
+            groups.setdefault(place.source, []).append(place)
+    return [_rows(source, members, kinds, views=views, device=device) for source, members in groups.items()]
 
 
-def _candidates(stored: Mapping[str, LazyTensor], views: Mapping[str, LazyTensor], names: Sequence[str]) -> _Candidates:
-    if isinstance(stored, Columned) and isinstance(stored, Outlined):
-        found = stored.columns(names)
-        if found is not None and ordinary_limits(found[0]):
-            dtypes = [stored.outline(names[number])[0] for number in found[1].numbers]
-            noted = stored.is_noted if isinstance(stored, Noted) else lambda name: False
-            alone = np.array([not noted(names[number]) for number in found[1].numbers], np.bool_)
-            return _Candidates(*found, dtypes, alone)
-    return _described([views[name] for name in names])
+def _rows(
+    source: Source,
+    places: Sequence[_Place],
+    kinds: Mapping[int, ByteKind | None],
+    *,
+    views: Mapping[str, LazyTensor],
+    device: torch.device,
+) -> FreshRows:
+    names = [place.name for place in places]
+    verify = isinstance(source, OpenSource) and source.verify
+    keys: dict[str, int] = {}
+    files = np.fromiter((keys.setdefault(place.key, len(keys)) for place in places), np.int64, len(places))
+    starts, nbytes, crcs = (
+        np.fromiter(column, np.int64, len(places)) for column in zip(*(one[3:6] for one in places), strict=True)
+    )
+    made = [kind for kind in (kinds[id(place.kind)] for place in places) if kind is not None]
+
+    def damaged(number: int, found: int) -> Corrupted:
+        return damage(views[names[number]].chunks[0].storage, names[number], found)
+
+    checked = crcs if verify else np.full(len(places), UNKNOWN, np.int64)
+    rows = DeviceRows(source, device, Ranges(list(keys), files, starts, nbytes), checked, made, names.__getitem__, damaged)
+    return FreshRows(rows, names)
 
 
-def _described(lazies: Sequence[LazyTensor]) -> _Candidates:
-    """Lazy tensors of the first one's source."""
-    source = lazies[0].source
-    columns = columns_of(lazies, [number for number, lazy in enumerate(lazies) if lazy.source is source])
+def _places(table: Table, rows: Sequence[int]) -> Iterator[_Place]:
+    """Rows that are all of a storage which no other of these rows has."""
+    storages = table.storages
+    odd = {row: table.view(row) for row in rows if table.storage[row] == ODD}
+    taken = _storages(odd.values())
+    if isinstance(storages, Ranged):
+        own = [row for row in rows if row not in odd]
+        numbers = np.fromiter((table.storage[row] for row in own), np.int64, len(own))
+        alone = np.bincount(numbers)[numbers] == 1
+        keys, sources = [place.key for place in storages.files], [place.source for place in storages.files]
+        columns = (storages.file[numbers], storages.start[numbers], storages.nbytes[numbers], storages.crc[numbers], alone)
+        for row, file, start, nbytes, crc, single in zip(own, *(column.tolist() for column in columns), strict=True):
+            kind, place = table.kind_of(row), (keys[file], start)
+            users = taken.get(place, 0) if taken else 0
+            if taken:
+                taken[place] = users + 1
+            if single and not users and kind.whole and kind.traits.alias is None:
+                yield _Place(table.names[row], sources[file], keys[file], start, nbytes, crc, kind)
+    for row, tensor in odd.items():
+        kind = Kind.of(tensor)
+        if kind.whole and kind.traits.alias is None and isinstance(tensor.chunks[0].storage, Storage):
+            storage = tensor.chunks[0].storage
+            if taken[storage.key, storage.start] == 1:
+                crc = UNKNOWN if storage.crc32 is None else storage.crc32
+                yield _Place(table.names[row], tensor.source, storage.key, storage.start, storage.nbytes, crc, kind)
+
+
+def _storages(tensors: Iterable[LazyTensor]) -> dict[tuple[str, int], int]:
+    """How many of these tensors have each storage."""
     users: dict[tuple[str, int], int] = {}
-    for lazy in lazies:
-        for storage in {chunk.storage for chunk in lazy.chunks if type(chunk.storage) is Storage}:
-            place = storage.key, storage.start
+    for tensor in tensors:
+        for place in {(chunk.storage.key, chunk.storage.start) for chunk in tensor.chunks}:
             users[place] = users.get(place, 0) + 1
-    alone = np.zeros(len(columns), np.bool_)
-    for row, (number, nbytes) in enumerate(zip(columns.numbers, columns.nbytes.tolist(), strict=True)):
-        lazy = lazies[number]
-        storage = lazy.chunks[0].storage
-        alone[row] = storage.nbytes == nbytes and users[storage.key, storage.start] == 1 and lazy.traits.alias is None
-    return _Candidates(source, columns, [lazies[number].dtype for number in columns.numbers], alone)
+    return users
 
 
-def _has_torch(dtype: DType) -> bool:
-    """Whether elements are what torch has under this dtype; of quantised ones a scale is missing."""
+def _byte_kind(kind: Kind) -> ByteKind | None:
+    """As what rows of a kind are copied; None where torch has no such elements. Of quantised ones a scale is missing."""
+    dtype = kind.dtype
     try:
-        return dtype.kind != "quantized" and not dtype.packed and torch_dtype(dtype).itemsize * 8 == dtype.bits
+        usual = dtype.kind != "quantized" and not dtype.packed and torch_dtype(dtype).itemsize * 8 == dtype.bits
+        return ByteKind.of(torch_dtype(dtype), kind.shape) if usual else None
     except Unsupported:
-        return False
-
-
-def _overlapping(columns: Columns) -> Bools:
-    """Which rows have bytes that another has as well: names of one tensor."""
-    found = np.zeros(len(columns), np.bool_)
-    order = np.lexsort((columns.starts, columns.files))
-    filled = order[columns.nbytes[order] > 0]
-    for own in np.split(filled, np.flatnonzero(np.diff(columns.files[filled])) + 1):
-        starts = columns.starts[own]
-        reach = np.maximum.accumulate(starts + columns.nbytes[own])
-        # Stretches that hang together, numbered from 1 on.
-        stretches = np.cumsum(np.concatenate(([True], starts[1:] >= reach[:-1]))[: len(own)])
-        found[own] = np.bincount(stretches)[stretches] > 1
-    return found
+        return None

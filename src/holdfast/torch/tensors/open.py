@@ -221,7 +221,11 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
 
 
 def _device(device: Place | None) -> torch.device | None:
-    return None if device is None else torch.device(device)
+    """The device that is meant: a GPU with its number, as tensors there name it."""
+    given = None if device is None else torch.device(device)
+    if given is not None and given.type == "cuda" and given.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return given
 
 
 def _moved(tensor: torch.Tensor, device: Place | None, dtype: torch.dtype | None) -> torch.Tensor:
