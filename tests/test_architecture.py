@@ -223,7 +223,7 @@ def test_importing_the_package_costs_little_beyond_numpy():
 RESULTS = {
     "core": {"notebook"}, "engine": {"compare"}, "formats": {"placements"}, "metadata": {"metadata"}, "ranks": {"state"},
     "inspect": {"compare_values", "diff", "findings", "scan", "sparsity", "stats", "verify"}, "pruning": {"prune", "rules"},
-    "rewrite": {"alias_graph", "convert", "copy", "planned", "seal", "share"}, "reports": {"report"},
+    "rewrite": {"compact", "convert", "copy", "planned", "seal", "share"}, "reports": {"report"},
     "runs": {"export", "retention", "rules", "steps", "summary", "table"},
     "torch": {"load_into", "load_sharded", "saving"}, "integrations": {"sglang", "torchtitan", "vllm", "writer"},
 }  # fmt: skip

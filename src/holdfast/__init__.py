@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from holdfast.inspect.verify import VerifyReport, verify
     from holdfast.pruning.prune import Pruned, prune
     from holdfast.reports.report import Report, report
-    from holdfast.rewrite.alias_graph import AliasGraph, alias_graph
+    from holdfast.rewrite.compact import Compacted, compact
     from holdfast.rewrite.convert import Conversion, convert, edit
     from holdfast.rewrite.copy import Copied, copy
     from holdfast.rewrite.package import package, replace_weights
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from holdfast.rewrite.reshard import reshard
     from holdfast.rewrite.save import save, to_bytes
     from holdfast.rewrite.seal import Sealed, seal
-    from holdfast.rewrite.share import Compacted, Tied, compact, tie
+    from holdfast.rewrite.share import AliasGraph, Tied, alias_graph, tie
     from holdfast.runs.export import Export
     from holdfast.runs.rules import Best, Every, Latest, Within
     from holdfast.runs.run import Run
@@ -56,12 +56,12 @@ _MODULES = ("errors", "jax", "metadata", "torch")
 _WHERE = {
     "DTYPES": "core.dtype",
     "Alias": "core.checkpoint",
-    "AliasGraph": "rewrite.alias_graph",
+    "AliasGraph": "rewrite.share",
     "Best": "runs.rules",
     "Box": "core.box",
     "Checkpoint": "core.checkpoint",
     "Chunk": "core.chunk",
-    "Compacted": "rewrite.share",
+    "Compacted": "rewrite.compact",
     "Composite": "core.tensor",
     "Conversion": "rewrite.convert",
     "Copied": "rewrite.copy",
@@ -91,8 +91,8 @@ _WHERE = {
     "Tied": "rewrite.share",
     "VerifyReport": "inspect.verify",
     "Within": "runs.rules",
-    "alias_graph": "rewrite.alias_graph",
-    "compact": "rewrite.share",
+    "alias_graph": "rewrite.share",
+    "compact": "rewrite.compact",
     "convert": "rewrite.convert",
     "copy": "rewrite.copy",
     "dequantize": "engine.dequantize",

@@ -40,7 +40,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.native.schema import parse_fast
 from holdfast.formats.strict_json import seal
-from holdfast.rewrite.namings import Namings
+from holdfast.rewrite.references import References
 from holdfast.runs.sweep import sweep
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, Upload, bucket_of
@@ -312,7 +312,7 @@ def test_claims_of_the_dead(store: MemoryStore, monkeypatch: pytest.MonkeyPatch)
     assert any("/" in name for name in run[5].files)
     assert not [key for key in keys(store) if CLAIMS in key], "old claims are taken away"
     assert all(map(loads, run))
-    assert Namings(base).named([]) == set()
+    assert References(base).named([]) == set()
 
 
 def test_a_claim_that_nobody_understands_stops_a_deletion(store: MemoryStore):
@@ -476,7 +476,7 @@ def together(names: Sequence[str], picks: Iterable[int], kills: dict[int, int] |
     again = run_in(store).steps()
     assert [one.step for one in again] == [one.step for one in steps]
     assert all(map(loads, again))
-    named = Namings(url_of("run", store)).named([f"run/{key}" for key in keys(store) if "data-" in key])
+    named = References(url_of("run", store)).named([f"run/{key}" for key in keys(store) if "data-" in key])
     assert {f"run/{key}" for key in keys(store) if "data-" in key} == named, "a sweep leaves nothing else"
     assert not [key for key in keys(store) if CLAIMS in key]
     return outcomes, {one.step for one in steps}

@@ -28,7 +28,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.core.text import nbytes
-    from holdfast.rewrite.share import plan_compact
+    from holdfast.rewrite.compact import plan_compact
 
     planned = plan_compact(options.src, options.dst, in_place=options.in_place, writing=writing(options))
     return carry_out(

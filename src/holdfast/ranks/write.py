@@ -66,7 +66,7 @@ from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
 from holdfast.ranks.together import Together
 from holdfast.rewrite.formats import Outline, check_holds, described
-from holdfast.rewrite.namings import Namings
+from holdfast.rewrite.references import References
 from holdfast.rewrite.renewal import NOTHING as NO_SEALS
 from holdfast.rewrite.step_seal import Stamp, digest_of, seal_file
 from holdfast.stores.memory import MemoryStore
@@ -247,7 +247,7 @@ def _objects_of(url: Url, index: str) -> ReplacedObjects:
                     found.append(entry.file)
         elif store.holds(PIECES_INDEX):
             found += read_pieces(source, PIECES_INDEX).files
-    named = Namings(url.parent).named if shared else None
+    named = References(url.parent).named if shared else None
     return ReplacedObjects([index, *(name for name in dict.fromkeys(found) if "/" not in name or beside(name))], named)
 
 

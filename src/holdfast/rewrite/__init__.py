@@ -7,14 +7,14 @@ formats          the format of a path, and the plan of a state in it, opened by 
 companions       config and tokenizer files of a Hugging Face folder, which go where its weights go
 planned          what a verb is going to do: `Planned`, the result `Saved`; writes a plan and publishes it
 writing          how a plan is written: `Writing`
-namings          what the manifests of checkpoints beside each other in a bucket name, which nobody may delete; what a save replaces
+references       what the manifests of checkpoints beside each other in a bucket name, which nobody may delete; what a save replaces
 base             the checkpoint before, of which a save takes over what did not change
 save             a state: to a path, a file object, or as bytes (`to_bytes`)
 step_seal        the seal of a step of a run, as one more file of its plan
 renewal          the seals of what is rewritten in its own place, renewed with it
 convert          a checkpoint in another format (`convert`), or with changes (`edit`)
-share            sharing found again (`tie`), or bytes dropped (`compact`)
-alias_graph      which tensors are the same bytes
+share            which tensors are the same bytes (`alias_graph`), and sharing found again (`tie`)
+compact          a checkpoint without the bytes that no tensor reaches
 package          several models in one checkpoint, or other weights in one (`replace_weights`); `models` says what is in it
 reshard          cut for a mesh of ranks
 seal             say of a folder of another trainer that it is whole; no `Planned`: it writes one small file and changes no other

@@ -393,7 +393,7 @@ def _replaceable(plan: SavePlan) -> Callable[[str], bool]:
 
 
 def _bucket_names() -> BucketNames:
-    from holdfast.rewrite.namings import NAMES  # what it imports is for those who have a bucket
+    from holdfast.rewrite.references import NAMES  # what it imports is for those who have a bucket
 
     return NAMES
 

@@ -31,8 +31,8 @@ from holdfast.engine.commit.claims import release
 from holdfast.engine.commit.target import refusal
 from holdfast.errors import HeaderError, HoldfastError, NoSuchStep, SaveError, StoreError
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.rewrite.namings import Namings
 from holdfast.rewrite.planned import Planned, Saved
+from holdfast.rewrite.references import References
 from holdfast.rewrite.step_seal import Stamp
 from holdfast.runs.bucket_steps import BucketSteps, attributes_of, metadata_of
 from holdfast.runs.lock import Holder
@@ -109,7 +109,7 @@ class RunBucket(BucketSteps):
 
     def __init__(self, url: Url) -> None:
         super().__init__(url)
-        self._namings = Namings(url, self.folders_named)
+        self._references = References(url, self.folders_named)
         self._last: Step | None = None
         """What was saved last from here."""
 
@@ -301,7 +301,7 @@ class RunBucket(BucketSteps):
         names = [(step.name, name) for step in steps for name in step.files]
         keys = dict.fromkeys(self.key(*(beside(name) or (own, name))) for own, name in names if "/" not in name or beside(name))
         try:
-            left = release(self.path, list(keys), self._namings.named).used
+            left = release(self.path, list(keys), self._references.named).used
         except HoldfastError as error:
             numbers = ", ".join(str(step.step) for step in steps)
             return [f"step {numbers} is deleted, and not all of its data ({error.message}); a sweep of the run does that"]

@@ -32,7 +32,7 @@ from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, LimitExceeded, StoreError
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.seal import LARGEST
-from holdfast.rewrite.namings import listed, named_by
+from holdfast.rewrite.references import listed, named_by
 from holdfast.rewrite.step_seal import Stamp
 from holdfast.runs.steps import NAMED, FoundStep, Step, step_name
 from holdfast.stores.remote import client

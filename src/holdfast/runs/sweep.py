@@ -33,7 +33,7 @@ from holdfast.engine.commit.claims import CLAIMS, LIFE_S, Released, release
 from holdfast.engine.commit.remote import save_id
 from holdfast.engine.commit.target import refusal
 from holdfast.errors import BadArgument, StoreError
-from holdfast.rewrite.namings import Namings, listed
+from holdfast.rewrite.references import References, listed
 from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
@@ -80,8 +80,11 @@ def sweep(
     objects = {one.key: one for _, _, one in found}
     # Data right in the prefix may be that of a step, and named by other steps.
     groups = [
-        (Namings(url), [one.key for folder, name, one in found if folder and DATA.fullmatch(name)]),
-        (Namings(url.parent if url.key else url), [one.key for folder, name, one in found if not folder and DATA.fullmatch(name)]),
+        (References(url), [one.key for folder, name, one in found if folder and DATA.fullmatch(name)]),
+        (
+            References(url.parent if url.key else url),
+            [one.key for folder, name, one in found if not folder and DATA.fullmatch(name)],
+        ),
     ]
     traces = [one.key for folder, name, one in found if _is_trace(folder, name)]
     dead = [
@@ -91,15 +94,15 @@ def sweep(
     try:
         if not dry_run:
             bucket.delete(dead)
-        for namings, keys in groups:
-            left = set(keys) - (namings.named(keys) if keys else set())
+        for references, keys in groups:
+            left = set(keys) - (references.named(keys) if keys else set())
             old = [key for key in keys if key in left and objects[key].changed <= before]
             young += len(left) - len(old)
-            released = Released(old) if dry_run else release(namings.parent, old, namings.named)
+            released = Released(old) if dry_run else release(references.parent, old, references.named)
             dead += released.gone
             notes += [
-                f"{folder or namings.parent}: its manifest cannot be understood, so nothing beside it goes: {why}"
-                for folder, why in namings.notes.items()
+                f"{folder or references.parent}: its manifest cannot be understood, so nothing beside it goes: {why}"
+                for folder, why in references.notes.items()
             ]
             notes += [f"a save uses {len(released.used):,} objects; sweep again later"] if released.used else []
     except StoreError as error:

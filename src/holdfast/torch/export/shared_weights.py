@@ -11,7 +11,7 @@ A tensor covers its storage ("is complete") when it is contiguous and begins and
 known of contiguous ones only; a fake tensor lies nowhere, and counts as complete. `TensorProperties` here is not the one of
 `holdfast.metadata`, which is what a distributed checkpoint says of a tensor.
 
-Without torch, and for files as well as for tensors in memory, `holdfast.rewrite.alias_graph` does the same and more.
+Without torch, and for files as well as for tensors in memory, `holdfast.alias_graph` does the same and more.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _knows_nothing(folder: str, etag: str | None) -> None:
     return None
 
 
-class Namings:
+class References:
     """What the manifests in the folders of a prefix name. Each is read once, as long as it has its etag."""
 
     def __init__(self, parent: Url, foreign: Foreign = _knows_nothing) -> None:
@@ -155,7 +155,7 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
             names = [*([index] if index else []), *dict.fromkeys(weights)]
     except HoldfastError:
         return ReplacedObjects()  # what cannot be read is not known to be a checkpoint's
-    named = Namings(url.parent).named if shared else None
+    named = References(url.parent).named if shared else None
     return ReplacedObjects([name for name in names if "/" not in name or beside(name)], named)
 
 

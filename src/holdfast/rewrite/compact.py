@@ -1,0 +1,124 @@
+"""`compact`: a checkpoint without the bytes that no tensor reaches, such as the 2.4 GB parent of a view of ten rows.
+
+    storage   │ · · · · a a a a · · · · · · · · b b · · │       a and b were views of it, and have no byte in common
+    compact   │ a a a a │ b b │
+
+1. Tensors of one storage that overlap, or touch, belong together; each such island is a storage of its own.
+2. The checkpoint is written again in its format, each island once. What is tied stays tied, and views of each other stay views.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.core.arguments import understood
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
+from holdfast.core.quantities import Size
+from holdfast.core.sharing import Island, Span, islands
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
+from holdfast.engine.write import Progress
+from holdfast.inspect.open import Openable
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
+from holdfast.rewrite.share import changed, plan_rewrite
+from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.writing import Writing
+
+WIDEST_NBYTES = 16
+"""Bytes of the widest element: islands begin at multiples of it, so that every view begins with a whole element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compacted(Saved):
+    """What `compact` did, or would do."""
+
+    source: str
+    before_nbytes: int
+    """Bytes of the files that were read."""
+
+    @property
+    def dropped_nbytes(self) -> int:
+        """How much smaller it became."""
+        return max(self.before_nbytes - self.nbytes, 0)
+
+    def _told(self) -> list[str]:
+        would = "went" if self.done else "would go"
+        return [f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}", *Saved._told(self)]
+
+
+@understood
+def compact(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    *,
+    in_place: bool = False,
+    format: str | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    read_back: bool = True,
+    max_memory: Size | None = MAX_MEMORY,
+    dry_run: bool = False,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Compacted:
+    """Write a checkpoint again without what no tensor reaches: at `dst`, or in its place, atomically (`in_place=True`).
+
+    Raises `Unsupported` for a format that can be read and not written, where no other path is given.
+    """
+    writing = Writing(
+        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+    )
+    return plan_compact(src, dst, in_place=in_place, format=format, writing=writing, limits=limits).carry_out(progress)
+
+
+def plan_compact(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    *,
+    in_place: bool,
+    format: str | None = None,
+    writing: Writing,
+    limits: Limits | None = None,
+) -> Planned[Compacted]:
+    """Lay out a checkpoint without what no tensor reaches."""
+
+    def lay_out(source: Checkpoint, where: Destination) -> Planned[Compacted]:
+        described = describe_state(source, limits=limits)
+        plan = plan_rewrite(source, _islands(described), where)
+        report = Compacted(**planned_fields(plan, where.path), source=source.path, before_nbytes=source.stored_nbytes)
+        return Planned(plan, report, where.writing, reads=stores_of(described))
+
+    return rewritten(src, dst, lay_out, in_place=in_place, format=format, writable=("pt2",), writing=writing, limits=limits)
+
+
+def _islands(state: State) -> State:
+    """A state in which no storage holds more than its tensors reach without a gap."""
+    reached: dict[Storage, list[Span[None]]] = {}
+    for tensor in state.tensors.values():
+        for chunk in tensor.chunks:
+            start, stop = chunk.extent(tensor.dtype)
+            if start < stop:
+                reached.setdefault(chunk.storage, []).append((start - start % WIDEST_NBYTES, stop, None))
+    found = {storage: islands(spans, touching=True) for storage, spans in reached.items()}
+
+    def change(tensor: LazyTensor) -> LazyTensor:
+        chunks = tuple(_on_island(chunk, tensor, found.get(chunk.storage, [])) for chunk in tensor.chunks)
+        return tensor if chunks == tensor.chunks else replace(tensor, chunks=chunks)
+
+    return changed(state, change)
+
+
+def _on_island(chunk: Chunk, tensor: LazyTensor, found: Sequence[Island[None]]) -> Chunk:
+    start, stop = chunk.extent(tensor.dtype)
+    # A packed storage is kept whole: torch pads its rows. One island is what every writer makes of it by itself.
+    if len(found) < 2 or start == stop or tensor.dtype.packed:
+        return chunk
+    low, high = next((island.start, island.stop) for island in found if island.start <= start and stop <= island.stop)
+    storage = replace(chunk.storage, start=chunk.storage.start + low, nbytes=high - low, crc32=None)
+    return replace(chunk, storage=storage, offset=chunk.offset - low * 8)
