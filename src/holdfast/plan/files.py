@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
-from holdfast.core.crc import crc32
+from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source, Store
 from holdfast.core.table import ODD, Kind, Table
@@ -172,9 +172,11 @@ class FileStorages:
                 cut = zip(places[first:last].tolist(), starts[first:last].tolist(), stops[first:last].tolist(), strict=True)
                 for place, start, stop in cut:
                     pieces[place] = data[start - begin : stop - begin]
-        for number, piece, crc in zip(numbers, pieces, self.crc[wanted].tolist(), strict=True):
-            if crc != NO_CRC and (found := crc32(piece)) != crc:
-                raise self._changed(number, crc, found)
+        recorded = self.crc[wanted]
+        if (recorded != NO_CRC).any():
+            for number, found, crc in zip(numbers, crc32_each(pieces), recorded.tolist(), strict=True):
+                if found != crc != NO_CRC:
+                    raise self._changed(number, crc, found)
         return pieces
 
     def _span(self, members: list[int], start: int, stop: int) -> memoryview:

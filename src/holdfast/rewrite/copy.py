@@ -33,8 +33,7 @@ from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.index_file import choose_index
-from holdfast.formats.native.read import read_manifest
-from holdfast.formats.native.schema import made_whole
+from holdfast.formats.native.schema import made_whole, parse_manifest
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.directory import FORMAT as TORCH_FOLDER
 from holdfast.formats.torch.directory import weight_files
@@ -134,7 +133,8 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits, *, r
     index: list[FilePlan] = []
     checked, url, goal = 0, place_at(source.path).url, place_at(target).url
     shares = url is not None and goal is not None and url.root == goal.root and url.client is goal.client
-    shared = {file.name: at for file in read_manifest(origin).files if (at := beside(file.name))} if last == MANIFEST else {}
+    listed = parse_manifest(origin.bytes(MANIFEST, 0, store.size(MANIFEST)), limits).files if last == MANIFEST else ()
+    shared = {file.name: at for file in listed if (at := beside(file.name))}
     for name in (*names, *shared):
         folder, key = shared.get(name, ("", name if store.folder else ""))
         if name != last and url is not None and shares and store.size(name) <= COPIED_NBYTES:

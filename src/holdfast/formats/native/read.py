@@ -132,11 +132,13 @@ def check_names(
 def check_tensors(manifest: Parsed, limits: Limits) -> None:
     """Check every tensor, and that no two lie over each other. Written for the honest file; `_explain` says what is wrong."""
     ends = [file.nbytes for file in manifest.files]
+    count_files, most_rank = len(ends), limits.rank
     ranges: list[tuple[int, int, int]] = []
     for name, stored in manifest.tensors.items():
         shape, chunks = stored.shape, stored.chunks
         bits = BITS.get(stored.dtype, 0)
-        if not bits or len(shape) > limits.rank or not chunks:
+        several = len(chunks) > 1
+        if not bits or len(shape) > most_rank or not chunks:
             _explain(name, stored, limits)
         count = bits
         for n in shape:
@@ -148,7 +150,7 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
         for number, chunk in enumerate(chunks):
             start, stop = chunk.bytes
             file = chunk.file
-            if chunk.start is None and chunk.stop is None and len(chunks) == 1:
+            if chunk.start is None and chunk.stop is None and not several:
                 whole = (count + 7) // 8
             else:
                 whole = _box_nbytes(name, stored, number, bits=bits)
@@ -160,12 +162,12 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             if chunk.sparse is not None:
                 ranges += _check_packed(name, manifest, number, limits=limits)
                 continue
-            if not 0 <= file < len(ends) or not PREFIX_NBYTES <= start <= stop <= ends[file] or stop - start != whole:
+            if not 0 <= file < count_files or not PREFIX_NBYTES <= start <= stop <= ends[file] or stop - start != whole:
                 _explain_chunk(name, number, chunk, ends=ends, whole=whole)
             if not CRC.match(chunk.crc32):
                 _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
             ranges.append((file, start, stop))
-        if len(chunks) > 1 and not tiles(Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)):
+        if several and not tiles(Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)):
             _lie(name, f"{len(chunks):,} chunks do not cover {list(shape)} exactly once", "chunks")
     _check_apart(ranges, manifest)
 
