@@ -14,6 +14,7 @@ from holdfast.core.protocols import Request
 from holdfast.core.tensor import Traits
 from holdfast.engine.blocks import slabs
 from holdfast.errors import Closed, StoreError, Truncated
+from holdfast.plan.table import table_of
 from holdfast.torch.cuda import host, memory
 from holdfast.torch.cuda.memory import GpuMemory, GpuSource
 from holdfast.torch.cuda.stage import Copies, Room
@@ -243,16 +244,18 @@ def test_a_refused_lock_is_not_asked_for_at_every_save(monkeypatch):
     assert first.locked_nbytes == 0
 
 
+@pytest.mark.parametrize("short", [0, 64 << 10])
 @pytest.mark.parametrize("block", [64, 1 << 20])
 @pytest.mark.parametrize("name", VIEWS)
-def test_sums_do_not_depend_on_how_a_tensor_lies(monkeypatch, name, block):
+def test_sums_do_not_depend_on_how_a_tensor_lies(monkeypatch, name, block, short):
     """What a rank tells the others of a tensor that stays where it is."""
     from holdfast.torch.ranks import replica_sums
 
     monkeypatch.setattr(replica_sums, "BLOCK_NBYTES", block)
+    monkeypatch.setattr(replica_sums, "SMALL_ROW_NBYTES", short)
 
     def sums(tensor: torch.Tensor) -> bytes:
-        return replica_sums.replica_sums({"t": described(source(), tensor)}, threads=1)
+        return replica_sums.replica_sums(table_of({"t": described(source(), tensor)}), threads=1)
 
     tensor = VIEWS[name]
     copy = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -262,13 +265,17 @@ def test_sums_do_not_depend_on_how_a_tensor_lies(monkeypatch, name, block):
         assert sums(tensor) != sums(copy)
 
 
-def test_sums_of_many_are_those_of_each():
+@pytest.mark.parametrize("short", [0, 64 << 10])
+def test_sums_of_many_are_those_of_each(monkeypatch, short):
     from msgspec.msgpack import decode
 
+    from holdfast.torch.ranks import replica_sums as summing
     from holdfast.torch.ranks.replica_sums import replica_sums
+
+    monkeypatch.setattr(summing, "SMALL_ROW_NBYTES", short)
 
     gpus = source()
     lazies = {name: described(gpus, tensor) for name, tensor in VIEWS.items() if tensor.numel()}
-    each = {name: decode(replica_sums({name: lazy}, threads=1))[name] for name, lazy in lazies.items()}
-    assert decode(replica_sums(lazies, threads=1)) == each
+    each = {name: decode(replica_sums(table_of({name: lazy}), threads=1))[name] for name, lazy in lazies.items()}
+    assert decode(replica_sums(table_of(lazies), threads=1)) == each
     assert len({found[0] for found in each.values()}) == len(each)

@@ -3,8 +3,9 @@
 A plain tensor is taken as replicated, and one rank writes it. Where the others have something else under its name, the state of a
 random number generator or a shard that nobody declared, theirs would be lost, so every rank sums up what it has whole:
 
-1. What is in the memory of this process, by the CRC-32 of its bytes in C order, at the speed of memory and on all threads.
-2. What is on a GPU, where it is: sums of weighted words, a row of them at a time, then a hash of those. A 512th of it is moved.
+1. What is in the memory of this process, or short, by the CRC-32 of its bytes in C order, on all threads.
+2. What is long and on a GPU, where it is: sums of weighted words, a row of them at a time, then a hash of those. A 512th of it is
+   moved.
 
 They are compared in `ranks/merge`.
 """
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import torch
 
+from holdfast.core.crc import crc32_each
+from holdfast.core.table import ODD, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import slabs
 from holdfast.engine.digest import tensor_crcs
@@ -33,24 +36,42 @@ SMALL_NBYTES = 8 * ROW
 """Bytes of a piece that is hashed as it is."""
 
 
-def replica_sums(tensors: Mapping[str, LazyTensor], *, threads: int) -> bytes:
+SMALL_ROW_NBYTES, TOGETHER = 64 << 10, 512
+"""Bytes of a tensor that is read together with others, and how many are at a time."""
+
+
+def replica_sums(table: Table, *, threads: int) -> bytes:
     """The sums of all tensors of which this rank has all elements, in memory or on a GPU, by name."""
     host: dict[str, LazyTensor] = {}
     gpu: dict[str, torch.Tensor] = {}
     told: dict[str, list[int | bytes]] = {}
-    for name, tensor in tensors.items():
+    small, others = _small_rows(table), table.names
+    if small:
+        for first in range(0, len(small), TOGETHER):
+            rows = small[first : first + TOGETHER]
+            told |= {table.names[row]: [crc] for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)}
+        others = [name for name in others if name not in told]
+    for name in others:
+        tensor = table[name]
         if not tensor.size or tensor.traits.meta or sum(chunk.box.count for chunk in tensor.chunks) != tensor.size:
             continue
         source = tensor.source
-        if isinstance(source, GpuSource):
+        if isinstance(source, GpuSource) and tensor.nbytes > SMALL_ROW_NBYTES:
             gpu[name] = _on_gpu(tensor, source)
-        elif source.store.resident:
+        elif isinstance(source, GpuSource) or source.store.resident:
             host[name] = tensor
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
     crcs = tensor_crcs(list(host.values()), threads=threads if some else 1, expand=True)
     told |= {name: [crc] for name, crc in zip(host, crcs, strict=True)}
     told |= {name: [hashlib.blake2b(sums, digest_size=16).digest()] for name, sums in _fetched(gpu)}
     return msgspec.msgpack.encode(told)
+
+
+def _small_rows(table: Table) -> list[int]:
+    """Rows that are all of their storages, and short: these are read together, from wherever they are."""
+    short = [0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
+    kind, storage = table.kind, table.storage
+    return [row for row in range(len(table)) if storage[row] != ODD and short[kind[row]]]
 
 
 def octet_sums(octets: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from holdfast.core.arguments import one_of, patterns, understood
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.table import Table
 from holdfast.ranks.files import FORMATS
 from holdfast.rewrite.base import check_shares
 from holdfast.rewrite.formats import check_sparse
@@ -178,8 +178,9 @@ def begin_asked(
         before.extend(versions(found))
         return found
 
-    def copy(tensors: Sequence[LazyTensor]) -> Staged:
-        return stage(tensors, before, asked.path, threads=job.count_threads(), max_host_memory=max_host_memory)
+    def copy(table: Table, values: Sequence[object]) -> Staged:
+        threads = job.count_threads()
+        return stage(table, before, asked.path, values=values, threads=threads, max_host_memory=max_host_memory)
 
     handed = False
     rest: Callable[[], SavedShards]

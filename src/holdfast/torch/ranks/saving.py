@@ -33,7 +33,6 @@ from holdfast.core.protocols import State
 from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import twins
 from holdfast.core.table import Table
-from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.engine.targets.target import Target, join_target
@@ -42,7 +41,7 @@ from holdfast.errors import CannotHold, RankLost, RanksFailed
 from holdfast.formats.native.boxes import Boxes, as_bytes, as_column
 from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.plan.table import lazy_table, table_of
+from holdfast.plan.table import table_of
 from holdfast.ranks.files import NOTHING, RankOutput, Receipt, rank_files, unkept_notes
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
@@ -54,20 +53,20 @@ from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flatten
 from holdfast.torch.ranks.group import Ranks
 from holdfast.torch.ranks.replica_sums import replica_sums
-from holdfast.torch.ranks.staging import Staged, little_in_common, made_of, pieces_of
+from holdfast.torch.ranks.staging import Staged, little_in_common
 
 THREADS_BEHIND, BLOCK_BEHIND = 4, 16 << 20
 """Threads that write while the caller goes on, and what each writes at a time. For one file four are as fast as sixteen; and every
 block takes the interpreter lock a few times, which the caller's own thread needs to feed its GPU."""
 
-THREADS_A_FILE, FILE_NBYTES = 4, 256 << 20
-"""Threads for which a rank writes one more file at once, and what a file should have at least. The kernel lets one thread at a time
-write to a file: beside it others can sum, and no more."""
+THREADS_A_FILE, THREADS_A_FILE_BEHIND, FILE_NBYTES = 4, 2, 256 << 20
+"""Threads for which a rank writes one more file at once, now and behind the caller, and what a file should have at least. The
+kernel lets one thread at a time write to a file: beside it others can sum, and no more."""
 
 NO_BOXES = Boxes(table_of({}), np.zeros((0, 0), np.int64), ())
 
-Copy = Callable[[Sequence[LazyTensor]], Staged]
-"""Copies tensors into memory of our own."""
+Copy = Callable[[Table, Sequence[object]], Staged]
+"""Copies the tensors of a table into memory of our own; the caller's own tensors, a row each, where they are known."""
 
 
 class Asked(Value, frozen=True, kw_only=True):
@@ -124,6 +123,11 @@ class Described(Value, frozen=True):
     """The copies of which the state is made."""
 
     @property
+    def values(self) -> Sequence[object]:
+        """The caller's own tensors, a row of the table each, where they are known."""
+        return () if self.state.leaves is None or self.flat.pickled else self.state.leaves.values
+
+    @property
     def stages_first(self) -> bool:
         """Whether to copy before it is planned: where ranks have little in common, of which each would copy all."""
         return self.job.ranks.size == 1 or little_in_common(table_of(self.state))
@@ -143,6 +147,8 @@ class Planned(Value, frozen=True):
     """What went wrong here since it was planned; the others hear of it instead of a receipt."""
     staged: Staged | None = None
     """The copies of which the part is made."""
+    values: Sequence[object] = ()
+    """The caller's own tensors, a box each, where they are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +244,10 @@ def stage_described(described: Described, copy: Copy) -> Described:
     try:
         # Before any copy is under way: a value may refuse to be pickled.
         archives = {name: value.archive() for name, value in described.flat.values.items()}
-        tensors = table_of(described.state)
         with resting_collector():
-            pieces = pieces_of(tensors)
-            staged = copy(list(pieces.values()))
-            made = made_of(tensors, dict(zip(pieces, staged.tensors, strict=True)))
-        return replace(described, state=replace(described.state, tensors=table_of(made)), archives=archives, staged=staged)
+            table = table_of(described.state)
+            staged = copy(table, described.values)
+        return replace(described, state=replace(described.state, tensors=staged.table), archives=archives, staged=staged)
     except Exception as error:
         return replace(described, told=error)
 
@@ -275,14 +279,16 @@ def plan(described: Described) -> Planned:
     planned = Planned(job, part, publishing[0] if publishing else None, described.notes, staged=described.staged)
     try:
         task = TASKS.decode(answer)
-        boxes = _boxes(described, as_column(task.boxes))
+        numbers = as_column(task.boxes)
+        boxes = _boxes(described, numbers)
+        own = [described.values[row] for row in described.columns.tensors[numbers].tolist()] if described.values else []
         values = {name: described.archives.get(name) or described.flat.values[name].archive() for name in task.values}
         for name, archive in values.items():
             check_value(name, archive)
         part = replace(part, boxes=boxes, values=values)
         into = publishing[0].target if publishing else join_target(task.told, job.place, durable=asked.durable)
         job = replace(job, asked=replace(asked, base=None if task.whole else asked.base))
-        return replace(planned, job=job, part=part, target=into, notes=(*planned.notes, *task.notes))
+        return replace(planned, job=job, part=part, target=into, notes=(*planned.notes, *task.notes), values=own)
     except Exception as error:
         return replace(planned, failed=error)
 
@@ -319,9 +325,8 @@ def stage_planned(planned: Planned, copy: Copy) -> Planned:
         return planned
     try:
         boxes = planned.part.boxes
-        staged = copy([boxes.table.view(row) for row in range(len(boxes))])
-        table = lazy_table(boxes.table.names, staged.tensors)
-        return replace(planned, part=replace(planned.part, boxes=replace(boxes, table=table)), staged=staged)
+        staged = copy(boxes.table, planned.values)
+        return replace(planned, part=replace(planned.part, boxes=replace(boxes, table=staged.table)), staged=staged)
     except Exception as error:
         return replace(planned, failed=error)
 
@@ -382,7 +387,8 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     notes += reuse.notes
     # One file for every few threads, each with enough in it.
     # Of an object several parts are on their way at once, and each takes memory.
-    count = 1 if into.save else max(1, min(threads // THREADS_A_FILE, planned.part.nbytes // FILE_NBYTES))
+    each = THREADS_A_FILE if copies is None else THREADS_A_FILE_BEHIND
+    count = 1 if into.save else max(1, min(threads // each, planned.part.nbytes // FILE_NBYTES))
     receipts = write_files(
         rank_files(asked.format, planned.part, files=count, pack=pack, hashes=hashes, reuse=reuse, save=into.save),
         into,

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
+from operator import attrgetter
+from typing import cast
 
 import numpy as np
 import torch
 
-from holdfast.core.arrays import byte_row
+from holdfast.core.arrays import Bools, Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
-from holdfast.core.protocols import Request, by_source
+from holdfast.core.protocols import Request, Store, by_source
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted, step
 from holdfast.core.value import Value, replace
@@ -27,6 +31,7 @@ from holdfast.engine.blocks import mapped_bytes
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
+from holdfast.plan.saves import Memory
 from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.stage import ROOM, Copies
@@ -48,50 +53,155 @@ def versions(state: object) -> Versions:
     kernel for many (`foreach`, `fused`) is not counted: a thread that steps such an optimizer while another saves is not noticed.
     """
     found: Versions = []
-    for leaf, path in _tensors(state, ()):
-        parts = [part.tensor for part in shards_of(leaf, dotted(path)).parts] if is_sharded(leaf) else []
-        found += [(t, t._version) for t in (leaf, *parts) if isinstance(t, torch.Tensor) and not t.is_inference()]
+    _note_versions(state, (), found)
     return found
 
 
-def _tensors(value: object, path: Path) -> Iterable[tuple[object, Path]]:
+def _note_versions(value: object, path: Path, found: Versions) -> None:
     if isinstance(value, torch.Tensor) or is_sharded(value):
-        yield value, path
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _tensors(inner, (*path, step(key)))
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from _tensors(inner, (*path, number))
+        parts = [part.tensor for part in shards_of(value, dotted(path)).parts] if is_sharded(value) else []
+        found += [(t, t._version) for t in (value, *parts) if isinstance(t, torch.Tensor) and not t.is_inference()]
+    elif isinstance(value, Mapping | list | tuple):
+        inside = [*value.values()] if isinstance(value, Mapping) else value
+        if PLAIN.issuperset(map(type, inside)) and not any(map(ATTRIBUTES, inside)):
+            # Nearly all are, and there may be very many.
+            tensors = cast("list[torch.Tensor]", [tensor for tensor in inside if not cast(torch.Tensor, tensor).is_inference()])
+            found += zip(tensors, map(VERSION, tensors), strict=True)
+            return
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _note_versions(inner, (*path, step(key)), found)
+
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""By exact class."""
+
+ATTRIBUTES, VERSION = attrgetter("__dict__"), attrgetter("_version")
 
 
 class Staged(Value, frozen=True):
     """Tensors in memory of our own."""
 
-    tensors: list[LazyTensor]
+    table: Table
     nbytes: int
     copies: Copies
     """Those out of GPUs, which are waited for before anything is written."""
 
 
 def stage(
-    tensors: Sequence[LazyTensor],
+    table: Table,
     before: Versions,
     path: str,
     *,
+    values: Sequence[object] = (),
     threads: int,
     max_host_memory: int | None = None,
 ) -> Staged:
-    """Copy tensors into our own memory, in parallel; nothing may change meanwhile. Those without bytes stay what they are."""
-    resident = Resident()
-    places, total = [], 0
+    """Copy the tensors of a table into our own memory, in parallel; nothing may change meanwhile.
+
+    `values` are the caller's own tensors, a row each, where they are known: those on a GPU are copied from there without waiting.
+    Each piece of memory is copied once, however many tensors it is in. Those without bytes stay what they are.
+    """
+    plain = np.flatnonzero(np.fromiter(table.storage, np.int64, len(table)) != ODD)
+    nbytes = table.nbytes_of(plain.tolist())
+    starts = np.cumsum(nbytes + -nbytes % ALIGNMENT) - nbytes - -nbytes % ALIGNMENT
+    total = int(starts[-1] + nbytes[-1]) if len(plain) else 0
+    pieces = pieces_of(table.odd.values())
+    tensors, places = [*pieces.values()], list[int]()
     for tensor in tensors:
         total += -total % ALIGNMENT
         places.append(total)
         total += tensor.nbytes
-    gpu = any(isinstance(tensor.source, GpuSource) for tensor in tensors)
+    on_gpu = _on_gpu(values, plain) if len(values) == len(table) else np.zeros(len(plain), np.bool_)
+    gpu = bool(on_gpu.any()) or any(isinstance(tensor.source, GpuSource) for tensor in tensors)
     room = ROOM.take(total, gpu=gpu, max_host_memory=max_host_memory)
     copies = Copies(room)
+    try:
+        # GPUs first: they copy by themselves while the rest is copied here.
+        direct = np.flatnonzero(on_gpu & (starts + nbytes <= room.locked_nbytes) & (nbytes > 0)).tolist()
+        copies.begin_rows([cast(torch.Tensor, values[plain[at]]) for at in direct], starts[direct], nbytes[direct])
+        staged = _stage_pieces(tensors, places, copies, room, threads=threads)
+        if direct:
+            copies.unlocked_nbytes += int(nbytes[on_gpu].sum() - nbytes[direct].sum())
+        rest = np.ones(len(plain), np.bool_)
+        rest[direct] = False
+        _copy_rows(table, plain[rest].tolist(), starts[rest], nbytes[rest], room, threads=threads)
+        torn = sum(tensor._version != version for tensor, version in before)
+        if torn:
+            raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
+    except BaseException:
+        copies.wait()
+        raise
+    made = made_of(table.odd, dict(zip(pieces, staged, strict=True)))
+    storage = np.full(len(table), ODD, np.int64)
+    storage[plain] = np.arange(len(plain))
+    kinds, kind = [*table.kinds], [*table.kind]
+    for row, tensor in made.items():
+        kind[row] = len(kinds)
+        kinds.append(Kind.of(tensor))
+    copied = Table(table.names, kinds, kind, storage.tolist(), RoomStorages(room, starts, nbytes), made)
+    return Staged(copied, total, copies)
+
+
+def _on_gpu(values: Sequence[object], rows: Ints) -> Bools:
+    """Whether the tensors of these rows are on a GPU."""
+    return np.array([isinstance(values[row], torch.Tensor) and values[row].is_cuda for row in rows.tolist()], np.bool_)
+
+
+def _copy_rows(table: Table, rows: Sequence[int], starts: Ints, nbytes: Ints, room: HostBlock, *, threads: int) -> None:
+    """Copy rows of a table to their places, some megabytes at a time; between two of them is less than `ALIGNMENT`."""
+    stops = np.cumsum(nbytes)
+
+    def task(first: int, stop: int) -> Callable[[], None]:
+        def run() -> None:
+            pieces = table.read(rows[first:stop])
+            for start, piece in zip(starts[first:stop].tolist(), pieces, strict=True):
+                if len(piece):
+                    room.array[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+
+        return run
+
+    edges = [0]
+    while edges[-1] < len(rows):
+        done = int(stops[edges[-1] - 1]) if edges[-1] else 0
+        edges.append(min(int(np.searchsorted(stops, done + LEAST_NBYTES)) + 1, len(rows)))
+    run_all([task(*edge) for edge in pairwise(edges)], threads)
+
+
+class RoomStorages:
+    """Storages in the memory of a save, one behind the other."""
+
+    stores: tuple[Store, ...] = ()
+
+    def __init__(self, room: HostBlock, starts: Ints, nbytes: Ints) -> None:
+        self._room, self._starts, self.nbytes = room, starts, nbytes
+        self._memory = room.array.data
+        self._resident = Resident()
+
+    def read(self, numbers: Sequence[int]) -> list[memoryview]:
+        """The bytes of these."""
+        some = list(numbers)
+        starts, memory = self._starts[some], self._memory
+        stops = starts + self.nbytes[some]
+        return [memory[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+    def alone(self, number: int, label: str) -> bytes | Memory:
+        """Those of one, where they lie."""
+        (piece,) = self.read([number])
+        return Memory(piece, label, self._room) if len(piece) else b""
+
+    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+        """A tensor over one of them."""
+        (piece,) = self.read([number])
+        storage = self._resident.memory(self._room.address + int(self._starts[number]), piece, owner=self._room)
+        strides = c_strides(kind.shape, kind.dtype.numpy.itemsize)
+        return self._resident.strided(storage, kind.dtype, kind.shape, strides, 0, kind.traits).renamed(name)
+
+
+def _stage_pieces(
+    tensors: Sequence[LazyTensor], places: Sequence[int], copies: Copies, room: HostBlock, *, threads: int
+) -> list[LazyTensor]:
+    """Copy tensors that are no rows of storages, each to its place."""
+    resident = Resident()
     gpus: dict[GpuSource, list[tuple[LazyTensor, int]]] = {}
     requests: list[Request] = []
     for tensor, place in zip(tensors, places, strict=True):
@@ -102,25 +212,16 @@ def stage(
         else:
             out = room.array[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
             requests.append(Request(tensor, out))
-    try:
-        # GPUs first: they copy by themselves while the rest is copied here.
-        for gpu_source, wanted in gpus.items():
-            copies.begin(gpu_source, wanted)
-        for source, own in by_source(requests).items():
-            others = _copied(own, threads) if source.store.resident else own
-            if isinstance(source, OpenSource) and source.store.resident:
-                source = source.over(source.store, threads=threads)  # this rank shares the machine with others
-            if others:
-                source.read(others)
-        moved = zip(tensors, places, strict=True)
-        staged = [_moved(t, place, resident=resident, room=room) if _is_copied(t) else t for t, place in moved]
-        torn = sum(tensor._version != version for tensor, version in before)
-        if torn:
-            raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
-    except BaseException:
-        copies.wait()
-        raise
-    return Staged(staged, total, copies)
+    for gpu_source, wanted in gpus.items():
+        copies.begin(gpu_source, wanted)
+    for source, own in by_source(requests).items():
+        others = _copied(own, threads) if source.store.resident else own
+        if isinstance(source, OpenSource) and source.store.resident:
+            source = source.over(source.store, threads=threads)  # this rank shares the machine with others
+        if others:
+            source.read(others)
+    moved = zip(tensors, places, strict=True)
+    return [_moved(t, place, resident=resident, room=room) if _is_copied(t) else t for t, place in moved]
 
 
 def _copied(requests: Sequence[Request], threads: int) -> list[Request]:
@@ -173,21 +274,22 @@ COMMON_NBYTES, COMMON_SHARE = 64 << 20, 0.1
 writes them: training then goes on without waiting for any other rank. Beyond that every rank would copy what one of them writes."""
 
 
-def little_in_common(tensors: Mapping[str, LazyTensor]) -> bool:
+def little_in_common(table: Table) -> bool:
     """Whether a rank has little that the others may have as well: tensors of which it has all."""
-    sizes = [(tensor.nbytes, _nbytes_here(tensor)) for tensor in tensors.values()]
-    whole = sum(nbytes for nbytes, here in sizes if here == nbytes)
-    return whole <= max(COMMON_NBYTES, COMMON_SHARE * sum(here for _, here in sizes))
+    plain = int(table.nbytes_of([row for row, number in enumerate(table.storage) if number != ODD]).sum())
+    sizes = [(tensor.nbytes, _nbytes_here(tensor)) for tensor in table.odd.values()]
+    whole = plain + sum(nbytes for nbytes, here in sizes if here == nbytes)
+    return whole <= max(COMMON_NBYTES, COMMON_SHARE * (plain + sum(here for _, here in sizes)))
 
 
 def _nbytes_here(tensor: LazyTensor) -> int:
     return sum(tensor.dtype.nbytes(chunk.box.count) for chunk in tensor.chunks)
 
 
-def pieces_of(tensors: Mapping[str, LazyTensor]) -> dict[Piece, LazyTensor]:
+def pieces_of(tensors: Iterable[LazyTensor]) -> dict[Piece, LazyTensor]:
     """Every piece of memory once, however many tensors it is in, as a tensor of its own."""
     found: dict[Piece, LazyTensor] = {}
-    for tensor in tensors.values():
+    for tensor in tensors:
         for chunk in tensor.chunks:
             key = _piece(tensor, chunk)
             if key not in found:
@@ -200,16 +302,16 @@ def _alone(tensor: LazyTensor, chunk: Chunk) -> LazyTensor:
     return replace(tensor, shape=chunk.shape, chunks=(replace(chunk, box=Box.whole(chunk.shape)),))
 
 
-def made_of(tensors: Mapping[str, LazyTensor], copies: Mapping[Piece, LazyTensor]) -> dict[str, LazyTensor]:
+def made_of(tensors: Mapping[int, LazyTensor], copies: Mapping[Piece, LazyTensor]) -> dict[int, LazyTensor]:
     """The same tensors, made of copies of their pieces. Whoever copied has resolved what was lazily conjugated or negated."""
     made = {}
-    for name, tensor in tensors.items():
+    for row, tensor in tensors.items():
         found = [(chunk.box, copies[_piece(tensor, chunk)]) for chunk in tensor.chunks]
         chunks = tuple([one.chunks[0] if one.shape == tensor.shape else replace(one.chunks[0], box=box) for box, one in found])
         source, traits = found[0][1].source if found else tensor.source, tensor.traits
         if traits.conj or traits.neg:
             traits = replace(traits, conj=False, neg=False)
-        made[name] = LazyTensor(tensor.name, tensor.dtype, tensor.shape, chunks, source, traits)
+        made[row] = LazyTensor(tensor.name, tensor.dtype, tensor.shape, chunks, source, traits)
     return made
 
 
