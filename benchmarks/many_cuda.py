@@ -47,7 +47,7 @@ import holdfast
 import holdfast.torch as ht
 from holdfast.core import crc
 from holdfast.engine import write as engine_write
-from holdfast.plan import rows as plan_rows
+from holdfast.plan import saves as plan_saves
 from holdfast.torch.cuda import host, pipeline
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda import plan as gpu_plan
@@ -109,7 +109,7 @@ PLACES: tuple[tuple[object, str, str, int], ...] = (
     (gpu_load, "SHORT_READERS", "readers", 1),
     (pipeline, "MOST_BLOCKS", "together", 1),
     (engine_write, "GATHERERS", "gatherers", 1),
-    (plan_rows, "BLOCK_NBYTES", "rows", 1 << 20),
+    (plan_saves, "BLOCK_NBYTES", "rows", 1 << 20),
     (crc, "SHORT_NBYTES", "kept", 1),
 )
 """Where each of these stands, and its unit."""

@@ -25,7 +25,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 MAX_LINES = 700
 
-TOTALS = {"lines": 89597, "modules": 426, "classes": 934}
+TOTALS = {"lines": 89463, "modules": 424, "classes": 936}
 """Of `src`: a ratchet. A commit that makes less lowers a number; one that raises one says here what a user gets for it.
 
 2026-11-17: 1,179 lines more: the table of docs/design/028 (every option of a save at the speed of none; what it takes the place of
@@ -64,7 +64,7 @@ UPWARD = {
     ("core/tensor.py", "holdfast.torch.tensors.from_lazy"),
     ("core/checkpoint.py", "holdfast.inspect.describe"),
     ("rewrite/state.py", "holdfast.torch.modules.wrappers"),
-    ("rewrite/state.py", "holdfast.torch.tensors.rows"),
+    ("rewrite/state.py", "holdfast.torch.tensors.storages"),
     ("rewrite/state.py", "holdfast.torch.tensors.to_lazy"),
 }
 """The only arrows that point up: `torch()` imports the adapter when it is called, a save when the caller has torch, and

@@ -23,7 +23,7 @@ from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.errors import HoldfastError
 from holdfast.plan import table
 from holdfast.plan.files import FileStorages
-from holdfast.plan.rows import SMALL_NBYTES
+from holdfast.plan.saves import SMALL_NBYTES
 from holdfast.rewrite import save
 from holdfast.rewrite.state import describe_state, tabulate_state
 

@@ -9,7 +9,7 @@ transfer         the one engine that reads: ranges of files, by threads, each to
 numbers          what the elements of tensors are: moments, counts of bit patterns, histograms; `distribution`: exponents, quantiles
 columns          many small tensors by few reads, each a copy of its part
 blocks           a tensor as a row of bytes, a bounded number at a time
-arrays           memory as lazy tensors; `array_rows`: very many arrays as rows
+arrays           memory as lazy tensors, and very many arrays as rows of a table
 computed         tensors that are made when they are read: `casting`, `assembled`, `dequantize`, `packed` (`sparse_choice`: which)
 write, stream    carry out a save plan, at offsets by threads or front to back; `readback` compares before publishing
 planned_store    a save that is not written, as a store

@@ -1,17 +1,86 @@
-"""Arrays in memory as lazy tensors: a numpy buffer is a chunk like any other, and arrays over one buffer are aliases."""
+"""Arrays in memory: as lazy tensors, and very many of them as rows of a table.
+
+A numpy buffer is a chunk like any other, and arrays over one buffer are aliases.
+
+An array is *plain* where it is of numpy's own class, owns its memory, lies in C order, and has a dtype that a file may have: what
+owns its memory shares it with no other that does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter
+from typing import cast
+
 import numpy as np
 
-from holdfast.core.arrays import byte_row
+from holdfast.core.arrays import AnyDType, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.table import Kind
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Unsupported
+from holdfast.plan.saves import Memory
+from holdfast.plan.table import Tabulated
 from holdfast.stores.memory import MemoryStore
+
+ARRAY_TYPES = (np.ndarray,)
+"""Types of arrays that may be rows, by exact class."""
+
+DTYPE, SHAPE, NBYTES, BASE, FLAGS = map(attrgetter, ("dtype", "shape", "nbytes", "base", "flags"))
+IN_ORDER, OWNED = attrgetter("c_contiguous"), attrgetter("owndata")
+
+
+class ArrayStorages:
+    """The bytes of arrays, which stay where they are."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._arrays = arrays
+        self.nbytes = np.fromiter(map(NBYTES, arrays), np.int64, len(arrays))
+
+    def read(self, numbers: Sequence[int]) -> list[bytes]:
+        """Copies of those of these numbers: to make a view takes longer."""
+        arrays = self._arrays
+        return [arrays[number].tobytes() for number in numbers]
+
+    def alone(self, number: int, label: str) -> Memory | bytes:
+        """Those of one, where they lie."""
+        array = self._arrays[number]
+        return Memory(byte_row(array).data, label, array) if array.nbytes else b""
+
+    def addresses(self) -> list[int]:
+        """Where each begins."""
+        return [array.__array_interface__["data"][0] for array in self._arrays]
+
+
+def tabulate_arrays(values: list[object]) -> Tabulated:
+    """The plain ones among some arrays."""
+    arrays = cast("list[np.ndarray]", values)
+    rows: Sequence[int] = range(len(arrays))
+    flags = list(map(FLAGS, arrays))
+    apart = {*map(id, map(BASE, arrays))} == {id(None)}
+    if not apart or not all(map(IN_ORDER, flags)) or not all(map(OWNED, flags)):
+        fine = [one.base is None and flag.c_contiguous and flag.owndata for one, flag in zip(arrays, flags, strict=True)]
+        arrays, rows = [*compress(arrays, fine)], [*compress(rows, fine)]
+    dtypes = list(map(DTYPE, arrays))
+    known = {dtype: _plain_dtype(dtype) for dtype in set(dtypes)}
+    if None in known.values():
+        fine = [known[dtype] is not None for dtype in dtypes]
+        arrays, rows, dtypes = [*compress(arrays, fine)], [*compress(rows, fine)], [*compress(dtypes, fine)]
+    positions: dict[tuple[AnyDType, tuple[int, ...]], int] = {}
+    kind = [positions.setdefault(one, len(positions)) for one in zip(dtypes, map(SHAPE, arrays), strict=True)]
+    kinds = [Kind.plain(row, shape) for dtype, shape in positions if (row := known[dtype]) is not None]
+    held = ArrayStorages(arrays)
+    return Tabulated(rows, kinds, kind, range(len(arrays)), held, held.addresses)
+
+
+def _plain_dtype(dtype: AnyDType) -> DType | None:
+    """The dtype that a file has for one of numpy; None where it has none for the bytes as they are."""
+    row = DTYPES.numpy(dtype) if dtype.isnative and not dtype.hasobject else None
+    return None if row is None or row.packed else row
 
 
 class Resident:

@@ -33,7 +33,7 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
-from holdfast.inspect.stats import TensorRows
+from holdfast.inspect.stats import TensorReport
 
 GROUPS = (2, 4, 8, 16)
 """The `m` of patterns that are looked for."""
@@ -71,7 +71,7 @@ class TensorSparsity:
         return math.prod(self.shape)
 
 
-class SparsityReport(TensorRows[TensorSparsity]):
+class SparsityReport(TensorReport[TensorSparsity]):
     """What `sparsity` found."""
 
     __slots__ = ()

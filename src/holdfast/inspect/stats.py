@@ -58,7 +58,7 @@ class TensorStats:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRows(Shown, Generic[T]):
+class TensorReport(Shown, Generic[T]):
     """What was found of the tensors of a checkpoint: `path`, `format`, and a row for each, over which it iterates."""
 
     path: str
@@ -78,7 +78,7 @@ class TensorRows(Shown, Generic[T]):
         return self.tensors[at]
 
 
-class StatsReport(TensorRows[TensorStats]):
+class StatsReport(TensorReport[TensorStats]):
     """What `stats` found."""
 
     __slots__ = ()

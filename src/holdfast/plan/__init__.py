@@ -5,5 +5,4 @@ coalesce         which neighbouring ranges are read together: for everybody, by 
 reads            the plan of a read
 saves            the plan of a save: every file as segments
 table            the tensors of a state on their way to a file, as columns
-rows             very many tensors of one library or file, asked in columns
 """

@@ -23,6 +23,15 @@ from msgspec.structs import force_setattr
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
+SMALL_NBYTES = 64 << 10
+"""What is longer is written from where it lies, by itself."""
+
+BLOCK_NBYTES = 4 << 20
+"""Of a file, what is made at a time."""
+
+BATCH = 1 << 13
+"""Tensors that are asked, or written as text, at a time: what is made of each on the way is gone when the next ones come."""
+
 HASH_KEY, HEAD_KEY = "\udc00hash", "\udc00head"
 """What is put behind the label of data for its hash and its head, which stand among the checksums; the head is 0 for data that has
 none (`core.content_hash`). Half of a surrogate pair: no name that is saved has one."""

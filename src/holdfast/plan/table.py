@@ -10,20 +10,84 @@ memory, `table_of` of lazy tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.crc import crc32_each
-from holdfast.core.protocols import State
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.protocols import State, Store
+from holdfast.core.table import ODD, Kind, Piece, Table
 from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.value import Value
+from holdfast.plan import saves
 from holdfast.plan.files import FilePlace, FileRow, FileStorages
-from holdfast.plan.rows import BLOCK_NBYTES, SMALL_NBYTES
-from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Segment
+from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Memory, Segment
 
 MEASURE = 1 << 20
+
+
+class MemoryBytes(Protocol):
+    """The bytes of storages in memory, of one library."""
+
+    @property
+    def nbytes(self) -> Ints:
+        """Of each storage."""
+
+    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        """The bytes of storages of these numbers, all of them together."""
+
+    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+        """The bytes of one storage under a label, where they lie."""
+
+
+class Tabulated(Value, frozen=True, eq=False):
+    """Tensors of one library that are plain, as columns."""
+
+    rows: Sequence[int]
+    """Which of the tensors that were given."""
+    kinds: Sequence[Kind]
+    kind: Sequence[int]
+    """Of each row, a position in `kinds`."""
+    storage: Sequence[int]
+    """Of each row, the number of its storage."""
+    storages: MemoryBytes
+    addresses: Callable[[], Sequence[int]]
+    """Where the storage of each row begins in this process."""
+
+
+class StateStorages:
+    """The storages of a state, those of one library behind those of another. `view` makes the lazy tensor of one."""
+
+    def __init__(self, parts: Sequence[MemoryBytes], view: Callable[[int], LazyTensor]) -> None:
+        self._parts, self._view = parts, view
+        self._edges = [*accumulate((len(part.nbytes) for part in parts), initial=0)]
+        columns = [part.nbytes for part in parts]
+        self.nbytes: Ints = columns[0] if len(parts) == 1 else np.concatenate(columns or [np.zeros(0, np.int64)])
+        self.stores: tuple[Store, ...] = ()
+
+    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        if len(self._parts) == 1:
+            return self._parts[0].read(numbers)
+        wanted = np.array(numbers, np.int64)
+        sides = np.searchsorted(self._edges, wanted, side="right") - 1
+        pieces: list[Piece] = [b""] * len(numbers)
+        for side in np.unique(sides).tolist():
+            here = np.flatnonzero(sides == side)
+            found = self._parts[side].read((wanted[here] - self._edges[side]).tolist())
+            for place, piece in zip(here.tolist(), found, strict=True):
+                pieces[place] = piece
+        return pieces
+
+    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+        side = bisect_right(self._edges, number) - 1
+        return self._parts[side].alone(number - self._edges[side], label)
+
+    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+        return self._view(number).renamed(name)
 
 
 def table_of(state: State | Mapping[str, LazyTensor]) -> Table:
@@ -151,7 +215,7 @@ def segments(
     `nbytes` are those of these rows. `hashing` says by name which are hashed, and how.
     """
     found: list[Segment] = []
-    alone = nbytes > SMALL_NBYTES
+    alone = nbytes > saves.SMALL_NBYTES
     if table.odd:
         alone |= np.fromiter((row in table.odd for row in rows), bool, len(rows))
     stops = np.cumsum(nbytes)
@@ -177,7 +241,7 @@ def segment_runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]
         while first < single:
             before = int(stops[first - 1]) if first else 0
             # Up to the first one that passes the size, and with it.
-            stop = min(int(np.searchsorted(stops, before + BLOCK_NBYTES)) + 1, single)
+            stop = min(int(np.searchsorted(stops, before + saves.BLOCK_NBYTES)) + 1, single)
             yield first, stop
             first = stop
         if single < len(stops):

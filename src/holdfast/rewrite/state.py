@@ -19,6 +19,7 @@ import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Literal, Protocol, cast
 
 import numpy as np
@@ -31,16 +32,13 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.table import ODD, Kind, Table
-from holdfast.core.tensor import PLAIN as NO_TRAITS
-from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
 from holdfast.core.value import Value, replace
-from holdfast.engine.array_rows import TYPES, Ask, array_addresses, ask_arrays, ordinary_arrays
-from holdfast.engine.arrays import Resident
+from holdfast.engine.arrays import ARRAY_TYPES, Resident, tabulate_arrays
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.tree_json.encode import is_marked
-from holdfast.plan.rows import RowKind, RowStorages, TensorRows
-from holdfast.plan.table import lazy_table
+from holdfast.plan.table import StateStorages, Tabulated, lazy_table
 from holdfast.stores.paths import content_and_path
 
 LAZY_TYPES = (LazyTensor,)
@@ -105,11 +103,11 @@ def tabulate_state(
         given, arrays = given.tree, "values"
     else:
         given = state_dicts(given)
-    leaf, sides = _leaf(arrays, resident), _sides(arrays)
-    kinds = [kind for side in sides for kind in side.types] + [*LAZY_TYPES]
+    leaf, libraries = _leaf(arrays, resident), _libraries(arrays)
+    kinds = [kind for library in libraries for kind in library.types] + [*LAZY_TYPES]
     leaves = find_leaves(given, kinds, leaf) if limits.depth >= LEAF_DEPTH else None
     try:
-        table = None if leaves is None else _Tabulating(leaves, leaf, resident, sides).table()
+        table = None if leaves is None else _Tabulating(leaves, leaf, resident, libraries).table()
     except Unsupported:
         table = None
     if leaves is None or table is None:
@@ -132,69 +130,58 @@ def _unkept_notes(leaves: Leaves, table: Table) -> tuple[str, ...]:
     return unkept.notes()
 
 
-class Side(Value, frozen=True, eq=False):
+class Library(Value, frozen=True, eq=False):
     """Tensors of one library, and how they are asked in columns."""
 
     types: tuple[type, ...]
-    ask: Ask
-    ordinary: Callable[[list[object]], list[bool]]
-    addresses: Callable[[TensorRows, list[object]], list[int]]
+    tabulate: Callable[[list[object]], Tabulated]
 
 
-def _sides(arrays: Arrays) -> list[Side]:
+def _libraries(arrays: Arrays) -> list[Library]:
     """The kinds of tensors that may be rows: numpy's, and torch's where the caller has torch."""
     found = []
     if arrays == "tensors":
-        found.append(Side(TYPES, ask_arrays, ordinary_arrays, lambda rows, values: array_addresses(values)))
+        found.append(Library(ARRAY_TYPES, tabulate_arrays))
     if "torch" in sys.modules:
-        from holdfast.torch.tensors.rows import TYPES as OTHERS
-        from holdfast.torch.tensors.rows import ask_whole, ordinary
+        from holdfast.torch.tensors.storages import TYPES, tabulate_whole
 
-        found.append(Side(OTHERS, ask_whole, ordinary, lambda rows, values: np.asarray(rows.addresses).tolist()))
+        found.append(Library(TYPES, tabulate_whole))
     return found
-
-
-Asked = tuple[list[int], TensorRows, Side]
-"""Rows of ordinary tensors of one library, their columns, and the library."""
 
 
 class _Tabulating:
     """Makes the table of a state's leaves: rows of each library by columns, and lazy tensors for what is left."""
 
-    def __init__(self, leaves: Leaves, leaf: Leaf, resident: Resident, sides: Sequence[Side]) -> None:
-        self._leaves, self._leaf, self._resident, self._sides = leaves, leaf, resident, sides
+    def __init__(self, leaves: Leaves, leaf: Leaf, resident: Resident, libraries: Sequence[Library]) -> None:
+        self._leaves, self._leaf, self._resident, self._libraries = leaves, leaf, resident, libraries
         self._odd: dict[int, LazyTensor] = {}
 
     def table(self) -> Table:
         values = self._leaves.values
         if {*map(type, values)} <= {*LAZY_TYPES}:
             return lazy_table(self._leaves.names, cast("list[LazyTensor]", values))
-        asked = self._describe_others(self._ask())
-        return self._joined(self._without_shared(asked))
+        return self._joined(self._without_shared(self._describe_others(self._tabulate())))
 
-    def _ask(self) -> list[Asked]:
-        """Of each library: the rows of ordinary tensors, and their columns."""
+    def _tabulate(self) -> list[Tabulated]:
+        """Of each library: the rows of plain tensors, each of which is there once."""
         values = self._leaves.values
         identities = [*map(id, values)]
         twice = {one for one, count in Counter(identities).items() if count > 1} if len({*identities}) < len(identities) else set()
         found = []
-        for side in self._sides:
-            types = {*side.types}
-            rows = [row for row, value in enumerate(values) if type(value) in types]
-            if twice:
-                rows = [row for row in rows if identities[row] not in twice]
-            asked = side.ask([values[row] for row in rows]) if rows else None
-            if rows and (asked is None or len(asked.nbytes) < len(rows)):
-                rows = [row for row, fine in zip(rows, side.ordinary([values[row] for row in rows]), strict=True) if fine]
-                asked = side.ask([values[row] for row in rows]) if rows else None
-            if rows and asked is not None and len(asked.nbytes) == len(rows):
-                found.append((rows, asked, side))
+        for library in self._libraries:
+            types = {*library.types}
+            rows: Sequence[int] = range(len(values))
+            if twice or not types.issuperset(map(type, values)):
+                rows = [row for row, value in enumerate(values) if type(value) in types and identities[row] not in twice]
+            if rows:
+                part = library.tabulate([values[row] for row in rows] if len(rows) < len(values) else values)
+                found.append(replace(part, rows=[rows[at] for at in part.rows] if len(rows) < len(values) else part.rows))
         return found
 
-    def _describe_others(self, asked: list[Asked]) -> list[Asked]:
+    def _describe_others(self, parts: list[Tabulated]) -> list[Tabulated]:
         """Lazy tensors for all other rows. A composite is several rows, and moves those behind it."""
         leaves, made = self._leaves, dict[int, object]()
-        plain = {row for rows, _, _ in asked for row in rows}
+        plain = {row for part in parts for row in part.rows}
         found: dict[int, LazyTensor] = {}
         wholes: dict[int, Composite] = {}
         for row, value in enumerate(leaves.values) if len(plain) < len(leaves.values) else ():
@@ -209,7 +196,7 @@ class _Tabulating:
                 found[row] = cast("LazyTensor", lazy)
         if not wholes:
             self._odd = found
-            return asked
+            return parts
         grown = np.ones(len(leaves.values), np.int64)
         for row, whole in wholes.items():
             grown[row] = len(whole.parts)
@@ -218,79 +205,64 @@ class _Tabulating:
         for row, whole in wholes.items():
             self._odd |= {place[row] + at: tensor for at, (_, tensor) in enumerate(whole.children())}
         leaves.take_apart(wholes)
-        return [([place[row] for row in rows], part, side) for rows, part, side in asked]
+        return [replace(part, rows=[place[row] for row in part.rows]) for part in parts]
 
-    def _without_shared(self, asked: list[Asked]) -> list[Asked]:
+    def _without_shared(self, parts: list[Tabulated]) -> list[Tabulated]:
         """The same without rows over memory that an odd one has, or a row of another library."""
         taken = self._resident.addresses()
-        if not taken and len(asked) < 2:
-            return asked
+        if not taken and len(parts) < 2:
+            return parts
         values = self._leaves.values
-        places = [side.addresses(rows, [values[row] for row in own]) for own, rows, side in asked]
+        places = [part.addresses() for part in parts]
         counts = Counter(address for column in places for address in column)
         found = []
-        for (own, rows, side), column in zip(asked, places, strict=True):
-            lengths = rows.nbytes.tolist()
-            shared = [
-                length > 0 and (address in taken or counts[address] > 1) for address, length in zip(column, lengths, strict=True)
+        for part, column in zip(parts, places, strict=True):
+            apart = [
+                not part.kinds[kind].nbytes or (address not in taken and counts[address] < 2)
+                for address, kind in zip(column, part.kind, strict=True)
             ]
-            if any(shared):
-                self._odd |= {
-                    row: cast("LazyTensor", self._leaf(values[row], ())) for row, one in zip(own, shared, strict=True) if one
-                }
-                own = [row for row, one in zip(own, shared, strict=True) if not one]
-                fresh = side.ask([values[row] for row in own]) if own else None
-                if fresh is None:
-                    if own:
-                        raise Unsupported("tensors that are ordinary by themselves, and not together")
-                    continue
-                rows = fresh
-            found.append((own, rows, side))
+            if not all(apart):
+                shared = [row for row, one in zip(part.rows, apart, strict=True) if not one]
+                self._odd |= {row: cast("LazyTensor", self._leaf(values[row], ())) for row in shared}
+                columns = [[*compress(column, apart)] for column in (part.rows, part.kind, part.storage)]
+                part = Tabulated(columns[0], part.kinds, columns[1], columns[2], part.storages, part.addresses)
+            found.append(part)
         return found
 
-    def _joined(self, asked: Sequence[Asked]) -> Table:
+    def _joined(self, parts: Sequence[Tabulated]) -> Table:
         names, values = self._leaves.names, self._leaves.values
         kinds: list[Kind] = []
-        kind, storages = [0] * len(names), [ODD] * len(names)
-        before = 0
-        for own, rows, _ in asked:
-            first = len(kinds)
-            kinds += [_kind_of(one) for one in rows.table]
-            if len(own) == len(names) and not first:
-                kind, storages = [*rows.kinds], [*range(len(names))]
-                continue
-            for number, (row, one) in enumerate(zip(own, rows.kinds, strict=True), before):
-                kind[row], storages[row] = first + one, number
-            before += len(own)
+        kind: Sequence[int]
+        storage: Sequence[int]
+        if len(parts) == 1 and len(parts[0].rows) == len(names):
+            kinds, kind, storage = [*parts[0].kinds], parts[0].kind, parts[0].storage
+        else:
+            kind, storage = [0] * len(names), [ODD] * len(names)
+            before = 0
+            for part in parts:
+                first = len(kinds)
+                kinds += part.kinds
+                for row, one, number in zip(part.rows, part.kind, part.storage, strict=True):
+                    kind[row], storage[row] = first + one, before + number
+                before += len(part.storages.nbytes)
         odd: dict[int, LazyTensor] = {}
         for row in sorted(self._odd):
             tensor = self._odd[row]
             self._leaves.odd[id(values[row])] = tensor
             odd[row] = tensor if tensor.name == names[row] else tensor.renamed(names[row])
-            kind[row] = len(kinds)
+            kind[row] = len(kinds)  # type: ignore[index]  # a list, where some rows are odd
             kinds.append(Kind.of(tensor))
-        plain = [row for own, _, _ in asked for row in own] if odd or len(asked) > 1 else range(len(names))
         made: dict[int, LazyTensor] = {}
+        owners: dict[int, int] = {}
 
         def view(number: int) -> LazyTensor:
             if number not in made:
-                made[number] = cast("LazyTensor", self._leaf(values[plain[number]], ()))
+                if not owners:
+                    owners.update((number, row) for row, number in enumerate(storage) if number != ODD)
+                made[number] = cast("LazyTensor", self._leaf(values[owners[number]], ()))
             return made[number]
 
-        return Table(names, kinds, kind, storages, RowStorages([rows for _, rows, _ in asked], view), odd)
-
-
-TRAITS = {
-    (False, False): NO_TRAITS,
-    (False, True): Traits(parameter=True),
-    (True, False): Traits(requires_grad=True),
-    (True, True): Traits(requires_grad=True, parameter=True),
-}
-"""Of rows, by whether they want a gradient and are Parameters."""
-
-
-def _kind_of(kind: RowKind) -> Kind:
-    return Kind.plain(kind.dtype, kind.shape, TRAITS[kind.requires_grad, kind.parameter], location=kind.location)
+        return Table(names, kinds, kind, storage, StateStorages([part.storages for part in parts], view), odd)
 
 
 def _leaf(arrays: Arrays, resident: Resident) -> Leaf:
@@ -314,21 +286,6 @@ def _leaf(arrays: Arrays, resident: Resident) -> Leaf:
         return value
 
     return convert
-
-
-Asking = tuple[tuple[type, ...], Ask]
-"""Types of tensors, and what asks them as rows."""
-
-
-def asking() -> list[Asking]:
-    """The types of tensors that may be asked as rows, and what asks them: numpy's, and torch's where the caller has torch."""
-    known: list[Asking] = [(TYPES, ask_arrays)]
-    if "torch" in sys.modules:
-        from holdfast.torch.tensors.rows import TYPES as OTHERS
-        from holdfast.torch.tensors.rows import ask_whole
-
-        known.append((OTHERS, ask_whole))
-    return known
 
 
 def _read(value: object) -> np.ndarray:
@@ -535,7 +492,7 @@ class Taking:
     def __init__(self) -> None:
         self._made: dict[int, tuple[object, object]] = {}
         """By identity: what was met, which is kept so that its number stays its own, and what stands for it."""
-        self._leaves = {*NO_STATEFUL, *LAZY_TYPES, *(kind for side in _sides("tensors") for kind in side.types)}
+        self._leaves = {*NO_STATEFUL, *LAZY_TYPES, *(kind for library in _libraries("tensors") for kind in library.types)}
         """Types of which none keeps a state, and which hold nothing that does."""
 
     def take(self, value: object, above: frozenset[int]) -> object:

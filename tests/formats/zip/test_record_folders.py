@@ -16,7 +16,7 @@ from holdfast.engine.write import write_file
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip import writer
 from holdfast.formats.zip.writer import RecordFolder
-from holdfast.plan import rows as plan_rows
+from holdfast.plan import saves as plan_saves
 from holdfast.plan.saves import FilePlan, Gathered, Memory
 
 SMALL, BLOCK = 64, 400
@@ -78,8 +78,8 @@ PAYLOADS = st.lists(
 def test_rows_are_laid_out_as_records_are(payloads, prefix, alignment, crc, order_first):
     options = {"alignment": alignment, "crc": crc, "order_first": order_first}
     with (
-        mock.patch.object(plan_rows, "SMALL_NBYTES", SMALL),
-        mock.patch.object(plan_rows, "BLOCK_NBYTES", BLOCK),
+        mock.patch.object(plan_saves, "SMALL_NBYTES", SMALL),
+        mock.patch.object(plan_saves, "BLOCK_NBYTES", BLOCK),
     ):
         rows = lay_out_container(prefix, b"a pickle", [as_rows(payloads)], **options)
         made = written(rows)
@@ -105,7 +105,7 @@ def test_what_passes_four_gigabytes_is_laid_out_as_records_are(payloads, most, a
     rows = as_rows(payloads, [number for number in apart if number < len(payloads)])
     records = [(f"data/{n}", payload) for n, payload in enumerate(payloads)]
     small = max(most, max(map(len, payloads)) + 1)
-    with mock.patch.object(writer, "MAX32", small), mock.patch.object(plan_rows, "BLOCK_NBYTES", BLOCK):
+    with mock.patch.object(writer, "MAX32", small), mock.patch.object(plan_saves, "BLOCK_NBYTES", BLOCK):
         many = written(writer.lay_out_zip("a", [("first", b"p"), rows], alignment=alignment, crc=crc))
         assert many == written(writer.lay_out_zip("a", [("first", b"p"), *records], alignment=alignment, crc=crc))
 

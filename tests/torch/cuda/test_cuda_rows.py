@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 import holdfast
 import holdfast.torch as ht
-from holdfast.plan import rows as plan_rows
+from holdfast.plan import saves as plan_saves
 from holdfast.torch import versions
-from holdfast.torch.cuda import host
-from holdfast.torch.cuda import rows as gpu_rows
+from holdfast.torch.cuda import gather, host
 from holdfast.torch.serialization import pickling
-from holdfast.torch.tensors import rows
+from holdfast.torch.tensors import storages
 from tests.support import needs
 
 BY_ROWS = pytest.param("torch.pt", marks=needs(versions.NUMBERED_CONTAINER))
@@ -46,14 +45,14 @@ def many(count: int = 300) -> dict[str, torch.Tensor]:
 def gpu(monkeypatch):
     """Every other tensor is said to be on a GPU, which is the CPU. What was gathered is noted."""
     seen: list[int] = []
-    before = gpu_rows.GpuRows.read
+    before = gather.GpuStorages.read
 
     def read(self, numbers):
         seen.append(len(numbers))
         return before(self, numbers)
 
-    monkeypatch.setattr(rows, "_locations", lambda tensors: [place(tensor) for tensor in tensors])
-    monkeypatch.setattr(gpu_rows.GpuRows, "read", read)
+    monkeypatch.setattr(storages, "_locations", lambda tensors: [place(tensor) for tensor in tensors])
+    monkeypatch.setattr(gather.GpuStorages, "read", read)
     return seen
 
 
@@ -69,7 +68,7 @@ def test_saved_as_from_memory(tmp_path, gpu, name):
     (tmp_path / "near").mkdir()
     holdfast.save(state, tmp_path / name)
     assert sum(gpu) > 100
-    with mock.patch.object(rows, "_locations", lambda tensors: ["cpu"] * len(tensors)):
+    with mock.patch.object(storages, "_locations", lambda tensors: ["cpu"] * len(tensors)):
         holdfast.save(state, tmp_path / "near" / name)
     if name.endswith(".pt"):
         found = torch.load(tmp_path / name, map_location="cpu")
@@ -128,7 +127,7 @@ def test_a_pickle_says_where_each_was_as_torch_does(drawn, again, ordered):
     tensors = [odd(kind, number) for kind, number in [*[("plain", n) for n in range(60)], *drawn]]
     tensors += [tensors[number] for number in again] + [tensors[number].detach() for number in again]
     state = (OrderedDict if ordered else dict)((f"t{i}", tensor) for i, tensor in enumerate(tensors))
-    with mock.patch.object(rows, "_locations", lambda tensors: [place(tensor) for tensor in tensors]):
+    with mock.patch.object(storages, "_locations", lambda tensors: [place(tensor) for tensor in tensors]):
         assert saved(state, by_rows=True) == saved(state, by_rows=False)
 
 
@@ -144,8 +143,8 @@ def test_another_package_for_gpus_is_asked(gpu, monkeypatch):
     assert not gpu
 
 
-def rows_of(tensors: list[torch.Tensor]) -> gpu_rows.GpuRows:
-    return gpu_rows.GpuRows(dict(enumerate(tensors)), [tensor.nbytes for tensor in tensors])
+def rows_of(tensors: list[torch.Tensor]) -> gather.GpuStorages:
+    return gather.GpuStorages(dict(enumerate(tensors)), [tensor.nbytes for tensor in tensors])
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native", BY_ROWS])
@@ -154,8 +153,11 @@ def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtyp
     if dtype is torch.complex128 and not name.endswith(".pt"):
         pytest.skip("safetensors files have no name for it")
     state = {f"t{i:03}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=dtype, seed=i) for i in range(300)}
-    looked = mock.Mock(side_effect=gpu_rows._octets)
-    with mock.patch.object(gpu_rows, "_octets", looked), mock.patch.object(rows, "_locations", lambda some: ["cuda:0"] * len(some)):
+    looked = mock.Mock(side_effect=gather._all_bytes)
+    with (
+        mock.patch.object(gather, "_all_bytes", looked),
+        mock.patch.object(storages, "_locations", lambda some: ["cuda:0"] * len(some)),
+    ):
         ht.save(state, tmp_path / name) if name == "torch.pt" else holdfast.save(state, tmp_path / name)
     assert sum(gpu) >= 300
     assert bool(looked.call_count) == (dtype is torch.float8_e4m3fn)
@@ -165,7 +167,7 @@ def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtyp
 
 def test_blocks_come_back_with_the_last_view(monkeypatch):
     pool = host.Pool()
-    monkeypatch.setattr(gpu_rows, "POOL", pool)
+    monkeypatch.setattr(gather, "POOL", pool)
     own = rows_of([values(number + 1) for number in range(20)])
     gc.disable()
     try:
@@ -182,7 +184,7 @@ def test_blocks_come_back_with_the_last_view(monkeypatch):
 
 def test_a_failure_gives_the_block_back(monkeypatch):
     pool = host.Pool()
-    monkeypatch.setattr(gpu_rows, "POOL", pool)
+    monkeypatch.setattr(gather, "POOL", pool)
     own = rows_of([values(number + 1) for number in range(20)])
     joining = mock.patch.object(torch._C._nn, "flatten_dense_tensors", side_effect=RuntimeError("no memory"))
     with joining, pytest.raises(RuntimeError, match="no memory"):
@@ -191,9 +193,9 @@ def test_a_failure_gives_the_block_back(monkeypatch):
 
 
 def test_what_is_on_a_gpu_and_long_is_read_in_blocks():
-    own = rows_of([values(plan_rows.SMALL_NBYTES)])
+    own = rows_of([values(plan_saves.SMALL_NBYTES)])
     data = own.alone(0, "x")
-    assert data.tensor.numpy().tobytes() == bits(values(plan_rows.SMALL_NBYTES)).numpy().tobytes()
+    assert data.tensor.numpy().tobytes() == bits(values(plan_saves.SMALL_NBYTES)).numpy().tobytes()
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native", BY_ROWS])

@@ -28,8 +28,7 @@ from holdfast.core.table import Table
 from holdfast.core.value import Value
 from holdfast.errors import Unsupported
 from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, first_bytes, fold, lay_out_container, mistaken_crc
-from holdfast.plan.rows import SMALL_NBYTES
-from holdfast.plan.saves import Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
+from holdfast.plan.saves import SMALL_NBYTES, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
 from holdfast.plan.table import segment_of, segment_runs
 
 ARCHIVE, STORAGE, VERSION = "archive", "data/0", b"3\n"

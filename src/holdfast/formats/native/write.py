@@ -67,8 +67,7 @@ from holdfast.formats.safetensors.write import (
 )
 from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.plan.rows import BATCH
-from holdfast.plan.saves import HASH_KEY, FilePlan, Hashing, Late, Literal, SavePlan
+from holdfast.plan.saves import BATCH, HASH_KEY, FilePlan, Hashing, Late, Literal, SavePlan
 from holdfast.plan.table import table_of
 
 SHARD_NBYTES = 5 << 30

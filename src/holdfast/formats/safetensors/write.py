@@ -44,8 +44,7 @@ from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry
 from holdfast.formats.strict_json import as_keys
 from holdfast.formats.tree_json.encode import encode_state, is_marked
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
-from holdfast.plan.rows import BATCH
-from holdfast.plan.saves import FilePlan, Hashing, Late, Literal, SavePlan
+from holdfast.plan.saves import BATCH, FilePlan, Hashing, Late, Literal, SavePlan
 from holdfast.plan.table import segments, table_of
 
 METADATA = "__metadata__"

@@ -41,8 +41,7 @@ from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.torch.writer import TorchPickle
 from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Records, by_digits, fill_names, lay_out_zip
-from holdfast.plan import rows as small
-from holdfast.plan.saves import MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
+from holdfast.plan.saves import BATCH, MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
 from holdfast.plan.table import lazy_table, table_of
 
 Words = npt.NDArray[np.uint64]
@@ -146,8 +145,8 @@ def _hash_numbered(folder: str, count: int) -> Words:
     hashes = np.zeros(count, np.uint64)
     for low, high, digits in by_digits(0, count):
         length = len(before) + digits
-        for first in range(low, high, small.BATCH):
-            padded = np.zeros((min(first + small.BATCH, high) - first, -(-length // 8) * 8), np.uint8)
+        for first in range(low, high, BATCH):
+            padded = np.zeros((min(first + BATCH, high) - first, -(-length // 8) * 8), np.uint8)
             fill_names(padded, before, first, digits=digits)
             hashes[first : first + len(padded)] = _hash_rows(padded.view("<u8").astype(np.uint64), length)
     return hashes

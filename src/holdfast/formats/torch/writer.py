@@ -54,7 +54,7 @@ from holdfast.formats.torch.pickled import (
     is_simple,
 )
 from holdfast.formats.torch.table import LAYOUTS
-from holdfast.plan.rows import BATCH
+from holdfast.plan.saves import BATCH
 
 UTILS = "torch._utils"
 TENSOR = Global("torch", "Tensor")

@@ -54,7 +54,7 @@ from holdfast.formats.zip.layout import (
 )
 from holdfast.formats.zip.layout import ENTRY as ENTRY_FIELDS
 from holdfast.formats.zip.layout import LOCAL as LOCAL_FIELDS
-from holdfast.plan import rows as blocks
+from holdfast.plan import saves as blocks
 from holdfast.plan.saves import MISTAKEN_KEY, Data, Gathered, Hole, Late, Literal, Memory, Segment
 
 Payload = bytes | Data | Memory | Hole | Late

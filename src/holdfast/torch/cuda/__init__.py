@@ -6,6 +6,6 @@ streams.py     the side stream of a device, and what it waits for
 plan.py        what goes through one block: byte ranges of files in columns, and what each becomes
 load.py        make and fill tensors on GPUs
 memory.py      tensors on GPUs as lazy tensors, for saving
-rows.py        many small storages on GPUs, gathered there for a save
+gather.py      many small storages on GPUs, gathered there for a save
 stage.py       copy what a save will write, so that training can go on
 """

@@ -36,7 +36,7 @@ from holdfast.formats.torch.writer import TorchPickle
 from holdfast.formats.zip.writer import RecordFolder
 from holdfast.torch.serialization.locations import location_tag, stays_on_cpu, tags_cuda
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL
-from holdfast.torch.tensors.rows import TYPES, ask, kind_of
+from holdfast.torch.tensors.storages import TYPES, tabulate_views
 
 STORAGE = "storage"
 CLASH = (
@@ -150,16 +150,15 @@ def pickle_rows(obj: object) -> tuple[bytes, RecordFolder] | None:
     if not stays_on_cpu(None, "cpu"):
         return None
     tensors = leaves(obj, TYPES, LIMITS.depth)
-    asked = None if tensors is None else ask(tensors, whole=False)
-    if tensors is None or asked is None:
+    found = tabulate_views([] if tensors is None else tensors)
+    if tensors is None or len(found.rows) < len(tensors):
         return None
-    if any(kind.location != "cpu" for kind in asked.table) and not tags_cuda():
+    if any(kind.location != "cpu" for kind in found.kinds) and not tags_cuda():
         return None
-    kinds = [kind_of(kind) for kind in asked.table]
-    rows = PickledRows(tensors, kinds, asked.kinds, asked.records, frozenset(TYPES), tensors.__getitem__, lambda value: value)
+    rows = PickledRows(tensors, found.kinds, found.kind, found.storage, frozenset(TYPES), tensors.__getitem__, lambda value: value)
     pickled = TorchPickle(LIMITS, rows=rows, anew=True)
     pickled.write(obj)
-    return None if pickled.problems else (pickled.finish(), record_folder(pickled, asked))
+    return None if pickled.problems else (pickled.finish(), record_folder(pickled, found.storages))
 
 
 def leaves(tree: object, kinds: Collection[type], depth: int, *, beside: bool = True) -> list[object] | None:

@@ -5,7 +5,7 @@ to_lazy          torch tensors as lazy ones over the memory that they have, and 
 allocate, fill   fresh tensors (`shared_regions`: those that share a storage), and their elements, through `scratch`, where casts
                  are counted that lose something
 tree             a checkpoint's tree with torch's tensors in it
-rows             what very many tensors are, asked in columns; the bytes of many storages
+storages         what very many tensors are, asked in columns; the bytes of many storages
 open             `holdfast.torch.open`
 slices           unread tensors for programs that load models piece by piece
 """

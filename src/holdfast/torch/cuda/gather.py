@@ -1,4 +1,4 @@
-"""Small storages on GPUs for a save that writes rows (`plan.rows`): gathered on the device, and across the bus as one.
+"""Small storages on GPUs for a save: gathered on the device, and across the bus as one.
 
     device   a   b   c   …            each where it is
              │ a │ b │ c │ … │        one kernel, on the side stream
@@ -23,7 +23,7 @@ from holdfast.torch.cuda.memory import GpuMemory, GpuSource
 from holdfast.torch.cuda.streams import lanes
 
 
-class GpuRows:
+class GpuStorages:
     """The bytes of storages on GPUs, by their numbers. Made on the thread whose stream wrote them."""
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], nbytes: Sequence[int], *, alike: bool = False) -> None:
@@ -31,7 +31,7 @@ class GpuRows:
         in C order."""
         self._nbytes = nbytes
         with torch.no_grad():
-            self._rows = tensors if alike else {number: _octets(tensor, nbytes[number]) for number, tensor in tensors.items()}
+            self._rows = tensors if alike else {number: _all_bytes(tensor, nbytes[number]) for number, tensor in tensors.items()}
         self._devices = {number: row.device for number, row in self._rows.items()}
         self._lanes = lanes(set(self._devices.values()))
         self._source = GpuSource(GpuMemory(self._lanes.__getitem__))
@@ -75,7 +75,7 @@ class GpuRows:
         return [memory[begin:end] for begin, end in pairwise(edges)]
 
 
-def _octets(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+def _all_bytes(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     """All bytes of a tensor's storage, where they are."""
     count, rest = divmod(nbytes, tensor.element_size())
     if rest:
