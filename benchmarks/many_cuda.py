@@ -57,6 +57,7 @@ from holdfast.torch.cuda.streams import lanes
 DEVICE = "cuda"
 State = dict[str, torch.Tensor]
 Side = Callable[[], object]
+STAGES = ("holdfast returns", "holdfast", "holdfast done", "Run.async_save returns", "Run.async_save done", "dcp.async_save")
 PARTS = ("floors", "many", "large", "sweep", "profile")
 SWEEP: tuple[dict[str, int], ...] = (
     {},
@@ -235,13 +236,24 @@ class Bench:
         ht.load_sharded(self.path("h"), into)
         same(into, state)
         self.race("into", {"holdfast load_sharded": lambda: ht.load_sharded(self.path("h"), into)}, nbytes)
+        sharded: dict[str, Side] = {
+            "save_sharded native": lambda: ht.save_sharded(state, self.path("s"), durable=False, overwrite=True),
+            "save_sharded dcp": lambda: ht.save_sharded(state, self.path("d"), format="dcp", durable=False, overwrite=True),
+            "dcp.save": lambda: dcp.save(state, checkpoint_id=self.path("t")),
+        }
+        for side in sharded.values():
+            side()
+        same(read(self.path("s")), state)
+        same(read(self.path("d")), state)
+        self.race("save", sharded, nbytes, min(self.rounds, 2))
         self.stage(state, nbytes)
 
     def stage(self, state: State, nbytes: int) -> None:
         """Until the caller goes on, and until its stream does."""
-        rows = {name: Row("stage", name, nbytes) for name in ("holdfast returns", "holdfast", "dcp.async_save")}
+        rows = {name: Row("stage", name, nbytes) for name in STAGES}
         ht.async_save_sharded(self.path("s"), state, overwrite=True, durable=False).wait()
-        for _ in range(min(self.rounds, 3)):
+        run = ht.Run(self.path("run"))
+        for number in range(min(self.rounds, 3)):
             os.sync()
             settle()
             wall, cpu = time.perf_counter(), time.process_time()
@@ -252,11 +264,21 @@ class Bench:
             rows["holdfast"].wall_s.append(time.perf_counter() - wall)
             rows["holdfast"].cpu_s.append(time.process_time() - cpu)
             handle.wait()
+            rows["holdfast done"].wall_s.append(time.perf_counter() - wall)
+            rows["holdfast done"].cpu_s.append(time.process_time() - cpu)
+            wall, cpu = time.perf_counter(), time.process_time()
+            saved = run.async_save(number, state)
+            rows["Run.async_save returns"].wall_s.append(time.perf_counter() - wall)
+            rows["Run.async_save returns"].cpu_s.append(time.process_time() - cpu)
+            saved.wait()
+            rows["Run.async_save done"].wall_s.append(time.perf_counter() - wall)
+            rows["Run.async_save done"].cpu_s.append(time.process_time() - cpu)
             wall, cpu = time.perf_counter(), time.process_time()
             future = dcp.async_save(state, checkpoint_id=self.path("d"))
             rows["dcp.async_save"].wall_s.append(time.perf_counter() - wall)
             rows["dcp.async_save"].cpu_s.append(time.process_time() - cpu)
             future.result()
+        shutil.rmtree(self.path("run"))
         same(read(self.path("s")), state)
         for row in rows.values():
             print(row.shown(), flush=True)
@@ -287,6 +309,11 @@ class Bench:
         }
         self.race("large", saves, nbytes, 3)
         Path(target).unlink()
+        sharded: dict[str, Side] = {
+            f"save_sharded, {label}": lambda: ht.save_sharded(state, self.path("s"), durable=False, overwrite=True)
+        }
+        self.race("large", sharded, nbytes, 3)
+        self.stage(state, nbytes)
 
     def small_state(self) -> tuple[State, int]:
         count = 1000 if self.quick else 30_000
