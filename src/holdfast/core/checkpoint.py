@@ -10,12 +10,13 @@ import numpy as np
 
 from holdfast.core.arguments import patterns
 from holdfast.core.chunk import Storage
-from holdfast.core.columns import read_mapping, read_tensors
+from holdfast.core.dense import read_tensors
 from holdfast.core.digest import Digest, combined
 from holdfast.core.opaque import AnyValue
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import groups
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType, NoSuchTensor, Unsupported
@@ -78,7 +79,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def stored(self) -> Mapping[str, LazyTensor]:
-        """The tensors as the format has them: a mapping that may know where they lie without making one (`core.columns`)."""
+        """The tensors as the format has them: a table, which knows where they lie without making one (`core/table.py`)."""
         return self._description.tensors
 
     @property
@@ -162,8 +163,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         wanted = [name for given in names for name in ([given] if isinstance(given, str) else patterns(given, "names="))]
         wanted = wanted if names else list(self)
-        arrays = read_mapping(self._description.tensors, wanted)
-        if arrays is None:
+        table = self._description.tensors
+        if isinstance(table, Table) and all(name in self for name in wanted):
+            arrays = table.arrays([table.rows[name] for name in wanted])
+        else:
             arrays = read_tensors([self[name] for name in wanted])
         return dict(zip(wanted, arrays, strict=True))
 

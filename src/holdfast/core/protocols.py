@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from holdfast.core.value import Value
 from holdfast.errors import Corrupted
 
 if TYPE_CHECKING:
-    from holdfast.core.dtype import DType
+    from holdfast.core.dense import DenseRows
     from holdfast.core.leaves import Leaves
     from holdfast.core.placement_rules import PlacementRule
     from holdfast.core.tensor import LazyTensor
@@ -122,22 +122,6 @@ class Store(Protocol):
         """Give back what the store holds. Reading afterwards raises `Closed`."""
 
 
-@runtime_checkable
-class Outlined(Protocol):
-    """What a mapping of lazy tensors may offer besides: what one looks like, without making it."""
-
-    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        """Its dtype and shape."""
-
-
-@runtime_checkable
-class Noted(Protocol):
-    """What a mapping of lazy tensors may offer besides: of which the file says that they lay in other storages than they do now."""
-
-    def is_noted(self, name: str) -> bool:
-        """Whether it says so of one: such tensors share a storage again when they are read, or have other strides."""
-
-
 class Request(Value, frozen=True):
     """Fill `out` (of the tensor's shape and numpy dtype, writable, any strides) with a tensor's elements."""
 
@@ -181,8 +165,11 @@ class Source(Protocol):
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request, in parallel; the first failure cancels the rest and is raised."""
 
-    def fetch(self, tensor: LazyTensor) -> np.ndarray | None:
-        """A fresh array of one tensor, where to read that takes one call and no plan; None where `read` shall be asked."""
+    def fetch(self, tensor: LazyTensor) -> np.ndarray:
+        """A fresh array of one tensor."""
+
+    def arrays(self, rows: DenseRows, numbers: Sequence[int], tensor: Callable[[int], LazyTensor]) -> Mapping[int, np.ndarray]:
+        """Fresh arrays of the tensors of these numbers, of which `rows` are the dense ones; `tensor` makes one of a number."""
 
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
         """The bytes of a tensor in C order, little-endian, packed types packed, for as long as the block lasts."""

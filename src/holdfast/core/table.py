@@ -13,17 +13,18 @@ A `LazyTensor` is made of a row when somebody asks for one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides, in_c_order
-from holdfast.core.columns import Columns
+from holdfast.core.dense import DenseRows, read_tensors
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source, Store
+from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import NO_CRC, PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value
 
@@ -134,34 +135,56 @@ class Storages(Protocol):
         """A tensor of a kind over one storage."""
 
 
-class SourceFile(Protocol):
+class FilePlace(Value, frozen=True, eq=False):
     """A file that has storages."""
 
-    @property
-    def source(self) -> Source: ...
+    source: Source
+    """What reads it."""
+    key: str
+    home: object
+    """The store that has it, as `Storage.home`."""
+
+
+Column = Sequence[int] | Ints
+
+
+class FileColumns:
+    """Ranges of files. Columns may grow until somebody asks for them as arrays."""
+
+    def __init__(self, files: Sequence[FilePlace], file: Column, start: Column, nbytes: Column, crc: Column) -> None:
+        self.files = files
+        self._file, self._start, self._nbytes, self._crc = file, start, nbytes, crc
 
     @property
-    def key(self) -> str: ...
-
-
-@runtime_checkable
-class Ranged(Protocol):
-    """Storages that are ranges of files."""
+    def file(self) -> Ints:
+        """The file of each, as a position in `files`."""
+        self._file = np.asarray(self._file, np.int64)
+        return self._file
 
     @property
-    def files(self) -> Sequence[SourceFile]: ...
+    def start(self) -> Ints:
+        """The first byte of each in its file."""
+        self._start = np.asarray(self._start, np.int64)
+        return self._start
 
     @property
-    def file(self) -> Ints: ...
+    def nbytes(self) -> Ints:
+        """The length of each."""
+        self._nbytes = np.asarray(self._nbytes, np.int64)
+        return self._nbytes
 
     @property
-    def start(self) -> Ints: ...
+    def crc(self) -> Ints:
+        """The CRC-32 that the file records of each; `NO_CRC` where it does not."""
+        self._crc = np.asarray(self._crc, np.int64)
+        return self._crc
 
-    @property
-    def nbytes(self) -> Ints: ...
 
-    @property
-    def crc(self) -> Ints: ...
+def outlines(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterable[tuple[DType, tuple[int, ...]]]:
+    """The dtypes and shapes of tensors of these names."""
+    if isinstance(tensors, Table):
+        return map(tensors.outline, names)
+    return ((tensor.dtype, tensor.shape) for tensor in map(tensors.__getitem__, names))
 
 
 class Table(Mapping[str, LazyTensor]):
@@ -261,14 +284,10 @@ class Table(Mapping[str, LazyTensor]):
                 storage.append(ODD)
         return Table(names, kinds, kind, storage, self.storages, odd)
 
-    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
-        """Where the dense rows of these names lie, and what reads them; None where one is not there, or several read."""
-        try:
-            rows = [self.rows[name] for name in names]
-        except (KeyError, TypeError):
-            return None
+    def dense(self, rows: Sequence[int]) -> tuple[Source, DenseRows] | None:
+        """Where the dense ones of these rows lie, and what reads them; None where no one source reads them."""
         storages, kinds = self.storages, self.kinds
-        if not isinstance(storages, Ranged) or len({id(place.source) for place in storages.files}) != 1:
+        if not isinstance(storages, FileColumns) or len({id(place.source) for place in storages.files}) != 1:
             return None
         kind, storage = self.kind, self.storage
         numbers: Sequence[int] = range(len(rows))
@@ -283,13 +302,19 @@ class Table(Mapping[str, LazyTensor]):
             places = np.array(own, np.int64)
             starts = starts + np.array([one.offset // 8 for one in kinds], np.int64)[places]
             nbytes = np.array([one.nbytes for one in kinds], np.int64)[places]
-            crcs = np.where(np.array([one.whole for one in kinds])[places], crcs, NO_CRC)
+            crcs = np.where(np.array([one.whole for one in kinds], np.bool_)[places], crcs, NO_CRC)
         keys = [place.key for place in storages.files]
         found = [dtypes[one] for one in own], [shapes[one] for one in own], keys, storages.file[where], starts, nbytes, crcs
-        return storages.files[0].source, Columns(numbers, *found)
+        return storages.files[0].source, DenseRows(numbers, *found)
 
-    def is_noted(self, name: str) -> bool:
-        return self.kinds[self.kind[self.rows[name]]].traits.alias is not None
+    def arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
+        """Fresh arrays of these rows: in parallel, with neighbouring reads joined."""
+        found = self.dense(rows)
+        if found is None:
+            return read_tensors([self.view(row) for row in rows])
+        with resting_collector():
+            arrays = found[0].arrays(found[1], range(len(rows)), lambda number: self.view(rows[number]))
+        return [arrays[number] for number in range(len(rows))]
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.view(self.rows[name])

@@ -341,13 +341,10 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def read(self, *, out: np.ndarray | None = None) -> np.ndarray:
         """Read the elements into a fresh array, or into `out` (same shape and dtype; any strides), which is returned."""
         if out is None:
-            fetched = self.source.fetch(self)
-            if fetched is not None:
-                return fetched
-            out = self.empty()
-        elif not isinstance(out, np.ndarray):
+            return self.source.fetch(self)
+        if not isinstance(out, np.ndarray):
             raise BadTarget(f"out= must be a numpy array, not {type(out).__name__}", tensor=self.name)
-        elif out.shape != self.shape or out.dtype != self.dtype.numpy or not out.flags.writeable:
+        if out.shape != self.shape or out.dtype != self.dtype.numpy or not out.flags.writeable:
             raise BadTarget(
                 f"out= must be a writable {self.dtype.numpy} array of shape {self.shape}, "
                 f"not {'a' if out.flags.writeable else 'a read-only'} {out.dtype} array of shape {out.shape}",

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import ref
 
 import numpy as np
 
-from holdfast.core.columns import Columns
+from holdfast.core.dense import DenseRows
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import PlacementRule
-from holdfast.core.protocols import Request, Store
+from holdfast.core.protocols import Request, Store, by_source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, whole_storages
-from holdfast.engine.columns import fetch, read_columns
+from holdfast.engine.dense import SMALL_NBYTES, fetch, read_dense
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
 from holdfast.errors import Unsupported
 from holdfast.plan.coalesce import FAR, MEMORY, Policy
 from holdfast.plan.reads import ReadPlan, plan_reads
 from holdfast.stores.virtual import Virtual
+
+Content = bytes
+"""In the class below `bytes` is a method."""
+
+HEAD_NBYTES = 4096
+"""First bytes of a file that are read at once, since formats are told by them."""
 
 
 class OpenSource:
@@ -46,8 +52,13 @@ class OpenSource:
         self.verify = verify
         """Whether checksums that the file records are compared when a storage is read from end to end."""
         self.policy = policy or (FAR if store.requests else MEMORY)
+        self._first: tuple[str | None, bytes] = (None, b"")
+        """The file whose first bytes were read last, and these."""
         self.read_nbytes = 0
         """Bytes that were read for tensors so far."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_first": (None, b"")}
 
     def over(self, store: Store, *, threads: int | None = None) -> OpenSource:
         return OpenSource(
@@ -60,9 +71,23 @@ class OpenSource:
         content = store.map(key) if store.resident else None
         if content is not None and 0 <= start <= stop <= content.nbytes:
             return bytes(content[start:stop])
+        if 0 <= start <= stop <= HEAD_NBYTES and not store.requests:
+            head = self._head(key)
+            if stop <= len(head):
+                return head[start:stop]
         out = bytearray(max(stop - start, 0))
         store.peek(key, start, memoryview(out))
         return bytes(out)
+
+    def _head(self, key: str) -> Content:
+        """The first bytes of a file: a dozen formats look at them, one after the other."""
+        known, head = self._first
+        if known != key:
+            out = bytearray(min(self.store.size(key), HEAD_NBYTES))
+            self.store.peek(key, 0, memoryview(out))
+            head = Content(out)
+            self._first = key, head
+        return head
 
     def plan(self, requests: Sequence[Request]) -> ReadPlan:
         """The reads that `read` would do."""
@@ -80,16 +105,31 @@ class OpenSource:
         for request in requests:
             _resolve(request)
 
-    def read_columns(self, columns: Columns) -> Mapping[int, np.ndarray]:
-        arrays, nbytes = read_columns(self.store, columns, self.policy, verify=self.verify, threads=self.threads)
-        self.read_nbytes += nbytes
-        return arrays
+    def arrays(self, rows: DenseRows, numbers: Sequence[int], tensor: Callable[[int], LazyTensor]) -> Mapping[int, np.ndarray]:
+        found: dict[int, np.ndarray] = {}
+        if self.limits.expansion >= 1 and len(rows):
+            policy, verify = self.policy, self.verify
+            found, nbytes = read_dense(self.store, rows, tensor, policy=policy, verify=verify, threads=self.threads)
+            self.read_nbytes += nbytes
+        if len(found) < len(numbers):
+            requests = []
+            for number in numbers:
+                if number not in found:
+                    one = tensor(number)
+                    found[number] = one.empty()
+                    requests.append(Request(one, found[number]))
+            for source, own in by_source(requests).items():
+                source.read(own)
+        return found
 
-    def fetch(self, tensor: LazyTensor) -> np.ndarray | None:
-        # `ordinary_limits`, without a call.
-        array = fetch(self.store, tensor, verify=self.verify) if self.limits.expansion >= 1 else None
-        if array is not None:
-            self.read_nbytes += array.nbytes
+    def fetch(self, tensor: LazyTensor) -> np.ndarray:
+        place = tensor.file_range() if self.limits.expansion >= 1 else None
+        if place is None or place[2] > SMALL_NBYTES or self.store.requests or self.store.in_order:
+            out = tensor.empty()
+            self.read([Request(tensor, out)])
+            return out
+        array = fetch(self.store, tensor, place, verify=self.verify)
+        self.read_nbytes += array.nbytes
         return array
 
     @contextmanager

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.columns import Columns, columns_in, outlines
-from holdfast.core.protocols import Store
+from holdfast.core.dense import DenseRows, dense_rows
+from holdfast.core.protocols import Source, Store
+from holdfast.core.table import Table, outlines
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
@@ -64,7 +65,7 @@ class Alike(Value, frozen=True, eq=False):
 
 def find_alike(a: Tensors, b: Tensors, names: Sequence[str]) -> Alike | None:
     """Those of these names, which both sides have; None where one of the sides has to make tensors to tell."""
-    first, second = columns_in(a, names), columns_in(b, names)
+    first, second = _dense(a, names), _dense(b, names)
     if first is None or second is None:
         return None
     alike = np.fromiter((x == y for x, y in zip(outlines(a, names), outlines(b, names), strict=True)), np.bool_, len(names))
@@ -76,6 +77,15 @@ def find_alike(a: Tensors, b: Tensors, names: Sequence[str]) -> Alike | None:
     return Alike(names, np.flatnonzero(alike), left, right, (first[0].store, second[0].store), (crcs, others))
 
 
-def _chosen(columns: Columns, wanted: Bools) -> tuple[Ranges, Ints]:
+def _dense(tensors: Tensors, names: Sequence[str]) -> tuple[Source, DenseRows] | None:
+    """The dense ones of these names, and what reads them; None where no one source does."""
+    if isinstance(tensors, Table):
+        return tensors.dense([tensors.rows[name] for name in names])
+    chosen = [tensors[name] for name in names]
+    sources = {id(tensor.source): tensor.source for tensor in chosen}
+    return (chosen[0].source, dense_rows(chosen, range(len(chosen)))) if len(sources) == 1 else None
+
+
+def _chosen(columns: DenseRows, wanted: Bools) -> tuple[Ranges, Ints]:
     rows = wanted[np.array(columns.numbers, np.int64)]
     return Ranges(columns.keys, columns.files, columns.starts, columns.nbytes).some(rows), columns.crcs[rows]

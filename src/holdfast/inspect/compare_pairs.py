@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from holdfast.core.columns import read_tensors
+from holdfast.core.dense import read_tensors
 from holdfast.core.digest import canonical
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress

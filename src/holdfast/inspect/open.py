@@ -13,7 +13,7 @@ import numpy as np
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.columns import read_tensors
+from holdfast.core.dense import read_tensors
 from holdfast.core.limits import Limits
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Source, Store

@@ -14,10 +14,9 @@ import numpy as np
 
 from holdfast.core.checkpoint import Alias, Checkpoint
 from holdfast.core.chunk import Storage
-from holdfast.core.columns import outlines
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Outlined
 from holdfast.core.sharing import groups, twins
+from holdfast.core.table import Table, outlines
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.inspect.storage_rows import among, storage_rows
@@ -68,7 +67,7 @@ class LookAlikes(Mapping[str, LazyTensor]):
 
     def __init__(self, found: Survey) -> None:
         self._tensors, self._apart = found.tensors, found.apart
-        self._outline = found.tensors.outline if isinstance(found.tensors, Outlined) else None
+        self._outline = found.tensors.outline if isinstance(found.tensors, Table) else None
         self._kinds: dict[tuple[DType, tuple[int, ...]], LazyTensor] = {}
 
     def __getitem__(self, name: str) -> LazyTensor:

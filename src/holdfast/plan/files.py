@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.protocols import Source, Store
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.protocols import Store
+from holdfast.core.table import ODD, Column, FileColumns, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, FileRange, Layout, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HoldfastError, located
@@ -48,16 +47,6 @@ def tabulated(tensors: Mapping[str, LazyTensor]) -> Table:
     return Table([*tensors], kinds, kind, storage, storages, odd, views=views)
 
 
-class FilePlace(Value, frozen=True, eq=False):
-    """A file that has storages."""
-
-    source: Source
-    """What reads it."""
-    key: str
-    home: object
-    """The store that has it, as `Storage.home`."""
-
-
 class FileRow(Value, frozen=True, eq=False):
     """The position of a tensor that is a row of a table over files."""
 
@@ -76,11 +65,8 @@ class FileRow(Value, frozen=True, eq=False):
         return own.files[own.file_of(number)].key, start, kind.nbytes, own.crc_of(number) if kind.whole else NO_CRC
 
 
-Column = Sequence[int] | Ints
-
-
-class FileStorages:
-    """Ranges of files, each with the checksum that its file records. Columns may grow until somebody asks for them as arrays."""
+class FileStorages(FileColumns):
+    """Ranges of files, each with the checksum that its file records."""
 
     def __init__(
         self,
@@ -93,36 +79,11 @@ class FileStorages:
         names: Sequence[str],
         labels: Sequence[str] | None = None,
     ) -> None:
-        self.files = files
-        self._file, self._start, self._nbytes, self._crc = file, start, nbytes, crc
+        super().__init__(files, file, start, nbytes, crc)
         self.names = names
         """Of a tensor of each, for messages."""
         self._labels = names if labels is None else labels
         """What the file calls each."""
-
-    @property
-    def file(self) -> Ints:
-        """The file of each, as a position in `files`."""
-        self._file = np.asarray(self._file, np.int64)
-        return self._file
-
-    @property
-    def start(self) -> Ints:
-        """The first byte of each in its file."""
-        self._start = np.asarray(self._start, np.int64)
-        return self._start
-
-    @property
-    def nbytes(self) -> Ints:
-        """The length of each."""
-        self._nbytes = np.asarray(self._nbytes, np.int64)
-        return self._nbytes
-
-    @property
-    def crc(self) -> Ints:
-        """The CRC-32 that the file records of each; `NO_CRC` where it does not."""
-        self._crc = np.asarray(self._crc, np.int64)
-        return self._crc
 
     def file_of(self, number: int) -> int:
         return int(self._file[number])

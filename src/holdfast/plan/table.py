@@ -20,11 +20,11 @@ import numpy as np
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.crc import crc32_each
 from holdfast.core.protocols import State, Store
-from holdfast.core.table import ODD, Kind, Piece, Table
+from holdfast.core.table import ODD, FilePlace, Kind, Piece, Table
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.value import Value
 from holdfast.plan import saves
-from holdfast.plan.files import FilePlace, FileRow, FileStorages
+from holdfast.plan.files import FileRow, FileStorages
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Memory, Segment
 
 MEASURE = 1 << 20

@@ -24,7 +24,7 @@ from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import Size
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.text import nbytes
 from holdfast.core.value import Value, replace
@@ -38,7 +38,7 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.directory import FORMAT as TORCH_FOLDER
 from holdfast.formats.torch.directory import weight_files
 from holdfast.inspect.open import Openable, opened, store_of
-from holdfast.plan.files import BYTES, FilePlace, FileStorages
+from holdfast.plan.files import BYTES, FileStorages
 from holdfast.plan.saves import FilePlan, LinkedFile, Literal, SavePlan
 from holdfast.plan.table import segments, table_of
 from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, check_target, planned_fields

@@ -18,12 +18,11 @@ import secrets
 from collections.abc import Collection, Mapping
 from functools import partial
 
-from holdfast.core.columns import outlines
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import Description, Outlined, State, Store
+from holdfast.core.protocols import Description, State, Store
 from holdfast.core.runtime import resting_collector
-from holdfast.core.table import Table
+from holdfast.core.table import Table, outlines
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
@@ -302,7 +301,7 @@ def check_holds(found: Mapping[str, LazyTensor], holds: Mapping[str, Outline], p
     problems = [f"{name}: it would not be there" for name in holds if name not in there]
     problems += [f"{name}: nobody has saved it, and it would be there" for name in there if name not in holds]
     if not problems:
-        outline = found.outline if isinstance(found, Outlined) else lambda name: (found[name].dtype, found[name].shape)
+        outline = found.outline if isinstance(found, Table) else lambda name: (found[name].dtype, found[name].shape)
         for name, (dtype, shape) in holds.items():
             seen = outline(name)
             if seen[0] is not dtype or seen[1] != shape:

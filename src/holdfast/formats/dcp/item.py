@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
+from holdfast.core.dense import DenseRows
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.placement_rules import PlacementRule
@@ -290,8 +291,11 @@ class Window:
     def read(self, requests: Sequence[Request]) -> None:
         self._source.read(requests)
 
-    def fetch(self, tensor: LazyTensor) -> np.ndarray | None:
+    def fetch(self, tensor: LazyTensor) -> np.ndarray:
         return self._source.fetch(tensor)
+
+    def arrays(self, rows: DenseRows, numbers: Sequence[int], tensor: Callable[[int], LazyTensor]) -> Mapping[int, np.ndarray]:
+        return self._source.arrays(rows, numbers, tensor)
 
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
         return self._source.lend(tensor)

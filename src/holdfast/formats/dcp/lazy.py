@@ -25,7 +25,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.printed import check_printable
 from holdfast.core.protocols import Foreign, Source, Stamp, Store
 from holdfast.core.runtime import Sent, renewed
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import plainer
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported, located
@@ -33,7 +33,7 @@ from holdfast.formats.dcp.index import SavedChunk, check_inside
 from holdfast.formats.dcp.item import EndsFrame, ItemPlace, ItemReader, Window
 from holdfast.formats.dcp.schema import Item
 from holdfast.plan.coalesce import FAR, HEADERS, coalesce
-from holdfast.plan.files import NO_FILES, FilePlace, FileStorages
+from holdfast.plan.files import NO_FILES, FileStorages
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 ZSTD = "stream.zstd/1"

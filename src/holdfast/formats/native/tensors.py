@@ -15,14 +15,14 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError
 from holdfast.formats.native.chunks import UnpackedStore, sparse_storage
 from holdfast.formats.native.schema import DataFile, OtherFile, Parsed, StoredChunk, StoredTensor
 from holdfast.formats.strict_json import quoted
-from holdfast.plan.files import FilePlace, FileStorages
+from holdfast.plan.files import FileStorages
 
 WHOLE = {row.name for row in DTYPES.rows if not row.packed}
 """Dtypes whose elements fill whole bytes, which lie in a file as in memory."""

@@ -15,14 +15,14 @@ from msgspec import field
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Description, Source, Store
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, HeaderRecord, read_record, saved_offsets
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry, check_layout, parse_document
-from holdfast.plan.files import FilePlace, FileStorages
+from holdfast.plan.files import FileStorages
 
 SMALLEST_NBYTES = 2
 """A header of `{}`."""

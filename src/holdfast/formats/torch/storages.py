@@ -14,14 +14,14 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
-from holdfast.core.table import Kind
+from holdfast.core.table import FilePlace, Kind
 from holdfast.core.tensor import NO_CRC, PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, MetadataError, PickleError
 from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach
 from holdfast.formats.zip.layout import Place
-from holdfast.plan.files import FilePlace, FileRow, FileStorages
+from holdfast.plan.files import FileRow, FileStorages
 
 
 def storage_dtype(what: object) -> DType | None:

@@ -14,7 +14,7 @@ import torch
 
 from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Source
-from holdfast.core.table import ODD, Kind, Ranged, Table
+from holdfast.core.table import ODD, FileColumns, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checks import damage
 from holdfast.engine.memory_sink import UNKNOWN
@@ -91,7 +91,7 @@ def _places(table: Table, rows: Sequence[int]) -> Iterator[_Place]:
     storages = table.storages
     odd = {row: table.view(row) for row in rows if table.storage[row] == ODD}
     taken = _storages(odd.values())
-    if isinstance(storages, Ranged):
+    if isinstance(storages, FileColumns):
         own = [row for row in rows if row not in odd]
         numbers = np.fromiter((table.storage[row] for row in own), np.int64, len(own))
         alone = np.bincount(numbers)[numbers] == 1

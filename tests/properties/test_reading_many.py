@@ -1,10 +1,8 @@
-"""Reading by columns against reading by objects, which is the oracle: the same arrays, in the same order, and the same errors."""
+"""Reading many tensors together against bytes that are cut out of the files by hand; and errors that name the tensor."""
 
 import io
 import os
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -14,42 +12,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.core import columns
-from holdfast.core.columns import FEW
 from holdfast.core.limits import Limits
-from holdfast.engine.columns import SMALL_NBYTES
-from holdfast.engine.source import OpenSource
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.dense import SMALL_NBYTES
 from holdfast.errors import HoldfastError
 from tests.properties.test_reading import index_for
 
+FEW = 16
 KINDS = [np.bool_, np.uint8, np.int16, np.float32, np.float64, np.complex64, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
 FORMATS = {"safetensors": "a.safetensors", "native": "a", "torch": "a.pt"}
 
 
-@contextmanager
-def by_objects():
-    with mock.patch.object(columns, "FEW", 1 << 60), mock.patch.object(OpenSource, "fetch", return_value=None):
-        yield
+def plainly(tensor: LazyTensor) -> np.ndarray:
+    """The elements of a tensor, cut out of its files by hand."""
+    out = np.zeros(tensor.shape, tensor.dtype.numpy)
+    for chunk in tensor.chunks:
+        if chunk.box.count:
+            content = tensor.source.store.map(chunk.storage.key)
+            if content is None:
+                content = bytearray(tensor.source.store.size(chunk.storage.key))
+                tensor.source.store.read(chunk.storage.key, 0, memoryview(content))
+            place, steps = chunk.storage.start + chunk.offset // 8, tuple(stride // 8 for stride in chunk.strides)
+            out[chunk.box.slices] = np.ndarray(chunk.shape, tensor.dtype.numpy, content, place, steps)
+    out = out.conj() if tensor.traits.conj else out
+    return -out if tensor.traits.neg else out
 
 
-def outcome(read):
-    """What a read gives: names, arrays bit for bit; or what it raises, with all that the error carries."""
-    try:
-        found = read()
-    except HoldfastError as error:
-        return type(error), str(error), error.tensor, error.offset, error.expected, error.found
-    pairs = found.items() if isinstance(found, dict) else enumerate(found)
+def bits(arrays):
+    """Arrays bit for bit, and of which kind they are."""
     return [
-        (name, a.shape, a.dtype, a.tobytes(), a.flags.owndata, a.flags.writeable, a.flags.c_contiguous, a.flags.aligned)
-        for name, a in pairs
+        (a.shape, a.dtype, a.tobytes(), a.flags.owndata, a.flags.writeable, a.flags.c_contiguous, a.flags.aligned) for a in arrays
     ]
 
 
-def assert_same(read):
-    with by_objects():
-        slow = outcome(read)
-    assert outcome(read) == slow
-    return slow
+def assert_read(read, tensors):
+    """That a read gives just what lies in the files."""
+    assert bits(read()) == bits([plainly(tensor) for tensor in tensors])
+
+
+def is_refused(read, kind, names, offsets=()):
+    """That a read raises for one of these tensors, and says where it lies."""
+    with pytest.raises(kind) as caught:
+        read()
+    assert caught.value.tensor in names
+    if isinstance(caught.value, holdfast.errors.Corrupted) and not isinstance(caught.value, holdfast.errors.Truncated):
+        assert caught.value.offset in offsets
+        assert (caught.value.expected, caught.value.file) != (None, None)
 
 
 @st.composite
@@ -73,18 +81,22 @@ def states(draw):
 
 @settings(max_examples=25, deadline=None)
 @given(st.data(), states(), st.sampled_from(sorted(FORMATS)), st.booleans())
-def test_columns_read_what_objects_read(tmp_path_factory, data, state, format, mapped):
+def test_many_are_read_as_they_lie_there(tmp_path_factory, data, state, format, mapped):
     path = tmp_path_factory.mktemp("columns") / FORMATS[format]
     holdfast.save(state, path)
     names = data.draw(st.lists(st.sampled_from([*state, "nowhere"] if data.draw(st.booleans()) else [*state]), max_size=2 * FEW))
     with holdfast.open(path, mmap=mapped) as ckpt:
-        read = assert_same(ckpt.read)
-        assert [name for name, *_ in read] == list(ckpt)
-        assert_same(lambda: ckpt.read(names))
-        assert_same(lambda: holdfast.read(ckpt.values()))
-        assert_same(lambda: [tensor.read() for tensor in ckpt.values()])
+        assert list(ckpt.read()) == list(ckpt)
+        assert_read(lambda: ckpt.read().values(), ckpt.values())
+        if "nowhere" in names:
+            with pytest.raises(holdfast.errors.NoSuchTensor):
+                ckpt.read(names)
+        elif names:
+            assert_read(lambda: ckpt.read(names).values(), [ckpt[name] for name in dict.fromkeys(names)])
+        assert_read(lambda: holdfast.read(ckpt.values()), ckpt.values())
+        assert_read(lambda: [tensor.read() for tensor in ckpt.values()], ckpt.values())
         slices = [t[data.draw(index_for(t.shape))] if t.size else t for t in ckpt.values()]
-        assert_same(lambda: holdfast.read(slices))
+        assert_read(lambda: holdfast.read(slices), slices)
 
 
 def damaged(data, path, checkpoint):
@@ -92,7 +104,8 @@ def damaged(data, path, checkpoint):
     storage = data.draw(st.sampled_from([s for t in checkpoint.values() for s in t.storages if s.nbytes]))
     file = path / storage.key if path.is_dir() else path
     at = storage.start + data.draw(st.integers(0, storage.nbytes - 1))
-    if data.draw(st.booleans()):
+    cut = data.draw(st.booleans())
+    if not cut:
         with file.open("r+b") as f:
             f.seek(at)
             byte = f.read(1)
@@ -100,21 +113,36 @@ def damaged(data, path, checkpoint):
             f.write(bytes([byte[0] ^ 1 << data.draw(st.integers(0, 7))]))
     else:
         os.truncate(file, at)
+    low = 0 if cut else 1
+    reached = [
+        (t, s) for t in checkpoint.values() for s in t.storages if s.key == storage.key and s.start + s.nbytes > at >= s.start * low
+    ]
+    return cut, {t.name for t, _ in reached if t.nbytes}, {s.start for _, s in reached}
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.data(), states(), st.sampled_from(sorted(FORMATS)), st.booleans())
-def test_damage_is_told_as_objects_tell_it(tmp_path_factory, data, state, format, verify):
+def test_damage_is_told_with_its_tensor(tmp_path_factory, data, state, format, verify):
     state["one"] = np.ones(3)
     path = Path(tmp_path_factory.mktemp("columns")) / FORMATS[format]
     holdfast.save(state, path)
     with holdfast.open(path, verify=verify) as ckpt:
-        damaged(data, path, ckpt)
-        assert_same(ckpt.read)
-        assert_same(lambda: holdfast.read([*ckpt.values()][::-1]))
+        cut, names, offsets = damaged(data, path, ckpt)
+        whole = {t.name for t in ckpt.values() if t.nbytes == sum(one.nbytes for one in t.storages)}
+        kind = HoldfastError if cut else holdfast.errors.Corrupted
+        if cut or (verify and names & whole):
+            is_refused(ckpt.read, kind, names, offsets)
+            is_refused(lambda: holdfast.read([*ckpt.values()][::-1]), kind, names, offsets)
         for tensor in ckpt.values():
-            assert_same(lambda tensor=tensor: [tensor.read()])
-            assert_same(lambda tensor=tensor: [tensor[-1:].read()] if tensor.shape else [])
+            if tensor.name not in names:
+                assert tensor.read().shape == tensor.shape
+            elif verify and not cut and tensor.name in whole:
+                is_refused(tensor.read, kind, [tensor.name], offsets)
+            elif not cut:
+                assert_read(lambda tensor=tensor: [tensor.read()], [tensor])
+                assert_read(
+                    lambda tensor=tensor: [tensor[-1:].read()] if tensor.shape else [], [tensor[-1:]] if tensor.shape else []
+                )
 
 
 @settings(max_examples=12, deadline=None)
@@ -137,10 +165,17 @@ def test_rows_of_one_tensor(tmp_path_factory, data, dtype, format, cut):
             (storage,) = whole.storages
             file = path / storage.key if path.is_dir() else path
             os.truncate(file, storage.start + data.draw(st.integers(0, whole.nbytes - 1)))
-        assert_same(lambda: holdfast.read(rows))
-        assert_same(lambda: [row.read() for row in rows])
         elements = [row[(0,) * len(row.shape)] for row in rows if row.size]
-        assert_same(lambda: holdfast.read(elements))
+        if cut:
+            end = os.path.getsize(file)
+            for given in (rows, elements):
+                gone = {t.name for t in given for c in t.chunks if c.storage.start + c.extent(t.dtype)[1] > end}
+                if gone:
+                    is_refused(lambda given=given: holdfast.read(given), HoldfastError, gone)
+            return
+        assert_read(lambda: holdfast.read(rows), rows)
+        assert_read(lambda: [row.read() for row in rows], rows)
+        assert_read(lambda: holdfast.read(elements), elements)
 
 
 @pytest.fixture
@@ -156,9 +191,7 @@ def test_the_last_of_many_lies(many):
         file.seek(last.start + 3)
         file.write(b"\xff")
         file.flush()
-        error = assert_same(ckpt.read)
-        assert error[0] is holdfast.errors.Corrupted
-        assert error[2] == "t.4999"
+        is_refused(ckpt.read, holdfast.errors.Corrupted, ["t.4999"], [last.start])
 
 
 def test_few_reads_and_nothing_that_was_not_asked_for(many, monkeypatch):
@@ -178,22 +211,24 @@ def test_an_array_keeps_nothing_else_alive(many):
 
 @pytest.mark.parametrize("given", [io.BytesIO, bytes])
 def test_other_places_of_bytes(many, given):
-    assert_same(holdfast.open(given(many.read_bytes())).read)
+    ckpt = holdfast.open(given(many.read_bytes()))
+    assert_read(lambda: ckpt.read().values(), ckpt.values())
 
 
 def test_closed_is_closed(many):
     ckpt = holdfast.open(many)
     tensors = list(ckpt.values())
     ckpt.close()
-    assert assert_same(ckpt.read)[0] is holdfast.errors.Closed
-    assert assert_same(lambda: holdfast.read(tensors))[0] is holdfast.errors.Closed
-    assert assert_same(lambda: [tensors[0].read()])[0] is holdfast.errors.Closed
+    for read in (ckpt.read, lambda: holdfast.read(tensors), tensors[0].read):
+        with pytest.raises(holdfast.errors.Closed):
+            read()
 
 
 def test_limits_hold(many):
     nothing = Limits(expansion=0, expansion_floor_nbytes=0)
-    assert assert_same(holdfast.open(many, limits=nothing).read)[0] is holdfast.errors.LimitExceeded
-    assert assert_same(lambda: [holdfast.open(many, limits=nothing)["t.1"].read()])[0] is holdfast.errors.LimitExceeded
+    for read in (holdfast.open(many, limits=nothing).read, holdfast.open(many, limits=nothing)["t.1"].read):
+        with pytest.raises(holdfast.errors.LimitExceeded):
+            read()
 
 
 def test_conjugates_negatives_and_expanded_views(tmp_path):
@@ -202,9 +237,9 @@ def test_conjugates_negatives_and_expanded_views(tmp_path):
     state = {f"t.{n}": [row.conj(), negated, row[:1].expand(9), row][n % 4] for n in range(4 * FEW)}
     torch.save(state, tmp_path / "a.pt")
     with holdfast.open(tmp_path / "a.pt") as ckpt:
-        assert_same(ckpt.read)
-        assert_same(lambda: holdfast.read([t[1:2] for t in ckpt.values()]))
-        assert_same(lambda: [t.read() for t in ckpt.values()])
+        assert_read(lambda: ckpt.read().values(), ckpt.values())
+        assert_read(lambda: holdfast.read([t[1:2] for t in ckpt.values()]), [t[1:2] for t in ckpt.values()])
+        assert_read(lambda: [t.read() for t in ckpt.values()], ckpt.values())
 
 
 @pytest.mark.parametrize("verify", [True, False])
