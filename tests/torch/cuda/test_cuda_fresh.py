@@ -161,13 +161,14 @@ def test_a_checkpoint_is_read_in_one_pass_and_in_order(tmp_path, monkeypatch):
     from holdfast.torch.tensors import open as opened
 
     def small(stored, views, names, device, *, max_host_memory):
-        return allocate.read_to_gpu(stored, views, names, CPU, max_host_memory=max_host_memory)
+        return allocate.read_rows(stored, views, names, CPU, max_host_memory=max_host_memory)
 
     def loaded(groups, **more):
         passes.append(len(groups))
         return load_rows(groups, **more)
 
-    monkeypatch.setattr(opened, "read_to_gpu", small)
+    monkeypatch.setattr(opened, "read_rows", small)
+    monkeypatch.setattr(allocate, "_in_memory", lambda device: False)
     monkeypatch.setattr(gpu_load, "load_rows", loaded)
     monkeypatch.setattr(opened, "_device", lambda device: Device())
     monkeypatch.setattr(opened, "read_tensors", lambda others, *, device, dtype, max_host_memory: read_tensors(others, dtype=dtype))

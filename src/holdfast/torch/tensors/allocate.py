@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from msgspec import Struct, field
 
@@ -13,8 +14,11 @@ from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.large_pages import wanted_in_large_pages
+from holdfast.engine.memory_sink import MemoryRanges, read_to_memory
+from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastWarning, located
 from holdfast.torch.cuda.load import reserve
+from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.fresh_rows import fresh_rows
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
@@ -95,7 +99,7 @@ def read_tensors(
     return fresh.tensors
 
 
-def read_to_gpu(
+def read_rows(
     stored: Mapping[str, LazyTensor],
     views: Mapping[str, LazyTensor],
     names: Sequence[str],
@@ -103,19 +107,41 @@ def read_to_gpu(
     *,
     max_host_memory: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read tensors of these names to a GPU, in one pass over the files: rows of what is `stored`, and of the others `views`."""
+    """Read tensors of these names, in one pass over the files: rows of what is `stored`, and of the others `views`."""
     with resting_collector():
         found = fresh_rows(stored, views, names, device=device)
         done = {name for one in found for name in one.names}
         others = {name: views[name] for name in names if name not in done}
         fresh = make_fresh({name: Want(lazy, wanted_dtype(lazy, None), device) for name, lazy in others.items()})
-    notes = fill(fresh.fills, rows=[one.rows for one in found], max_host_memory=max_host_memory)
+        here = _in_memory(device)
+        for one in found if here else ():
+            _read_to_memory(one.rows)
+    on_gpu = [] if here else [one.rows for one in found]
+    notes = fill(fresh.fills, rows=on_gpu, max_host_memory=max_host_memory)
     for note in notes:
         warnings.warn(note, HoldfastWarning, stacklevel=4)
     made = fresh.tensors
     for one in found:
         made.update((name, tensor) for name, tensor in zip(one.names, one.rows.tensors, strict=True) if tensor is not None)
     return made
+
+
+def _in_memory(device: torch.device) -> bool:
+    """Whether tensors of a device are in this process's memory."""
+    return device.type == "cpu"
+
+
+def _read_to_memory(rows: DeviceRows) -> None:
+    """Make the tensors of fresh rows in this process's memory, and read them straight there."""
+    source = rows.source
+    made = [torch.empty(kind.shape, dtype=kind.dtype) for kind in rows.destinations if isinstance(kind, ByteKind)]
+    addresses = np.fromiter((tensor.data_ptr() for tensor in made), np.int64, len(made))
+    wanted_in_large_pages(zip(addresses.tolist(), rows.ranges.nbytes.tolist(), strict=True))
+    threads = source.threads if isinstance(source, OpenSource) else 1
+    nbytes = read_to_memory(source.store, MemoryRanges(rows.ranges, addresses, rows.crcs, rows.name, rows.damaged), threads=threads)
+    if isinstance(source, OpenSource):
+        source.read_nbytes += nbytes
+    rows.tensors = [*made]
 
 
 def wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are fresh ones on a GPU without an object each: those that are all of a storage of their own.
+"""Which tensors of a checkpoint become fresh ones without an object each: those that are all of a storage of their own.
 
 Their bytes in the file are those of the tensor, so a range and a kind say all. What shares a storage is tied again by its regions
 (shared_regions.py), and what has another order, dtype or several pieces is copied element by element: both are lazy tensors first.
@@ -56,9 +56,17 @@ def fresh_rows(
     for place in _places(table, [table.rows[name] for name in names]):
         if id(place.kind) not in kinds:
             kinds[id(place.kind)] = _byte_kind(place.kind)
-        if kinds[id(place.kind)] is not None and place.source.limits.expansion >= 1:
+        if kinds[id(place.kind)] is not None and _suits(place.source, device):
             groups.setdefault(place.source, []).append(place)
     return [_rows(source, members, kinds, views=views, device=device) for source, members in groups.items()]
+
+
+def _suits(source: Source, device: torch.device) -> bool:
+    """Whether whole storages of a source are read as they are. To the CPU a mapped file gives views, and far away or computed
+    content has requests of its own."""
+    store = source.store
+    apart = source.mapped or store.requests or store.in_order or store.block_nbytes
+    return source.limits.expansion >= 1 and not (device.type == "cpu" and apart)
 
 
 def _rows(
@@ -106,9 +114,9 @@ def _places(table: Table, rows: Sequence[int]) -> Iterator[_Place]:
                 yield _Place(table.names[row], sources[file], keys[file], start, nbytes, crc, kind)
     for row, tensor in odd.items():
         kind = Kind.of(tensor)
-        if kind.whole and kind.traits.alias is None and isinstance(tensor.chunks[0].storage, Storage):
+        if kind.whole and kind.traits.alias is None:
             storage = tensor.chunks[0].storage
-            if taken[storage.key, storage.start] == 1:
+            if type(storage) is Storage and taken[storage.key, storage.start] == 1:
                 crc = UNKNOWN if storage.crc32 is None else storage.crc32
                 yield _Place(table.names[row], tensor.source, storage.key, storage.start, storage.nbytes, crc, kind)
 
@@ -117,7 +125,9 @@ def _storages(tensors: Iterable[LazyTensor]) -> dict[tuple[str, int], int]:
     """How many of these tensors have each storage."""
     users: dict[tuple[str, int], int] = {}
     for tensor in tensors:
-        for place in {(chunk.storage.key, chunk.storage.start) for chunk in tensor.chunks}:
+        # By exact classes: a storage of another kind may not know its place before it is asked, or is computed.
+        own = [chunk.storage for chunk in tensor.chunks if type(chunk.storage) is Storage]
+        for place in {(storage.key, storage.start) for storage in own}:
             users[place] = users.get(place, 0) + 1
     return users
 

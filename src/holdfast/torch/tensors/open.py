@@ -30,7 +30,7 @@ from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
-from holdfast.torch.tensors.allocate import Fresh, Want, make_storage, read_tensors, read_to_gpu
+from holdfast.torch.tensors.allocate import CPU, Fresh, Want, make_storage, read_rows, read_tensors
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
@@ -145,10 +145,11 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         self, names: list[str], *, device: torch.device | None, dtype: torch.dtype | None, max_host_memory: int | None
     ) -> dict[str, torch.Tensor]:
         """Tensors by their names, all of them together."""
-        if device is None or device.type != "cuda" or dtype is not None or not names:
+        place = device or CPU
+        if place.type not in ("cpu", "cuda") or dtype is not None:
             lazies = {name: self.lazy[name] for name in names}
             return read_tensors(lazies, device=device, dtype=dtype, max_host_memory=max_host_memory)
-        return read_to_gpu(self.lazy.stored, self.lazy, names, device, max_host_memory=max_host_memory)
+        return read_rows(self.lazy.stored, self.lazy, names, place, max_host_memory=max_host_memory)
 
     @property
     def tree(self) -> AnyValue:
