@@ -12,9 +12,11 @@ nothing to fill; what that takes is judged here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 from msgspec import Struct, field
 from torch import nn
@@ -24,10 +26,11 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, step
 from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType
-from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed, tied_note
+from holdfast.torch.modules.match import Names, Outcome, match_dense, match_tied, plain_problem, short, squeezed, tied_note
 from holdfast.torch.modules.wrappers import names_taken_off
-from holdfast.torch.ranks.shards import is_sharded
+from holdfast.torch.ranks.shards import PLAIN, is_sharded
 from holdfast.torch.tensors.allocate import CPU
+from holdfast.torch.tensors.fill_rows import RowFills, apart, is_dense
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.shared_regions import repeats
 from holdfast.torch.tensors.to_lazy import memory_of
@@ -204,6 +207,10 @@ class Match(Value, frozen=True, eq=False):
 class Fit(Outcome):
     """What goes where, and what does not."""
 
+    rows: RowFills | None = None
+    """Rows of the checkpoint that are one range each, and go to all of a tensor that is there."""
+    row_slots: list[Slot] = field(default_factory=list)
+    """The slot of each."""
     matches: list[Match] = field(default_factory=list)
     extras: dict[nn.Module, object] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
@@ -218,17 +225,14 @@ def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
     found = Fit()
     for name in targets.doubles:
         found.mismatched[name] = "two tensors of the target have this name"
-    tied: dict[object, list[Slot]] = {}
-    for slot in targets.slots:
-        # Of a state dict, tied tensors are different objects over one memory. What is replaced is known by its object.
-        tied.setdefault(id(slot.tensor) if choice.fresh(slot.tensor) else memory_of(slot.tensor), []).append(slot)
+    groups = _fit_rows(targets.slots, names, choice, found)
     elsewhere = {
         id(slot.tensor): prefix + slot.name
         for prefix, module in targets.selves.items()
         for slot in all_slots(module)
         if prefix + slot.name in names
     }
-    for slots in tied.values():
+    for slots in groups:
         identity = id(slots[0].tensor)
         if identity in elsewhere and not any(slot.name in names for slot in slots):
             found.followers += slots
@@ -250,8 +254,46 @@ def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
         names.take_under(prefix)
     order = {slot.name: number for number, slot in enumerate(targets.slots)}
     found.missing.sort(key=lambda name: order.get(name, len(order)))
+    # Where two share memory, the last one wins.
+    found.matches.sort(key=lambda one: order[one.slots[0].name])
     found.unexpected = names.unexpected
     return found
+
+
+def _fit_rows(slots: Sequence[Slot], names: Names, choice: Choice, found: Fit) -> list[list[Slot]]:
+    """Match dense tensors that are filled in place and share no memory, by columns; the others, those of one memory together."""
+    dense, memories, addresses = [], dict[int, object](), dict[int, int]()
+    for number, slot in enumerate(slots):
+        target = slot.tensor
+        if choice.fresh(target):
+            # Of a state dict, tied tensors are different objects over one memory. What is replaced is known by its object.
+            memories[number] = id(target)
+            continue
+        if type(target) in PLAIN and not is_sharded(target) and is_dense(target) and _fixed(target, choice) is None:
+            dense.append(number)
+        else:
+            memories[number] = memory = memory_of(target)
+            if not isinstance(memory, tuple):
+                continue
+        addresses[number] = target.data_ptr()
+    counts = Counter(addresses.values())
+    doubles = {name for name, count in Counter(slot.name for slot in slots).items() if count > 1}
+    alone = [n for n in dense if addresses[n] and counts[addresses[n]] == 1 and slots[n].name not in doubles]
+    met = match_dense(names, [slots[number].name for number in alone], [slots[number].tensor for number in alone])
+    others = apart(met.rows, [slot.tensor for number, slot in enumerate(slots) if number in memories and number in addresses])
+    for at, kept in enumerate((~others).tolist()):
+        if not kept:
+            found.matches.append(Match((slots[alone[met.taken[at]]],), met.rows.fill(at).lazy))
+    kept_at = np.flatnonzero(~others).tolist()
+    found.rows = met.rows.only(kept_at) if len(kept_at) < len(met.rows) else met.rows
+    found.row_slots = [slots[alone[met.taken[at]]] for at in kept_at]
+    found.matches += [Match((slots[alone[at]],), part) for at, part in met.parts]
+    taken = {alone[at] for at in (*met.taken, *(at for at, _ in met.parts))}
+    tied: dict[object, list[Slot]] = {}
+    for number, slot in enumerate(slots):
+        if number not in taken:
+            tied.setdefault(memories.get(number) or memory_of(slot.tensor), []).append(slot)
+    return list(tied.values())
 
 
 def _match(slots: list[Slot], names: Names, choice: Choice, *, found: Fit, strict: bool) -> None:

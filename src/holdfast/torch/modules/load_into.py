@@ -41,6 +41,7 @@ from holdfast.torch.modules.match import Names
 from holdfast.torch.modules.wrappers import names_put_back, plain_name, renamed
 from holdfast.torch.tensors.allocate import Want, make_fresh, read_tensors
 from holdfast.torch.tensors.fill import Progress, fill
+from holdfast.torch.tensors.fill_rows import fill_rows
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
 from holdfast.torch.tensors.scratch import Fill
@@ -218,14 +219,18 @@ class Load:
         fresh = make_fresh(wants)
         found.notes += fresh.notes
         try:
-            found.notes += fill([*fills, *fresh.fills], progress, max_host_memory=self._max_host_memory)
+            if found.rows is not None:
+                there = [at for at, slot in enumerate(found.row_slots) if id(slot.tensor) not in replaced]
+                found.notes += fill_rows(found.rows.only(there), progress, max_host_memory=self._max_host_memory)
+            more = fill([*fills, *fresh.fills], progress, max_host_memory=self._max_host_memory)
+            found.notes += [note for note in more if note not in found.notes]
         except HoldfastError as error:
-            if fills:
+            if fills or found.row_slots:
                 error.add_note("tensors that were to be filled in place may have been written to in part")
             raise
         for match in anew:
             replaced[id(match.target)] = _like(match.target, fresh.tensors[match.slots[0].name])
-        for slot in [*(slot for match in found.matches for slot in match.slots), *found.followers]:
+        for slot in [*(slot for match in found.matches for slot in match.slots), *found.row_slots, *found.followers]:
             if id(slot.tensor) in replaced:
                 slot.put(replaced[id(slot.tensor)])
 
@@ -253,9 +258,11 @@ class Load:
                 hook(module, Incompatible(list(found.missing), list(found.unexpected)))
 
     def _report(self, found: Fit, selves: list[Own]) -> Loaded:
-        loaded = {slot.name for match in found.matches for slot in match.slots} | {slot.name for slot in found.followers}
+        loaded = {slot.name for match in found.matches for slot in match.slots}
+        loaded |= {slot.name for slot in (*found.row_slots, *found.followers)}
         names = [slot.name for slot in self._targets.slots if slot.name in loaded]
         lazies = [part for match in found.matches for part in _parts(match.found)]
+        nbytes = 0 if found.rows is None else int(found.rows.nbytes.sum())
         notes = list(found.notes)
         for prefix in self._targets.selves:
             notes += [f"{prefix.removesuffix('.') or 'the module'} has its own way of loading, and was handed a state dict"]
@@ -269,7 +276,7 @@ class Load:
             tuple(found.missing),
             tuple(found.unexpected),
             tuple(found.casts),
-            sum(lazy.nbytes for lazy in lazies) + sum(own.nbytes for own in selves),
+            sum(lazy.nbytes for lazy in lazies) + nbytes + sum(own.nbytes for own in selves),
             tuple(notes),
             tuple(meta),
         )

@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 from msgspec import Struct, field
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.match import match, meet
 from holdfast.core.sharing import identity
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path
+from holdfast.core.value import Value
 from holdfast.errors import DoesNotFit, Unsupported
 from holdfast.plan.table import table_of
+from holdfast.torch.tensors.fill_rows import RowFills
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.tree import ABSENT, find_value
 
@@ -146,6 +150,44 @@ class Outcome(Struct):
             mismatched=self.mismatched,
             file=names.checkpoint.path,
         )
+
+
+class DenseMatch(Value, frozen=True, eq=False):
+    """What a checkpoint has for tensors that are dense memory, and share none."""
+
+    rows: RowFills
+    """Rows that are one range each."""
+    taken: list[int]
+    """Numbers of the tensors that they fill."""
+    parts: list[tuple[int, LazyTensor]]
+    """Tensors in several pieces, each with the number of the one that it fills."""
+    others: list[int]
+    """Numbers of the tensors that are not found, or do not get the bytes just as they are."""
+
+
+def match_dense(names: Names, own: Sequence[str], tensors: Sequence[torch.Tensor]) -> DenseMatch:
+    """Match tensors with rows of a checkpoint by their names, and take those names."""
+    table = names.table
+    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+    found = match(table.rows, table.kind, [names.prefix + name for name in own], kinds, partial(_kind_problem, table))
+    table = table.located(found.source)
+    met = meet(table, found.source, [None] * len(found.source))
+    taken = [found.target[pair] for pair in met.rows]
+    rows = RowFills(table, [found.source[pair] for pair in met.rows], [tensors[at] for at in taken])
+    parts = [(found.target[part.pair], part.tensor) for part in met.parts]
+    names.take_all(own[at] for at in found.target)
+    return DenseMatch(rows, taken, parts, sorted({*found.missing, *found.refused}))
+
+
+def _kind_problem(table: Table, kind: int, target: tuple[torch.dtype, torch.Size]) -> str | None:
+    """Why a tensor of a dtype and shape does not get the bytes of a row of a kind just as they are; None where it does."""
+    own = table.kinds[kind]
+    if own.traits.meta or own.dtype.packed or own.dtype.kind == "quantized" or own.shape != target[1]:
+        return "another shape"
+    try:
+        return None if torch_dtype(own.dtype) is target[0] else "another dtype"
+    except Unsupported as error:
+        return error.message
 
 
 def match_tied(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -26,20 +25,18 @@ from torch import nn
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
-from holdfast.core.match import match, meet, meet_boxes
-from holdfast.core.table import Table
+from holdfast.core.match import meet_boxes
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, rebuilt, values_inside
 from holdfast.core.value import Value
 from holdfast.engine.arrays import Resident
-from holdfast.errors import Unsupported
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.rewrite.state import Stateful, is_stateful, stateful_keys
-from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed
+from holdfast.torch.modules.match import Names, Outcome, match_dense, match_tied, plain_problem, short, squeezed
 from holdfast.torch.modules.wrappers import plainly_named
 from holdfast.torch.ranks.shards import PLAIN, is_sharded, shards_of
-from holdfast.torch.tensors.fill_rows import RowFills, overlapping
+from holdfast.torch.tensors.fill_rows import RowFills, apart, is_dense
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.to_lazy import memory_of
@@ -250,23 +247,14 @@ class Matching:
 
     def _matched(self, leaves: list[Leaf], alone: list[int]) -> list[int]:
         """Match plain tensors that share no memory, by columns; the numbers of those that take a closer look."""
-        names, table = self._names, self._names.table
         tensors = [cast(torch.Tensor, leaves[number].value) for number in alone]
-        kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
         own = [leaves[number].name for number in alone]
-        found = match(table.rows, table.kind, [names.prefix + name for name in own], kinds, partial(_kind_problem, table))
-        table = table.located(found.source)
-        met = meet(table, found.source, [None] * len(found.source))
-        taken = [found.target[pair] for pair in met.rows]
-        self._rows = RowFills(table, [found.source[pair] for pair in met.rows], [tensors[at] for at in taken])
-        self._row_numbers = [alone[at] for at in taken]
-        for part in met.parts:
-            at = found.target[part.pair]
-            self._give(alone[at], [Fill(part.tensor, tensors[at].detach())], names.prefix + own[at])
-            taken.append(at)
-        self._wanted.names += [own[at] for at in taken]
-        names.take_all([own[at] for at in taken])
-        return [alone[at] for at in sorted({*found.missing, *found.refused})]
+        found = match_dense(self._names, own, tensors)
+        self._rows, self._row_numbers = found.rows, [alone[at] for at in found.taken]
+        for at, part in found.parts:
+            self._give(alone[at], [Fill(part, tensors[at].detach())], self._names.prefix + own[at])
+        self._wanted.names += [own[at] for at in (*found.taken, *(at for at, _ in found.parts))]
+        return [alone[at] for at in found.others]
 
     def _give(self, number: int, fills: list[Fill], whole: str | None) -> None:
         """Note what a leaf is filled with; `whole` is the checkpoint's name for all of it."""
@@ -277,13 +265,10 @@ class Matching:
     def _settle(self) -> None:
         """What is filled by columns, and what is not: targets that share memory are filled in the order of the state."""
         rows, wanted = self._rows, self._wanted
-        fills = [*rows.targets, *(one.target for _, one in self._fills)]
-        nbytes = np.concatenate((rows.nbytes, np.array([_reach(one.target) for _, one in self._fills], np.int64)))
-        shared = overlapping(fills, nbytes)[: len(rows)]
-        apart = shared | rows.remote
-        for at in np.flatnonzero(apart).tolist():
+        others = apart(rows, [one.target for _, one in self._fills])
+        for at in np.flatnonzero(others).tolist():
             self._fills.append((self._row_numbers[at], rows.fill(at)))
-        wanted.rows = rows.only(np.flatnonzero(~apart).tolist()) if apart.any() else rows
+        wanted.rows = rows.only(np.flatnonzero(~others).tolist()) if others.any() else rows
         self._fills.sort(key=lambda pair: pair[0])
         wanted.fills = [one for _, one in self._fills]
         if self._size > 1:
@@ -334,17 +319,6 @@ class Matching:
         return f"{short(here)} here, {short(own)} in the checkpoint; pass cast=True to convert"
 
 
-def _kind_problem(table: Table, kind: int, target: tuple[torch.dtype, torch.Size]) -> str | None:
-    """Why a tensor of a dtype and shape does not get the bytes of a row of a kind just as they are; None where it does."""
-    own = table.kinds[kind]
-    if own.traits.meta or own.dtype.packed or own.dtype.kind == "quantized" or own.shape != target[1]:
-        return "another shape"
-    try:
-        return None if torch_dtype(own.dtype) is target[0] else "another dtype"
-    except Unsupported as error:
-        return error.message
-
-
 def _apart(leaves: Sequence[Leaf], values: set[int]) -> tuple[list[int], list[list[int]]]:
     """Numbers of plain, dense tensors that begin where no other does; and all others, those of one memory together.
 
@@ -360,7 +334,7 @@ def _apart(leaves: Sequence[Leaf], values: set[int]) -> tuple[list[int], list[li
         if not isinstance(value, torch.Tensor) or is_sharded(value):
             memories[number] = _memory(leaf)
             continue
-        if type(value) in PLAIN and _is_dense(value):
+        if type(value) in PLAIN and is_dense(value):
             dense.append(number)
         else:
             memories[number] = memory = memory_of(value)
@@ -373,19 +347,6 @@ def _apart(leaves: Sequence[Leaf], values: set[int]) -> tuple[list[int], list[li
     for number in sorted({*memories, *dense}.difference(alone)):
         tied.setdefault(memories.get(number) or _memory(leaves[number]), []).append(number)
     return alone, list(tied.values())
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is memory with one element behind the other, and nothing else to know of them."""
-    usual = (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided and not tensor.is_nested
-    return usual and not tensor.is_quantized and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _reach(target: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to behind its last."""
-    if not target.numel():
-        return 0
-    return (sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1) * target.element_size()
 
 
 def _parts(leaf: Leaf) -> tuple[tuple[int, ...], torch.dtype, list[tuple[Box, torch.Tensor]]]:

@@ -108,6 +108,25 @@ def overlapping(targets: Sequence[torch.Tensor], nbytes: Ints) -> Bools:
     return found
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is memory with one element behind the other, and nothing else to know of them."""
+    usual = (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided and not tensor.is_nested
+    return usual and not tensor.is_quantized and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def reach_nbytes(target: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to behind its last."""
+    if not target.numel():
+        return 0
+    return (sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1) * target.element_size()
+
+
+def apart(rows: RowFills, others: Sequence[torch.Tensor]) -> Bools:
+    """Which rows are not filled by columns: those whose targets share memory with another, and those of remote stores."""
+    nbytes = np.concatenate((rows.nbytes, np.array([reach_nbytes(target) for target in others], np.int64)))
+    return overlapping([*rows.targets, *others], nbytes)[: len(rows)] | rows.remote
+
+
 def fill_rows(fills: RowFills, progress: Progress | None = None, *, max_host_memory: int | None = None) -> list[str]:
     """Fill every target. None of them overlap. Raises for the first row that cannot be read as it was written; gives notes."""
     if not fills.rows:
