@@ -310,13 +310,8 @@ def test_the_totals_go_down():
 SECOND_WAYS = {
     "core/columns.py",
     "engine/columns.py",
-    "engine/records.py",
     "formats/torch/writer.py",
     "inspect/storage_rows.py",
-    "rewrite/convert.py",
-    "rewrite/small.py",
-    "torch/cuda/columns.py",
-    "torch/serialization/pickling.py",
 }
 """Modules that choose another way where there are few tensors, or many. None is added, and each goes with its second way."""
 
