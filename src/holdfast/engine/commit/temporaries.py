@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from holdfast.engine.commit.replaced import ReplacedFiles
@@ -102,8 +102,11 @@ def _stem(name: str, longest: int) -> str:
     return f"{start}~{digest}"
 
 
-def _ours(name: str, *, suffix: str, longest: int) -> re.Pattern[str]:
-    return re.compile(rf"\.{re.escape(_stem(name, longest))}\.[0-9a-f]{{16}}\.{suffix}")
+def _ours(name: str, *, suffix: str, longest: int) -> Callable[[str], bool]:
+    """Whether an entry of a directory is a temporary of this target."""
+    # A pattern with the name in it would be compiled for every save.
+    prefix, rest = f".{_stem(name, longest)}.", re.compile(rf"[0-9a-f]{{16}}\.{suffix}")
+    return lambda entry: entry.startswith(prefix) and rest.fullmatch(entry, len(prefix)) is not None
 
 
 class LockedName:
@@ -199,7 +202,7 @@ def clean(files: Files, name: str, *, at: int, directories: bool, longest: int) 
     synced before one is emptied.
     """
     with suppress(OSError):
-        ours: re.Pattern[str] | None = None
+        ours: Callable[[str], bool] | None = None
         entries = files.list(at)
         note_listing(files, at, len(entries))
         for entry in entries:
@@ -207,7 +210,7 @@ def clean(files: Files, name: str, *, at: int, directories: bool, longest: int) 
             if not entry.startswith(".") or not is_temporary(entry):
                 continue
             ours = ours or _ours(name, suffix="(tmp|old)", longest=longest)
-            own = ours.fullmatch(entry) is not None
+            own = ours(entry)
             if own or entry.endswith(".tmp"):
                 with suppress(OSError):
                     _clean_one(files, entry, name=name, at=at, directories=directories, own=own)
@@ -250,7 +253,7 @@ def unfinished(path: AnyPath) -> list[str]:
     at = files.open_directory(parent)
     try:
         ours = _ours(name, suffix="tmp", longest=files.longest_name(at))
-        found = [entry for entry in files.list(at) if ours.fullmatch(entry)]
+        found = [entry for entry in files.list(at) if ours(entry)]
         return [os.path.join(parent, entry) for entry in found if (there := files.stat(entry, at=at)) and there.kind == "directory"]
     finally:
         files.close(at)
@@ -284,7 +287,7 @@ def empty(files: Files, directory: LockedName, names: list[str], *, sizes: Mappi
 def set_aside(files: Files, name: str, *, at: int, longest: int) -> list[str]:
     """The names of directories that were moved aside for a target."""
     aside = _ours(name, suffix="old", longest=longest)
-    names = [entry for entry in files.list(at) if aside.fullmatch(entry)]
+    names = [entry for entry in files.list(at) if aside(entry)]
     found = [(entry, files.stat(entry, at=at)) for entry in names]
     return [entry for entry, what in found if what is not None and what.kind == "directory"]
 
