@@ -66,3 +66,22 @@ def test_a_slice_of_a_row_is_a_small_value(many):
         part = ckpt["layers.7.w.3"][1:]
         assert len(pickle.dumps(part)) < 2000
         assert part.renamed("other").numpy().tolist() == [703]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_one_damaged_tensor_of_very_many_is_named(many, name, tmp_path):
+    copy = tmp_path / name
+    holdfast.copy(many / name, copy)
+    with holdfast.open(copy) as ckpt:
+        (storage,) = ckpt["layers.321.w.7"].storages
+        file = copy / storage.key if copy.is_dir() else copy
+        with file.open("r+b") as changed:
+            changed.seek(storage.start + 3)
+            changed.write(b"\xff")
+        for read in (ckpt.read, ckpt["layers.321.w.7"].numpy):
+            with pytest.raises(holdfast.errors.Corrupted) as caught:
+                read()
+            found = caught.value
+            assert (found.tensor, found.file, found.offset) == ("layers.321.w.7", storage.key, storage.start)
+    (damage,) = holdfast.verify(copy).damaged
+    assert (damage.tensors, damage.file, damage.offset) == (("layers.321.w.7",), str(file), storage.start)
