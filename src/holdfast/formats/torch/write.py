@@ -274,7 +274,7 @@ class RecordStorages:
         self._numbers = [source if isinstance(source, int) else ODD for source in sources]
         self._tensors = {at: source.tensor() for at, source in enumerate(sources) if not isinstance(source, int)}
         rest = [*self._tensors]
-        self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()])
+        self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()]) if rest else NO_TENSORS
         self._place = {at: row for row, at in enumerate(rest)}
         self.apart = [rest[row] for row in self._others.odd]
         """Records that are read by themselves."""
