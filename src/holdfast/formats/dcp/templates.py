@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
@@ -107,11 +108,13 @@ class IndexTable(MetadataTable):
 
     def begin(self, limits: Limits, nbytes: int) -> None:
         super().begin(limits, nbytes)
-        self._templates: RecordTemplates | None = None
+        self._templates: ref[RecordTemplates] | None = None
+        """Of the machine at work, which holds them; they hold its state, and that this table."""
 
     def templates(self, state: State) -> RecordTemplates:
-        self._templates = RecordTemplates(state)
-        return self._templates
+        made = RecordTemplates(state)
+        self._templates = ref(made)
+        return made
 
     def find(self, module: str, name: str) -> object:
         found = super().find(module, name)
@@ -121,15 +124,15 @@ class IndexTable(MetadataTable):
 
     def build(self, obj: object, state: object) -> object:
         made = super().build(obj, state)
-        if type(made) is StoredTensor and self._templates is not None:
-            self._templates.built(made, self.offset)
+        if type(made) is StoredTensor and self._templates is not None and (templates := self._templates()) is not None:
+            templates.built(made, self.offset)
         return made
 
 
 class RecordTemplates:
     """Looks at what follows the class of a tensor or of an item's index, and takes it where it is known."""
 
-    __slots__ = ("_item", "_items", "_lengths", "_started", "_state", "_tensor", "_tensors", "made", "opcodes")
+    __slots__ = ("__weakref__", "_item", "_items", "_lengths", "_started", "_state", "_tensor", "_tensors", "made", "opcodes")
 
     def __init__(self, state: State) -> None:
         self._state = state
