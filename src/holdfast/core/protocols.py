@@ -54,6 +54,10 @@ class Store(Protocol):
         """Whether it wants to be read by one thread, from front to back: going back may mean to begin again at the start."""
 
     @property
+    def exact(self) -> bool:
+        """Whether only the ranges that are needed may be read: a longer read may have zeros where a shorter one has content."""
+
+    @property
     def requests(self) -> int:
         """How many reads it wants under way at once because each is a journey, however short; 0 for one that is near."""
 
@@ -286,6 +290,10 @@ class BaseStore:
 
     @property
     def in_order(self) -> bool:
+        return False
+
+    @property
+    def exact(self) -> bool:
         return False
 
     @property

@@ -83,6 +83,8 @@ def _looked_at(segment: Data, start: int, stop: int) -> memoryview:
 class PlannedStore(Virtual):
     """The files of a plan under their keys."""
 
+    exact = True
+
     def __init__(self, files: Iterable[FilePlan], *, name: str, linked: Iterable[LinkedFile] = ()) -> None:
         super().__init__(name)
         plans = list(files)

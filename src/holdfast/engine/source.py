@@ -71,7 +71,7 @@ class OpenSource:
         content = store.map(key) if store.resident else None
         if content is not None and 0 <= start <= stop <= content.nbytes:
             return bytes(content[start:stop])
-        if 0 <= start <= stop <= HEAD_NBYTES and not store.requests:
+        if 0 <= start <= stop <= HEAD_NBYTES and not (store.requests or store.exact):
             head = self._head(key)
             if stop <= len(head):
                 return head[start:stop]

@@ -66,6 +66,10 @@ class Virtual(BaseStore):
         return None if self._over is None else self._over.block_nbytes
 
     @property
+    def exact(self) -> bool:
+        return self._over is not None and self._over.exact
+
+    @property
     def requests(self) -> int:
         return 0 if self._over is None else self._over.requests
 
