@@ -56,7 +56,9 @@ def write_around(path: Path, file: FilePlan) -> int:
     """Everything of a file but its data."""
     crcs = {s.label: zeros_crc(s.nbytes) for s in file.segments if isinstance(s, Data)}
     for segment in file.segments:
-        if isinstance(segment, Gathered):
+        if isinstance(segment, Gathered) and segment.zeros is not None:
+            crcs |= segment.zeros()[1]
+        elif isinstance(segment, Gathered):
             crcs |= {label: zeros_crc(nbytes) for label, nbytes in zip(segment.labels, segment.lengths, strict=True)}
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
@@ -65,6 +67,8 @@ def write_around(path: Path, file: FilePlan) -> int:
             match segment:
                 case Literal(data):
                     os.pwrite(descriptor, data, offset)
+                case Gathered(zeros=zeros) if zeros is not None:
+                    os.pwrite(descriptor, zeros()[0], offset)
                 case Late():
                     os.pwrite(descriptor, segment.make(crcs), offset)
     finally:

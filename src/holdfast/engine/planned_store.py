@@ -1,8 +1,8 @@
 """A store over a save that has not been written: what its files will hold, as far as it is known and somebody asks.
 
     Literal, Memory    the bytes themselves
-    Gathered           made, and kept: it says the checksums that stand in it, and those have to be in other segments, too; zeros
-                       where it is data and nothing else
+    Gathered           made of zeros in place of its data, and kept: it says the checksums that stand in it, and those have to be in
+                       other segments, too; zeros where it is data and nothing else
     Late               made with a checksum of 0 for all data: no format refuses one when it opens a file
     Data               zeros, which cost nothing. Only a reader that looks into one segment and not past it gets its bytes: a record
                        that is copied from another archive and described, a program or sample inputs
@@ -31,8 +31,8 @@ class PlannedFile:
         self._crcs = crcs
         self._made: dict[int, bytes] = {}
         for number, segment in enumerate(plan.segments):
-            if isinstance(segment, Gathered) and not segment.bare:
-                self._made[number], known = segment.content()
+            if isinstance(segment, Gathered) and segment.zeros is not None:
+                self._made[number], known = segment.zeros()
                 crcs.update(known)
 
     def read(self, start: int, out: memoryview) -> None:
@@ -47,7 +47,7 @@ class PlannedFile:
             if isinstance(segment, Data):
                 inside = begin <= start < stop <= end
                 pieces.append(_looked_at(segment, low - begin, high - begin) if inside else bytes(high - low))
-            elif isinstance(segment, Gathered) and segment.bare:
+            elif isinstance(segment, Gathered) and segment.zeros is None:
                 pieces.append(bytes(high - low))
             elif (low, high) == (begin, end):
                 pieces.append(self._content(at, segment))

@@ -116,15 +116,12 @@ class Gathered(Value, frozen=True, eq=False):
     """Whether pieces are hashed, too."""
     between: int = 0
     """Bytes that are no data."""
+    zeros: Callable[[], tuple[bytes, Mapping[str, int]]] | None = None
+    """What `make` would give of pieces of zeros, where there is something between them. Nothing is fetched."""
 
     @property
     def data_nbytes(self) -> int:
         return self.nbytes - self.between
-
-    @property
-    def bare(self) -> bool:
-        """Whether there is nothing between the pieces."""
-        return self.lengths is not None
 
     def content(self) -> tuple[bytes, Mapping[str, int]]:
         """What it makes, of the length that it has."""

@@ -397,7 +397,8 @@ class _Stretch(Value, frozen=True, eq=False):
             labels = self._labels(low, high)
             nbytes = int(self.stops[high - 1]) - begin
             between = nbytes - int(self.nbytes[low:high].sum())
-            found.append(Gathered(nbytes, labels, partial(self.make, low, high, labels), between=between))
+            make = partial(self.make, low, high, labels)
+            found.append(Gathered(nbytes, labels, make, between=between, zeros=partial(make, zeros=True)))
             low = high
         return found
 
@@ -468,10 +469,14 @@ class _Stretch(Value, frozen=True, eq=False):
             made[:, ENTRY.size + wide :] = self._far_blocks(low, high)
         return made
 
-    def make(self, low: int, high: int, labels: Sequence[str]) -> tuple[bytes, dict[str, int]]:
+    def make(self, low: int, high: int, labels: Sequence[str], *, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
         """The bytes of some and their checksums. What is no data is made as one row of bytes, cut where the data belongs."""
-        pieces = self.records.content.read(range(self.first + low, self.first + high))
         nbytes, headers, starts = self.nbytes[low:high], self.headers[low:high], self.starts[low:high]
+        if zeros:
+            blank = memoryview(bytes(int(nbytes.max())))
+            pieces: Sequence[bytes | memoryview] = [blank[:count] for count in nbytes.tolist()]
+        else:
+            pieces = self.records.content.read(range(self.first + low, self.first + high))
         tails = self.stops[low:high] - starts - nbytes
         crcs = np.array(crc32_each(pieces), np.int64) if self.crc else np.zeros(len(pieces), np.int64)
         passed = np.cumsum(nbytes)
