@@ -314,7 +314,7 @@ def watched(clock: Clock) -> Iterator[None]:
     places = [(torch_open, "read_rows", "open"), (allocate, "make_fresh", "allocate"), (allocate, "fill", "plan")]
     before = [getattr(module, name, None) for module, name, _ in places]
 
-    def timed_pump(tasks, blocks, *, threads, read, put, meanwhile=None):
+    def timed_pump(tasks, blocks, *, threads, read, put):
         began = clock.now()
         clock.spent.setdefault("until the pipeline", began)
 
@@ -330,13 +330,7 @@ def watched(clock: Clock) -> Iterator[None]:
             clock.add("put", start)
             return TimedMark(mark, clock)
 
-        def timed_meanwhile():
-            start = clock.now()
-            if meanwhile is not None:
-                meanwhile()
-            clock.add("allocate", start)
-
-        pump(tasks, blocks, threads=threads, read=timed_read, put=timed_put, meanwhile=timed_meanwhile)
+        pump(tasks, blocks, threads=threads, read=timed_read, put=timed_put)
         clock.readers = max(clock.readers, threads)
         clock.add("pipeline", began)
         clock.spent["end"] = clock.now()

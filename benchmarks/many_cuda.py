@@ -516,7 +516,7 @@ def courses(label: str, side: Side) -> None:
             self._mark.synchronize()
             spent["land"] += time.perf_counter() - begin
 
-    def timed_pump(tasks, blocks, *, threads, read, put, meanwhile=None):
+    def timed_pump(tasks, blocks, *, threads, read, put):
         began = time.perf_counter()
         reads: list[tuple[float, float]] = []
 
@@ -533,7 +533,7 @@ def courses(label: str, side: Side) -> None:
             spent["put"] += time.perf_counter() - begin
             return Timed(mark)
 
-        before(tasks, blocks, threads=threads, read=timed_read, put=timed_put, meanwhile=meanwhile)
+        before(tasks, blocks, threads=threads, read=timed_read, put=timed_put)
         spent["pump"] += time.perf_counter() - began
         spent["read"], spent["read cpu"] = sum(wall for wall, _ in reads), sum(cpu for _, cpu in reads)
         spent["readers"], spent["tasks"] = threads, len(reads)

@@ -15,7 +15,7 @@
    would keep the block.
 4. Long fresh ones are carved from one large allocation: memory for all of them is asked of torch's allocator at once and given
    back, and the allocator then cuts it up. The storages are as separate as always; only cudaMalloc is called once and not for
-   each. That is done while the first blocks are read.
+   each. That is done before the first block is read, as is all that is planned.
 5. A row whose bytes have another checksum than its file records is found in its block, or when its last piece has passed by.
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import chain, pairwise, repeat
+from itertools import pairwise, repeat
 
 import numpy as np
 import torch
@@ -127,20 +127,21 @@ def load_rows(
         for store in stores:
             open_stores.enter_context(store.reading())
         moves = {id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in _plans(groups, size, readers)}
+        # All of it before the first is read: beside readers, each call into torch would wait for the interpreter lock.
+        tasks = [task for move in moves.values() for task in move.prepare()]
+        for lane in found.values():
+            lane.follow()
         blocks = POOL.lend(count, size.nbytes)
         locked = all(block.locked for block in blocks)
         try:
             if blocks:
                 pump(
-                    chain.from_iterable(move.plan.tasks() for move in moves.values()),
+                    tasks,
                     blocks,
                     threads=readers,
                     read=lambda task, block: moves[id(task.plan)].read(task, block),
                     put=partial(_put_all, moves=moves, found=found, progress=progress),
-                    meanwhile=lambda: _prepare(moves.values(), found),
                 )
-            else:
-                _prepare(moves.values(), found)
         finally:
             POOL.take_back(blocks)
         for move in moves.values():
@@ -167,14 +168,6 @@ def load_fills(
 
 def _plans(groups: Sequence[DeviceRows], size: Size, readers: int) -> Iterator[RowPlan]:
     return (RowPlan(rows, size.nbytes, readers=readers) for rows in groups)
-
-
-def _prepare(moves: Iterable[Move], found: Mapping[torch.device, Lane]) -> None:
-    """Make the tensors that are filled. The side streams wait for whoever had their memory before."""
-    for move in moves:
-        move.prepare()
-    for lane in found.values():
-        lane.follow()
 
 
 def reserve(wanted: Iterable[tuple[torch.device, int]]) -> None:
@@ -262,15 +255,15 @@ class Move:
         self.plan, self._lane, self._losses = plan, lane, losses
         self._sums: dict[int, Sums] = {}
         """Of rows that come in several pieces, by their positions."""
-        self._rows: dict[int, torch.Tensor] = {}
-        """The bytes of tensors to which rows are copied straight, by their positions."""
+        self._places: dict[tuple[int, int], torch.Tensor] = {}
+        """The bytes that a row is copied to straight, by its position and how many of its bytes came before."""
         self._kinds: dict[tuple[torch.dtype, torch.Size], ByteKind] = {}
         plan.rows.tensors = [None] * len(plan.rows.ranges)
 
-    # On the thread of the caller, while the first blocks are read.
+    # On the thread of the caller, before anything is read.
 
-    def prepare(self) -> None:
-        """Make long tensors, and empty ones; look at the bytes of those to which rows are copied straight."""
+    def prepare(self) -> list[BlockTask]:
+        """Make long tensors, and empty ones; plan the tasks, and cut the long tensors where blocks end."""
         plan, rows = self.plan, self.plan.rows
         device, made = rows.device, rows.tensors
         straight = np.flatnonzero(plan.straight).tolist()
@@ -285,7 +278,18 @@ class Move:
                 target = made[int(plan.order[position])] = torch.empty(target.shape, dtype=target.dtype, device=device)
             if isinstance(target, torch.Tensor):
                 row = flat(target)
-                self._rows[position] = row if row.dtype is torch.uint8 else row.view(torch.uint8)
+                self._places[position, 0] = row if row.dtype is torch.uint8 else row.view(torch.uint8)
+        tasks = [*plan.tasks()]
+        parts: dict[int, list[tuple[int, int]]] = {}
+        for stretch in (stretch for task in tasks for read in task.reads for stretch in read.stretches):
+            if stretch.last == stretch.first + 1 and plan.straight.item(stretch.first):
+                parts.setdefault(stretch.first, []).append((stretch.skip, stretch.nbytes))
+        for position, cuts in parts.items():
+            if len(cuts) > 1:
+                skips, lengths = zip(*cuts, strict=True)
+                views = self._places[position, 0].split(lengths)
+                self._places.update(zip(zip([position] * len(skips), skips, strict=True), views, strict=True))
+        return tasks
 
     # On the threads of the readers.
 
@@ -400,8 +404,7 @@ class Move:
         self._convert(first, one, arrived[at % ALIGNMENT :][:nbytes], one.target[skip // width : (skip + nbytes) // width])
 
     def _copy(self, position: int, skip: int, nbytes: int, at: int, block: HostBlock, copies: Copies) -> None:
-        row = self._rows[position]
-        copies.targets.append(row if nbytes == self.plan.nbytes.item(position) else row[skip : skip + nbytes])
+        copies.targets.append(self._places[position, skip])
         # Not a view of the block's tensor: to make one would give the interpreter lock away.
         copies.values.append(torch.from_numpy(block.array[at : at + nbytes]))
 

@@ -68,10 +68,9 @@ def pump(
     threads: int,
     read: Callable[[Task, Block], None],
     put: Put[Task, Block],
-    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Bring every task through a block: `read` on one of the threads, then `put` on this one, several together. `put` marks what it
-    started. `meanwhile` is done on this one before the first `put`, while the readers begin.
+    started.
 
     Tasks begin in their order and may end in another. Raises the first failure when everything has come to rest.
     """
@@ -129,8 +128,6 @@ def pump(
         # To start a thread takes as long as to have the interpreter lock twice. So the caller starts a few, and those the others.
         for number in range(min(LEADERS, threads)):
             begin(partial(lead, len(range(number + LEADERS, threads, LEADERS))))
-        if meanwhile is not None:
-            meanwhile()
         if not readers:
             _alone(waiting, blocks[0], read, put)
         while ended < len(begun):
