@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import gc
 import io
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,6 +216,23 @@ def test_a_failure_keeps_nobodys_variables(tmp_path: Path, no_collector: None):
 
     check(call)
     assert kept[0]() is None
+
+
+@pytest.mark.parametrize("left", [0.3, 0.6, 0.99])
+def test_an_index_that_ends_early_leaves_no_cycle(files: Path, tmp_path: Path, no_collector: None, left: float):
+    path = tmp_path / "dcp"
+    shutil.copytree(files / "dcp", path)
+    content = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(content[: int(len(content) * left)])
+
+    def call() -> None:
+        try:
+            holdfast.open(path).close()
+        except holdfast.HoldfastError:
+            return
+        pytest.fail("nothing was raised")
+
+    check(call)
 
 
 def _knowing_themselves(tree: ast.AST) -> Iterator[str]:
