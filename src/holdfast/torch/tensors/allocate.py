@@ -93,7 +93,7 @@ def read_tensors(
     with resting_collector():
         wants = {name: Want(lazy, wanted_dtype(lazy, dtype), device or CPU) for name, lazy in tensors.items()}
         fresh = make_fresh(wants)
-    wanted_in_large_pages((one.target.data_ptr(), one.target.nbytes) for one in fresh.fills if one.target.is_cpu)
+    _want_large_pages(fresh)
     for note in fill(fresh.fills, progress, max_host_memory=max_host_memory):
         warnings.warn(note, HoldfastWarning, stacklevel=3)
     return fresh.tensors
@@ -116,6 +116,7 @@ def read_rows(
         here = _in_memory(device)
         for one in found if here else ():
             _read_to_memory(one.rows)
+    _want_large_pages(fresh)
     on_gpu = [] if here else [one.rows for one in found]
     notes = fill(fresh.fills, rows=on_gpu, max_host_memory=max_host_memory)
     for note in notes:
@@ -124,6 +125,10 @@ def read_rows(
     for one in found:
         made.update((name, tensor) for name, tensor in zip(one.names, one.rows.tensors, strict=True) if tensor is not None)
     return made
+
+
+def _want_large_pages(fresh: Fresh) -> None:
+    wanted_in_large_pages((one.target.data_ptr(), one.target.nbytes) for one in fresh.fills if one.target.is_cpu)
 
 
 def _in_memory(device: torch.device) -> bool:
