@@ -97,9 +97,13 @@ def state(seed: int = 0) -> dict[str, object]:
     }
 
 
-def tensors(seed: int = 0) -> dict[str, np.ndarray]:
+LONG = 1200
+"""Rows of tensors that are too long for one write."""
+
+
+def tensors(seed: int = 0, rows: int = 40) -> dict[str, np.ndarray]:
     return {
-        f"layers.{i}.weight": np.random.default_rng(seed * 100 + i).standard_normal((40, 32)).astype(np.float32) for i in range(4)
+        f"layers.{i}.weight": np.random.default_rng(seed * 100 + i).standard_normal((rows, 32)).astype(np.float32) for i in range(4)
     }
 
 
@@ -108,8 +112,8 @@ def values(path: str) -> dict[str, str]:
         return {name: digest(tensor.numpy().tobytes()) for name, tensor in sorted(checkpoint.items())}
 
 
-def expected(seed: int = 0) -> dict[str, str]:
-    return {name: digest(array.tobytes()) for name, array in tensors(seed).items()}
+def expected(seed: int = 0, rows: int = 40) -> dict[str, str]:
+    return {name: digest(array.tobytes()) for name, array in tensors(seed, rows).items()}
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -382,10 +386,10 @@ def failures(folder: str) -> dict[str, object]:
     for name, options in (("model.pt", {}), ("many", {"format": "native"})):
         path = os.path.join(folder, name)
         for number in range(1, 200):
-            holdfast.save(tensors(1), path, overwrite=True, **options)
+            holdfast.save(tensors(1, LONG), path, overwrite=True, **options)
             with Broken(number, ends=False) as broken:
                 try:
-                    holdfast.save(tensors(2), path, overwrite=True, **options)
+                    holdfast.save(tensors(2, LONG), path, overwrite=True, **options)
                     told = 2
                 except NotCommitted:
                     told = 1
@@ -394,10 +398,10 @@ def failures(folder: str) -> dict[str, object]:
             if broken.count < number:
                 break
             there = values(path)
-            assert there in ([expected(told)] if told else [expected(1), expected(2)]), (name, number, told)
+            assert there in ([expected(told, LONG)] if told else [expected(1, LONG), expected(2, LONG)]), (name, number, told)
         assert number > 6, f"{name} took {number} calls"
-        holdfast.save(tensors(3), path, overwrite=True, **options)
-        assert values(path) == expected(3)
+        holdfast.save(tensors(3, LONG), path, overwrite=True, **options)
+        assert values(path) == expected(3, LONG)
     return left(folder)
 
 
@@ -407,18 +411,18 @@ def crashes(folder: str) -> dict[str, object]:
     for name, options in (("model.pt", {}), ("many", {"format": "native"})):
         path = os.path.join(folder, name)
         for number in range(1, 200):
-            holdfast.save(tensors(1), path, overwrite=True, **options)
+            holdfast.save(tensors(1, LONG), path, overwrite=True, **options)
             child = fork()
             if not child:
                 with Broken(number, ends=True):
-                    holdfast.save(tensors(2), path, overwrite=True, **options)
+                    holdfast.save(tensors(2, LONG), path, overwrite=True, **options)
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             there = values(path)
-            assert there in (expected(1), expected(2)), (name, number)
-            found.add((name, there == expected(2)))
-            holdfast.save(tensors(3), path, overwrite=True, **options)
-            assert values(path) == expected(3)
+            assert there in (expected(1, LONG), expected(2, LONG)), (name, number)
+            found.add((name, there == expected(2, LONG)))
+            holdfast.save(tensors(3, LONG), path, overwrite=True, **options)
+            assert values(path) == expected(3, LONG)
             assert not left(folder)["left"], (name, number, left(folder))
             if not os.WEXITSTATUS(status):
                 break
