@@ -250,7 +250,8 @@ class PickleWriter:
         if found is not None:
             self.out.append(found)
             return
-        if "\n" in module + name or any("\ud800" <= sign <= "\udfff" for sign in module + name):
+        text = module + name
+        if "\n" in text or (not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text)):
             self.refuse(f"the global {module[:80]!r} {name[:80]!r}, whose name has no place in a pickle")
             return
         self.mentioned.setdefault(Global(module, name), self.where())

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
@@ -192,20 +192,18 @@ def _swapped(storage: Storage, dtype: DType) -> bool:
 
 
 class Template(Struct, eq=False):
-    """The opcodes of tensors of a kind, and those that were written by them."""
+    """The opcodes of tensors of a kind."""
 
     before: bytes
     """Up to the key of the storage."""
     behind: bytes
     """From there on."""
+    parts: tuple[bytes, ...]
+    """From behind the key on: what stands before each number of the memo."""
     holes: Ints
     """Where in `behind` the numbers of the memo stand; they follow each other."""
     count: int
     """How many."""
-    pieces: list[int] = field(default_factory=list)
-    """Of each tensor, which of the writer's pieces is the one with the numbers."""
-    numbers: list[int] = field(default_factory=list)
-    """Of each tensor, the first of them."""
 
 
 def fill_in(content: bytearray, made: Sequence[Template], at: Ints, numbers: Ints) -> None:
@@ -231,6 +229,8 @@ class PickledKind(Struct, eq=False):
     requires_grad: bool
     parameter: bool
     location: str
+    met: bool = False
+    """Whether one of them is written."""
     new: Template | None = None
     """For tensors whose record is new."""
     known: Template | None = None

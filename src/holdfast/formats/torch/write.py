@@ -19,7 +19,7 @@ storage differs: torch writes all of the storage, this writes what is reached (u
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import PurePath
 
@@ -40,7 +40,7 @@ from holdfast.formats.torch.pickled import NO_ROWS, PickledRows, StorageRecord
 from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.torch.writer import TorchPickle
-from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Records, by_digits, fill_names, lay_out_zip
+from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Records, lay_out_zip
 from holdfast.plan.saves import BATCH, MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
 from holdfast.plan.table import lazy_table, table_of
 
@@ -150,6 +150,22 @@ def _hash_numbered(folder: str, count: int) -> Words:
             fill_names(padded, before, first, digits=digits)
             hashes[first : first + len(padded)] = _hash_rows(padded.view("<u8").astype(np.uint64), length)
     return hashes
+
+
+def fill_names(out: np.ndarray, before: np.ndarray, first: int, *, digits: int) -> None:
+    """Write the names of numbers from `first` on, all of so many digits, into the rows of a matrix."""
+    out[:, : len(before)] = before
+    powers = 10 ** np.arange(digits - 1, -1, -1)
+    out[:, len(before) : len(before) + digits] = np.arange(first, first + len(out))[:, None] // powers % 10 + ord("0")
+
+
+def by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Ranges of numbers with as many digits, and how many."""
+    while first < stop:
+        digits = len(str(first))
+        end = min(10**digits, stop)
+        yield first, end, digits
+        first = end
 
 
 @lru_cache(256)
@@ -374,7 +390,7 @@ class Identity:
 
     def _numbered(self, records: RecordFolder, crcs: Mapping[str, int]) -> list[int]:
         """The checksums of numbered records, and what is mistaken for one where a record begins like a descriptor."""
-        alone = {number: records.name(number) for number in records.stands_alone().tolist() if records.content.nbytes[number]}
+        alone = {number: records.name(number) for number in records.stands_alone() if records.content.nbytes[number]}
         mistaken = {
             label: sum
             for number, label in alone.items()

@@ -17,10 +17,10 @@ Sparse, quantised, nested and jagged tensors are one call over their plain parts
 Tensors of a table (`PickledRows`) are written by templates. Those of a kind have the same opcodes, but for the key of their storage
 and the numbers that the memo counts.
 
-1. The first tensors of a kind are written opcode by opcode. Once the memo's numbers are four bytes wide, what was written is kept
-   as the template of its kind, with a note where the numbers stand (`Template`).
-2. From then on a tensor is its key between two pieces of bytes. The numbers are filled in together: of the items of a large dict
-   when they are written, of others by `finish`.
+1. The first tensor of a kind is written opcode by opcode. For the second, the template of the kind is made: the same once more,
+   with a note where the numbers stand (`Template`).
+2. From then on a tensor is its key between two pieces of bytes. The numbers, once they are four bytes wide, are filled in together:
+   of the items of a large dict when they are written, of others by `finish`.
 
 All others (odd rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
 """
@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
+from typing import cast
 
 import numpy as np
 
@@ -129,7 +130,10 @@ class TorchPickle(PickleWriter):
         self._tuples: dict[tuple[int, ...], bytes] = {}
         self._puts: list[int] | None = None
         """Which pieces remember something, while a template is made."""
-        self._templates: list[Template] = []
+        self._made: list[Template] = []
+        """Of each tensor that was written by a template and is to be filled in: that template."""
+        self._pieces, self._numbers = array("q"), array("q")
+        """Of each of them, which of the pieces in `out` has the memo's numbers, and the first of those."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
         """Where in `out` a count and an offset are left open; the record, the first bit, the bits of an element."""
 
@@ -141,17 +145,15 @@ class TorchPickle(PickleWriter):
             # An empty tensor begins nowhere, and may come before what its record holds.
             out[place + OFFSET] = integer((start - record.base) // bits) if start > record.base else ZERO
         out.append(b".")
-        made = [template for template in self._templates if template.pieces]
-        if not made:
+        if not self._made:
             return b"".join(out)
         ends = np.cumsum(np.fromiter(map(len, out), np.int64, len(out)))
         content = bytearray().join(out)
         out.clear()
-        for template in made:
-            for first in range(0, len(template.pieces), BATCH):
-                some = slice(first, first + BATCH)
-                at = ends[np.array(template.pieces[some], np.int64) - 1]
-                fill_in(content, [template] * len(at), at, np.array(template.numbers[some], np.int64))
+        for first in range(0, len(self._made), BATCH):
+            some = slice(first, first + BATCH)
+            at = ends[np.array(self._pieces[some], np.int64) - 1]
+            fill_in(content, self._made[some], at, np.array(self._numbers[some], np.int64))
         return bytes(content)
 
     def put(self) -> int:
@@ -207,11 +209,12 @@ class TorchPickle(PickleWriter):
         begin = len(self.sources)
         if begin < ONE_DIGIT or ODD in storages or len({*storages}) < count or not self._records.keys().isdisjoint(storages):
             return False
-        made = [
-            kind.new for kind in map(self._kinds.__getitem__, given.kind[first:stop]) if kind is not None and kind.new is not None
-        ]
-        if len(made) < count:
-            return False
+        for kind in {self._kinds[kind] for kind in {*given.kind[first:stop]}}:
+            if kind is None or (kind.new is None and not kind.met):
+                return False
+            if kind.new is None:
+                self._template(kind, new=True)
+        made = cast("list[Template]", [self._kinds[kind].new for kind in given.kind[first:stop]])  # type: ignore[union-attr]
         numbers = [*accumulate([template.count + 1 for template in made], initial=self.count)]
         raws = [str(key).encode("utf-8", "surrogatepass") for key in keys]
         record_keys = [b"%d" % record for record in range(begin, begin + count)]
@@ -288,15 +291,19 @@ class TorchPickle(PickleWriter):
         """A tensor of which the pickle knows all when it comes."""
         number, new = self.count, record == len(self._keys)
         made = kind.new if new else kind.known
-        if made is None or record < ONE_DIGIT:
+        if made is None and kind.met:
+            made = self._template(kind, new=new)
+        if made is None:
+            kind.met = True
             self._begin(kind)
             self._key(record)
             self._end(kind)
-            if number > SHORT and made is None:
-                if new:
-                    kind.new = self._template(kind, new=True)
-                else:
-                    kind.known = self._template(kind, new=False)
+        elif number <= SHORT or record < ONE_DIGIT:
+            self.out.append(made.before)
+            self._key(record)
+            for part in made.parts:
+                self.out.append(part)
+                self.put()
         else:
             if new:
                 self._keys.append(number)
@@ -304,28 +311,35 @@ class TorchPickle(PickleWriter):
                 self.out += (made.before, KEY_TEXTS[len(key)], key)
             else:
                 self.out += (made.before, get(self._keys[record]))
-            made.pieces.append(len(self.out))
-            made.numbers.append(number)
+            self._made.append(made)
+            self._pieces.append(len(self.out))
+            self._numbers.append(number)
             self.out.append(made.behind)
             self.count = number + made.count
         self.memo[id(value)] = self.count - 1
 
     def _template(self, kind: PickledKind, *, new: bool) -> Template:
-        """What was just written, once more and without the key: all that it refers to is known now."""
+        """What was written for another of the kind, once more and without the key: all that it refers to is known now."""
         out, count = self.out, self.count
-        self.out, self._puts = [], []
+        # Numbers of the memo are filled in later, and then they are long.
+        self.out, self.count, self._puts = [], SHORT + 1, []
         try:
             self._begin(kind)
-            cut = len(self.out)
+            before, cut = b"".join(self.out), len(self.out)
             if new:
                 self.put()
+            first = len(self.out)
             self._end(kind)
-            before, behind = b"".join(self.out[:cut]), b"".join(self.out[cut:])
-            lengths = np.cumsum([0, *map(len, self.out[cut:])])
+            pieces, puts = self.out, self._puts
+            parts = [b"".join(pieces[begin + 1 : end]) for begin, end in pairwise([first - 1, *puts[new:]])]
+            lengths = [*accumulate(map(len, pieces[cut:]), initial=0)]
             # Behind the opcode.
-            holes = lengths[np.array(self._puts, np.int64) - cut] + 1
-            made = Template(before, behind, holes, len(holes))
-            self._templates.append(made)
+            holes = np.array([lengths[place - cut] + 1 for place in puts], np.int64)
+            made = Template(before, b"".join(pieces[cut:]), tuple(parts), holes, len(puts))
+            if new:
+                kind.new = made
+            else:
+                kind.known = made
             return made
         finally:
             self.out, self.count, self._puts = out, count, None

@@ -23,7 +23,8 @@ each other are laid out by arithmetic on columns of lengths (`_Stretch`):
 
 1. Every payload begins at a multiple of the alignment. So the way from one payload to the next is a length that is rounded up, and
    where each begins is a sum of those.
-2. Names of as many digits are one range of numbers. Their headers are the rows of a matrix, and so are their directory entries.
+2. Names of as many digits are one range of numbers. Their headers are the same but for the number and the padding, and their
+   directory entries are packed by one call of C.
 3. A few megabytes of them are one `Gathered` segment. When it is written, its pieces are asked for together, summed, and joined
    with headers and descriptors. A longer record, or one that is read by itself, stays where it lies.
 """
@@ -32,8 +33,10 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import compress, repeat
+from operator import add
 from typing import Protocol
 
 import numpy as np
@@ -48,12 +51,8 @@ from holdfast.formats.zip.layout import (
     LOCAL_SIGNATURE,
     MAX16,
     MAX32,
-    NARROW,
     UTF8,
-    WIDE,
 )
-from holdfast.formats.zip.layout import ENTRY as ENTRY_FIELDS
-from holdfast.formats.zip.layout import LOCAL as LOCAL_FIELDS
 from holdfast.plan import saves as blocks
 from holdfast.plan.saves import MISTAKEN_KEY, Data, Gathered, Hole, Late, Literal, Memory, Segment
 
@@ -64,6 +63,12 @@ A `Late` one is known when the checksums of all records before it are; it stands
 
 ENTRY_CRC = 16
 """Where the checksum lies in an entry of the directory."""
+
+FOUR = np.arange(4)
+"""The bytes of a checksum."""
+
+SUMMED = (Data, Memory, Late)
+"""Payloads whose checksums are filled in later."""
 
 LONG_NBYTES = 1024
 """Of records, on the average."""
@@ -99,12 +104,12 @@ class RecordFolder(Value, frozen=True, eq=False):
     def name(self, number: int) -> str:
         return f"{self.folder}/{number}"
 
-    def stands_alone(self) -> Ints:
+    def stands_alone(self) -> list[int]:
         """The numbers of records that are laid out by themselves."""
         alone = self.content.nbytes > blocks.SMALL_NBYTES
         if self.apart:
             alone[[*self.apart]] = True
-        return np.flatnonzero(alone)
+        return alone.nonzero()[0].tolist()
 
 
 Records = Sequence[tuple[str, Payload] | RecordFolder]
@@ -182,8 +187,7 @@ class Ending:
             return before + self.blank
         whole = bytearray().join((before, self.blank))
         filled, sums = np.frombuffer(whole, np.uint8), np.array(found, np.int64).astype("<u4").view(np.uint8).reshape(-1, 4)
-        for byte in range(4):
-            filled[self.places + (len(before) + byte)] = sums[:, byte]
+        filled[(self.places + len(before))[:, None] + FOUR] = sums
         return bytes(whole)
 
 
@@ -272,27 +276,37 @@ class _Forward:
     def _folder(self, records: RecordFolder) -> None:
         """Numbered records: each that stands alone by itself, and those between them together."""
         first = 0
-        for single in [*records.stands_alone().tolist(), len(records)]:
-            if first < single:
-                self._stretch(records, first, single)
+        for single in [*records.stands_alone(), len(records)]:
+            while first < single:
+                first = self._stretch(records, first, single)
             if single < len(records):
                 label = records.name(single)
                 self._record(label, records.content.alone(single, label))
             first = single + 1
 
-    def _stretch(self, records: RecordFolder, first: int, stop: int) -> None:
-        """Small records that follow each other."""
+    def _stretch(self, records: RecordFolder, first: int, stop: int) -> int:
+        """Small records that follow each other, as many as are one stretch; the number of the next one."""
         self._flush()
         laid = _Stretch.lay_out(records, first, stop, self)
-        self.segments += laid.segments()
-        labels, places, entries = laid.directory()
+        for segment in laid.segments():
+            if self.crc:
+                self.labels += segment.labels
+            last = self.segments.pop() if self.segments else None
+            if isinstance(last, Gathered) and last.nbytes + segment.nbytes <= blocks.BLOCK_NBYTES:
+                self.segments.append(_one_behind_other(last, segment))
+            else:
+                self.segments += [segment] if last is None else [last, segment]
+        count = len(laid.nbytes)
+        for low in range(0, count, blocks.BATCH):
+            self.entries += laid.entries(low, low + blocks.BATCH)
+        behind = len(self.entries)
         if self.crc:
-            self.labels += labels
-            self.places.frombytes((places + self.directory).tobytes())
-        self.entries += entries
-        self.directory += len(entries)
+            places: Iterable[int] = range(self.directory + ENTRY_CRC, behind, (behind - self.directory) // count)
+            self.places.extend(places if laid.filled else compress(places, laid.nbytes.tolist()))
+        self.directory = behind
         self.at = int(laid.stops[-1])
-        self.count += stop - first
+        self.count += count
+        return first + count
 
     def _header(self, name: str, payload: Payload, nbytes: int, *, own: int) -> bool:
         """Add a record's header to what is known and its entry to the directory; whether it has a zip64 block.
@@ -310,7 +324,7 @@ class _Forward:
             again = _zip64([nbytes, nbytes] * large + [at] * far)
         head, self.at = header(raw, nbytes, at, alignment=self.alignment, block=block)
         self.known.append(head)
-        if nbytes and self.crc and isinstance(payload, Data | Memory | Late):
+        if nbytes and self.crc and isinstance(payload, SUMMED):
             self.places.append(self.directory + ENTRY_CRC)
             if not isinstance(payload, Late):
                 self.labels.append(payload.label)
@@ -338,172 +352,117 @@ class _Forward:
 
 
 class _Stretch(Value, frozen=True, eq=False):
-    """Small records that follow each other, laid out."""
+    """Small records that follow each other, laid out: their numbers have as many digits, and all of them are near or far away."""
 
     records: RecordFolder
     first: int
     """The number of the first of them."""
-    far: int
-    """The number of the first whose header lies where 32 bits cannot say: it has a zip64 block, and 64-bit sizes behind it."""
-    before: np.ndarray
+    far: bool
+    """Whether headers lie where 32 bits cannot say: they have a zip64 block, and 64-bit sizes behind the payload."""
+    before: bytes
     """What stands before the number in each name."""
-    digits: Ints
+    digits: int
     """Of each number."""
     nbytes: Ints
+    filled: bool
+    """Whether none of them is empty."""
     headers: Ints
     """First byte of each header."""
-    starts: Ints
-    """First byte of each payload."""
+    pads: Ints
+    """The padding of each header."""
     stops: Ints
     """The byte after each descriptor."""
     crc: bool
 
     @classmethod
     def lay_out(cls, records: RecordFolder, first: int, stop: int, archive: _Forward) -> _Stretch:
-        """Behind what an archive has so far."""
-        count = stop - first
-        nbytes = records.content.nbytes[first:stop]
-        before = archive.prefix + records.folder.encode("utf-8") + b"/"
-        digits = np.empty(count, np.int64)
-        for low, high, wide in by_digits(first, stop):
-            digits[low - first : high - first] = wide
-        near = 0 if archive.at >= MAX32 else count
-        while True:
-            fixed = HEADER.size + len(before) + digits + 4
-            fixed[near:] += FAR_BLOCK.itemsize
-            tails = np.where(nbytes > 0, NARROW.itemsize, 0)
-            tails[near:] = np.where(nbytes[near:] > 0, WIDE.itemsize, 0)
-            start = archive.at + int(fixed[0])
-            ways = nbytes[:-1] + tails[:-1] + fixed[1:]
-            starts = np.cumsum(np.concatenate(([start + -start % archive.alignment], ways + -ways % archive.alignment)))
-            stops = starts + nbytes + tails
-            headers = np.concatenate(([archive.at], stops[:-1]))
-            # Where the first one lies that is too far away does not depend on those behind it.
-            found = int(np.searchsorted(headers, MAX32))
-            if found >= near:
-                break
-            near = found
-        raw = np.frombuffer(before, np.uint8)
-        return cls(records, first, first + near, raw, digits, nbytes, headers, starts, stops, archive.crc)
+        """Behind what an archive has so far, as many as are alike."""
+        at, alignment = archive.at, archive.alignment
+        before, digits, far = archive.prefix + records.folder.encode("utf-8") + b"/", len(str(first)), at >= MAX32
+        nbytes = records.content.nbytes[first : min(stop, 10**digits)]
+        filled = bool(nbytes.all())
+        fixed = HEADER.size + len(before) + digits + 4 + (FAR_BLOCK.size if far else 0)
+        tails = (LONG_DESCRIPTOR if far else SHORT_DESCRIPTOR).size
+        lengths = nbytes + (tails if filled else np.where(nbytes > 0, tails, 0))
+        # All payloads begin at multiples of the alignment, so the way from one to the next is rounded up.
+        ways = (lengths + (fixed + alignment - 1)) // alignment * alignment
+        start = at + fixed
+        stops = np.cumsum(ways) - ways + (lengths + (start + -start % alignment))
+        headers = np.empty(len(nbytes), np.int64)
+        headers[0], headers[1:] = at, stops[:-1]
+        pads = stops - lengths - headers - fixed
+        if not far and headers[-1] >= MAX32:
+            near = int(headers.searchsorted(MAX32))
+            nbytes, headers, pads, stops = nbytes[:near], headers[:near], pads[:near], stops[:near]
+        return cls(records, first, far, before, digits, nbytes, filled, headers, pads, stops, archive.crc)
 
-    def segments(self) -> list[Gathered]:
+    def segments(self) -> Iterator[Gathered]:
         """A few megabytes each."""
-        found: list[Gathered] = []
-        low = 0
-        while low < len(self.nbytes):
+        low, count = 0, len(self.nbytes)
+        name, first = f"{self.records.folder}/{{}}".format, self.first
+        while low < count:
             # Up to the first one that passes the size, and with it.
             begin = int(self.headers[low])
-            high = min(int(np.searchsorted(self.stops, begin + blocks.BLOCK_NBYTES)) + 1, len(self.nbytes))
-            labels = self._labels(low, high)
+            high = min(int(self.stops.searchsorted(begin + blocks.BLOCK_NBYTES)) + 1, count)
+            lengths = self.nbytes[low:high].tolist()
+            numbers: Iterable[int] = range(first + low, first + high)
+            # Those that have a checksum.
+            labels = [*map(name, numbers if self.filled else compress(numbers, lengths))]
             nbytes = int(self.stops[high - 1]) - begin
-            between = nbytes - int(self.nbytes[low:high].sum())
             make = partial(self.make, low, high, labels)
-            found.append(Gathered(nbytes, labels, make, between=between, zeros=partial(make, zeros=True)))
+            yield Gathered(nbytes, labels, make, between=nbytes - sum(lengths), zeros=partial(make, zeros=True))
             low = high
-        return found
 
-    def _labels(self, low: int, high: int) -> list[str]:
-        """The names of those that have a checksum."""
-        name, first = f"{self.records.folder}/{{}}".format, self.first
-        if self.nbytes[low:high].all():
-            return [*map(name, range(first + low, first + high))]
-        return [*map(name, (np.flatnonzero(self.nbytes[low:high]) + (first + low)).tolist())]
+    def _numbers(self, low: int, high: int) -> Iterator[bytes]:
+        """What follows `before` in the names of some, and their zip64 blocks."""
+        numbers = map(b"%d".__mod__, range(self.first + low, self.first + high))
+        if not self.far:
+            return numbers
+        return map(add, numbers, map(FAR_BLOCK.pack, repeat(1), repeat(8), self.headers[low:high].tolist()))
 
-    def spans(self, low: int, high: int) -> Iterator[tuple[int, int, int, bool]]:
-        """Ranges of records whose headers are of one length: where they begin and end, digits, and whether they are far away."""
-        first, far = self.first, self.far
-        for begin, end, digits in by_digits(first + low, first + high):
-            for start, stop in ((begin, min(end, far)), (max(begin, far), end)):
-                if start < stop:
-                    yield start - first, stop - first, digits, start >= far
-
-    def head(self, low: int, high: int, digits: int, *, far: bool) -> np.ndarray:
-        """Headers without their padding, as rows of a matrix."""
-        wide, extra = len(self.before) + digits, FAR_BLOCK.itemsize if far else 0
-        fixed = HEADER.size + wide + extra + 4
-        fields = np.zeros(high - low, LOCAL_FIELDS)
-        fields["signature"] = LOCAL_SIGNATURE
-        fields["flags"] = np.where(self.nbytes[low:high] > 0, UTF8 | DESCRIBED, UTF8)
-        fields["name_nbytes"] = wide
-        pads = self.starts[low:high] - self.headers[low:high] - fixed
-        fields["extra_nbytes"] = pads + (4 + extra)
-        made = np.empty((high - low, fixed), np.uint8)
-        made[:, : HEADER.size] = fields.view(np.uint8).reshape(len(made), -1)
-        fill_names(made[:, HEADER.size : HEADER.size + wide], self.before, self.first + low, digits=digits)
-        if far:
-            made[:, HEADER.size + wide : -4] = self._far_blocks(low, high)
-        made[:, -4:-2] = np.frombuffer(b"FB", np.uint8)
-        made[:, -2:] = pads.astype("<u2")[:, None].view(np.uint8)
-        return made
-
-    def _far_blocks(self, low: int, high: int) -> np.ndarray:
-        """The zip64 blocks of records that are far away, as rows of a matrix."""
-        made = np.zeros(high - low, FAR_BLOCK)
-        made["id"], made["nbytes"], made["offset"] = 1, 8, self.headers[low:high]
-        return made.view(np.uint8).reshape(high - low, -1)
-
-    def directory(self) -> tuple[list[str], Ints, bytearray]:
-        """Of those that have a checksum, their names and where in the entries it is; and all entries, with blank checksums."""
-        entries = bytearray()
-        places: list[Ints] = []
-        for begin, end, digits, far in self.spans(0, len(self.nbytes)):
-            for low in range(begin, end, blocks.BATCH):
-                made = self._entries(low, min(low + blocks.BATCH, end), digits, far=far)
-                places.append(len(entries) + made.shape[1] * np.arange(len(made)) + ENTRY_CRC)
-                entries += made.data
-        return self._labels(0, len(self.nbytes)), np.concatenate(places)[self.nbytes > 0], entries
-
-    def _entries(self, low: int, high: int, digits: int, *, far: bool) -> np.ndarray:
-        wide = len(self.before) + digits
-        fields = np.zeros(high - low, ENTRY_FIELDS)
-        fields["signature"] = ENTRY_SIGNATURE
-        fields["flags"] = np.where(self.nbytes[low:high] > 0, UTF8 | DESCRIBED, UTF8)
-        fields["packed"] = fields["size"] = self.nbytes[low:high]
-        fields["name_nbytes"] = wide
-        fields["extra_nbytes"] = FAR_BLOCK.itemsize if far else 0
-        fields["offset"] = np.minimum(self.headers[low:high], MAX32)
-        made = np.empty((high - low, ENTRY.size + wide + (FAR_BLOCK.itemsize if far else 0)), np.uint8)
-        made[:, : ENTRY.size] = fields.view(np.uint8).reshape(len(made), -1)
-        fill_names(made[:, ENTRY.size : ENTRY.size + wide], self.before, self.first + low, digits=digits)
-        if far:
-            made[:, ENTRY.size + wide :] = self._far_blocks(low, high)
-        return made
+    def entries(self, low: int, high: int) -> bytes:
+        """The entries of some in the directory, with blank checksums."""
+        nbytes, offsets = self.nbytes[low:high].tolist(), self.headers[low:high].tolist()
+        wide, behind = len(self.before) + self.digits, FAR_BLOCK.size if self.far else 0
+        begins = repeat(FILLED) if self.filled else [FILLED if length else EMPTY for length in nbytes]
+        pack = struct.Struct(f"{SHORT_ENTRY.format}{len(self.before)}s{self.digits + behind}s").pack
+        made = map(
+            pack, begins, repeat(0), nbytes, nbytes, repeat(wide), repeat(behind.to_bytes(2, "little")),
+            repeat(MAX32) if self.far else offsets, repeat(self.before), self._numbers(low, low + len(nbytes)),
+        )  # fmt: skip
+        return b"".join(made)
 
     def make(self, low: int, high: int, labels: Sequence[str], *, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
-        """The bytes of some and their checksums. What is no data is made as one row of bytes, cut where the data belongs."""
-        nbytes, headers, starts = self.nbytes[low:high], self.headers[low:high], self.starts[low:high]
+        """The bytes of some and their checksums; of zeros in the place of data, where nothing is to be fetched."""
         if zeros:
-            blank = memoryview(bytes(int(nbytes.max())))
-            pieces: Sequence[bytes | memoryview] = [blank[:count] for count in nbytes.tolist()]
+            blank = memoryview(bytes(int(self.nbytes[low:high].max())))
+            pieces: Sequence[bytes | memoryview] = [blank[:count] for count in self.nbytes[low:high].tolist()]
         else:
             pieces = self.records.content.read(range(self.first + low, self.first + high))
-        tails = self.stops[low:high] - starts - nbytes
-        crcs = np.array(crc32_each(pieces), np.int64) if self.crc else np.zeros(len(pieces), np.int64)
-        passed = np.cumsum(nbytes)
-        heads = headers - headers[0] - (passed - nbytes)
-        cuts = heads + starts - headers
-        known = np.full(int(cuts[-1] + tails[-1]), ord("Z"), np.uint8)
-        for begin, end, digits, far in self.spans(low, high):
-            head = self.head(begin, end, digits, far=far)
-            known[heads[begin - low : end - low, None] + np.arange(head.shape[1])] = head
-        for kind in (NARROW, WIDE):
-            described = np.flatnonzero(tails == kind.itemsize)
-            if len(described):
-                fields = np.zeros(len(described), kind)
-                fields["signature"] = DESCRIPTOR_SIGNATURE
-                fields["crc"] = crcs[described]
-                fields["packed"] = fields["size"] = nbytes[described]
-                known[cuts[described, None] + np.arange(kind.itemsize)] = fields.view(np.uint8).reshape(-1, kind.itemsize)
-        cut, ends = known.data, cuts.tolist()
-        joined: list[bytes | memoryview] = [b""] * (2 * len(pieces) + 1)
-        joined[0::2] = map(cut.__getitem__, map(slice, [0, *ends], [*ends, len(known)]))
-        joined[1::2] = pieces
+        nbytes, pads = self.nbytes[low:high].tolist(), self.pads[low:high].tolist()
+        crcs = crc32_each(pieces) if self.crc else [0] * len(pieces)
+        pack = (LONG_DESCRIPTOR if self.far else SHORT_DESCRIPTOR).pack
+        heads, paddings = {pad: self._head(pad, UTF8 | DESCRIBED) for pad in {*pads}}, {pad: padding(pad) for pad in {*pads}}
+        joined: list[bytes | memoryview] = [b""] * (5 * len(pieces))
+        joined[0::5] = map(heads.__getitem__, pads)
+        joined[1::5] = self._numbers(low, high)
+        joined[2::5] = map(paddings.__getitem__, pads)
+        joined[3::5] = pieces
+        joined[4::5] = map(pack, repeat(DESCRIPTOR_SIGNATURE), crcs, nbytes, nbytes)
+        if not self.filled:
+            for at in [at for at, length in enumerate(nbytes) if not length]:
+                joined[5 * at], joined[5 * at + 4] = self._head(pads[at], UTF8), b""
         content = b"".join(joined)
-        found = dict(zip(labels, crcs[nbytes > 0].tolist(), strict=True)) if self.crc else {}
+        found = dict(zip(labels, crcs if self.filled else compress(crcs, nbytes), strict=True)) if self.crc else {}
         # To look through all bytes of long records takes longer than to look where each begins.
         if len(content) > LONG_NBYTES * len(pieces) or content.count(SIGNATURE) > len(labels):
             found |= self._mistaken(pieces, self.first + low)
         return content, found
+
+    def _head(self, pad: int, flags: int) -> bytes:
+        """A header up to the number in the name."""
+        wide, extra = len(self.before) + self.digits, 4 + pad + (FAR_BLOCK.size if self.far else 0)
+        return HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, wide, extra) + self.before
 
     def _mistaken(self, pieces: Sequence[bytes | memoryview], first: int) -> dict[str, int]:
         """What torch takes for a checksum more: what follows the signature of a descriptor where data begins with that."""
@@ -515,24 +474,24 @@ class _Stretch(Value, frozen=True, eq=False):
         return found | {MISTAKEN_KEY: 0} if found else found
 
 
-FAR_BLOCK = np.dtype([("id", "<u2"), ("nbytes", "<u2"), ("offset", "<u8")])
+def _one_behind_other(first: Gathered, second: Gathered) -> Gathered:
+    """Two stretches of a file as one."""
+
+    def make(*, zeros: bool = False) -> tuple[bytes, Mapping[str, int]]:
+        (content, crcs), (more, others) = (one.zeros() if zeros and one.zeros else one.make() for one in (first, second))
+        return content + more, {**crcs, **others}
+
+    labels, between = [*first.labels, *second.labels], first.between + second.between
+    return Gathered(first.nbytes + second.nbytes, labels, make, between=between, zeros=partial(make, zeros=True))
+
+
+FAR_BLOCK = struct.Struct("<HHQ")
 """The zip64 block of a short record that is far away."""
 
 
-def fill_names(out: np.ndarray, before: np.ndarray, first: int, *, digits: int) -> None:
-    """Write the names of numbers from `first` on, all of so many digits, into the rows of a matrix."""
-    out[:, : len(before)] = before
-    powers = 10 ** np.arange(digits - 1, -1, -1)
-    out[:, len(before) : len(before) + digits] = np.arange(first, first + len(out))[:, None] // powers % 10 + ord("0")
-
-
-def by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges of numbers with as many digits, and how many."""
-    while first < stop:
-        digits = len(str(first))
-        end = min(10**digits, stop)
-        yield first, end, digits
-        first = end
+def padding(pad: int) -> bytes:
+    """The block that makes a payload begin at a multiple of the alignment."""
+    return b"FB" + pad.to_bytes(2, "little") + b"Z" * pad
 
 
 def header(raw: bytes, nbytes: int, at: int, *, alignment: int, block: bytes = b"") -> tuple[bytes, int]:
@@ -547,7 +506,7 @@ def _padded(raw: bytes, filled: bool, pad: int, block: bytes) -> bytes:
     """A header. The few of a small archive are the same ones every time."""
     flags = UTF8 | DESCRIBED if filled else UTF8
     fixed = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(block) + 4 + pad)
-    return b"".join((fixed, raw, block, b"FB", pad.to_bytes(2, "little"), b"Z" * pad))
+    return b"".join((fixed, raw, block, padding(pad)))
 
 
 def entry(raw: bytes, nbytes: int, crc: int, *, at: int, block: bytes = b"") -> bytes:

@@ -12,7 +12,9 @@ long to be copied (`alone`). Those on GPUs are gathered there (cuda/gather.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import compress
 from operator import attrgetter
 from typing import cast
@@ -20,7 +22,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from holdfast.core.arrays import Ints, are_apart
+from holdfast.core.arrays import Ints
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.runtime import memories_at, memory_at
 from holdfast.core.table import Kind
@@ -97,31 +99,25 @@ class TensorStorages:
 def tabulate_whole(values: list[object]) -> Tabulated:
     """The plain ones among tensors of `TYPES` that are all of their storages in C order, each over memory that no other has."""
     columns = _columns(cast("list[torch.Tensor]", values))
-    addresses, nbytes = columns.addresses, columns.nbytes
-    fine: Sequence[bool] = [kind.whole for kind in columns.kinds]
-    apart = np.array([fine[kind] for kind in columns.kind], bool) if not all(fine) else np.ones(len(nbytes), bool)
-    filled = nbytes > 0
-    if not are_apart(addresses[filled]):
-        _, at, counts = np.unique(addresses, return_inverse=True, return_counts=True)
-        apart &= ~filled | (counts[at] == 1)
+    whole, places = [kind.whole for kind in columns.kinds], columns.filled()
     # What has bytes and no address only looks like a tensor.
-    apart &= ~filled | (addresses != 0)
-    if not apart.all():
-        columns = columns.only(np.flatnonzero(apart).tolist())
+    if not all(whole) or 0 in places or len({*places}) < len(places):
+        counts, asked = Counter(places), zip(columns.kind, columns.nbytes, columns.addresses, strict=True)
+        apart = [whole[kind] and (not nbytes or (place != 0 and counts[place] == 1)) for kind, nbytes, place in asked]
+        columns = columns.only([*compress(range(len(apart)), apart)])
     return columns.tabulated(range(len(columns.rows)), columns.storages, columns.tensors)
 
 
 def tabulate_views(values: list[object]) -> Tabulated:
     """The plain ones among tensors of `TYPES`, with the storages that they share. What sees memory as two dtypes is left out."""
     columns = _columns(cast("list[torch.Tensor]", values))
-    filled = columns.nbytes > 0
-    if not columns.addresses[filled].all():
-        columns = columns.only(np.flatnonzero(~filled | (columns.addresses != 0)).tolist())
-    if are_apart(columns.addresses):
+    if 0 in columns.filled():
+        columns = columns.only([at for at, place in enumerate(columns.addresses) if place or not columns.nbytes[at]])
+    places = columns.addresses
+    if len({*places}) == len(places):
         return columns.tabulated(range(len(columns.rows)), columns.storages, columns.tensors)
     # What is empty has no address, and two storages may have the same memory.
     seen: dict[int, DType] = {}
-    places = columns.addresses.tolist()
     dtypes = [columns.kinds[kind].dtype for kind in columns.kind]
     # Untyped storages count as bytes.
     clash = {place for place, dtype in zip(places, dtypes, strict=True) if place and seen.setdefault(place, dtype) != dtype}
@@ -143,16 +139,19 @@ class _Columns(Value, frozen=True, eq=False):
     kinds: list[Kind]
     kind: list[int]
     storages: list[torch.UntypedStorage]
-    nbytes: Ints
+    nbytes: list[int]
     """Of the storage of each."""
-    addresses: Ints
+    addresses: list[int]
+
+    def filled(self) -> Sequence[int]:
+        """The addresses of those that have bytes."""
+        return self.addresses if all(self.nbytes) else [*compress(self.addresses, self.nbytes)]
 
     def only(self, places: list[int]) -> _Columns:
         """Some of them."""
-        rows, tensors, kind, storages = (
-            [column[place] for place in places] for column in (self.rows, self.tensors, self.kind, self.storages)
-        )
-        return _Columns(rows, tensors, self.kinds, kind, storages, self.nbytes[places], self.addresses[places])  # type: ignore[arg-type]
+        columns = self.rows, self.tensors, self.kind, self.storages, self.nbytes, self.addresses
+        rows, tensors, kind, storages, nbytes, addresses = ([column[place] for place in places] for column in columns)
+        return _Columns(rows, tensors, self.kinds, kind, storages, nbytes, addresses)  # type: ignore[arg-type]
 
     def tabulated(
         self, storage: Sequence[int], storages: Sequence[torch.UntypedStorage], over: Sequence[torch.Tensor]
@@ -160,15 +159,14 @@ class _Columns(Value, frozen=True, eq=False):
         """The same as rows of a table; `storage` of each is a number in `storages`, over each of which is a tensor."""
         nbytes, addresses = self.nbytes, self.addresses
         if len(storages) < len(self.rows):
-            nbytes = np.array(list(map(torch.UntypedStorage.nbytes, storages)), np.int64)
-            addresses = np.array(list(map(torch.UntypedStorage.data_ptr, storages)), np.int64)
+            nbytes, addresses = [*map(torch.UntypedStorage.nbytes, storages)], [*map(torch.UntypedStorage.data_ptr, storages)]
         distant = {number for number in {*self.kind} if self.kinds[number].location != CPU}
         gpus = {number: over[number] for number, kind in zip(storage, self.kind, strict=True) if kind in distant} if distant else {}
         alike = [self.kinds[number] for number in distant]
         # Of dtypes without a storage class, the newer ones, torch may not have all operations.
         one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage and kind.whole for kind in alike)
-        held = TensorStorages(storages, nbytes, addresses, gpus, alike=one)
-        return Tabulated(self.rows, self.kinds, self.kind, storage, held, self.addresses.tolist)
+        held = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, alike=one)
+        return Tabulated(self.rows, self.kinds, self.kind, storage, held, lambda: self.addresses)
 
 
 def _columns(tensors: list[torch.Tensor]) -> _Columns:
@@ -179,8 +177,8 @@ def _columns(tensors: list[torch.Tensor]) -> _Columns:
     positions: dict[tuple[object, ...], int] = {}
     kind: list[int] = []
     storages: list[torch.UntypedStorage] = []
-    nbytes: list[Ints] = []
-    addresses: list[Ints] = []
+    nbytes: list[int] = []
+    addresses: list[int] = []
     watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     for first in range(0, 0 if watched else len(tensors), BATCH):
         batch = _Batch(tensors[first : first + BATCH], first)
@@ -195,11 +193,10 @@ def _columns(tensors: list[torch.Tensor]) -> _Columns:
         rows += batch.rows
         some += here
         storages += held
-        nbytes.append(np.array(lengths, np.int64))
-        addresses.append(np.array(list(map(torch.UntypedStorage.data_ptr, held)), np.int64))
-    kinds = [_kind(known, *one) for one in positions]  # type: ignore[arg-type]  # as they were put together
-    nothing = [np.zeros(0, np.int64)]
-    return _Columns(rows, some, kinds, kind, storages, np.concatenate(nbytes or nothing), np.concatenate(addresses or nothing))
+        nbytes += lengths
+        addresses += map(torch.UntypedStorage.data_ptr, held)
+    kinds = [_kind(*one) for one in positions]
+    return _Columns(rows, some, kinds, kind, storages, nbytes, addresses)
 
 
 class _Batch:
@@ -269,8 +266,8 @@ def _locations(tensors: list[torch.Tensor]) -> list[str]:
     return [names[device] for device in devices]
 
 
+@lru_cache(4096)
 def _kind(
-    known: dict[torch.dtype, DType],
     dtype: torch.dtype,
     shape: torch.Size,
     strides: tuple[int, ...],
@@ -280,7 +277,8 @@ def _kind(
     kind: type,
     location: str,
 ) -> Kind:
-    row = known[dtype]
+    row = DTYPES.torch(str(dtype).removeprefix("torch."))
+    assert row is not None, "tensors of other dtypes are left out"
     bits = row.bits
     return Kind.strided(
         row, tuple(shape), tuple([stride * bits for stride in strides]), offset=offset * bits, storage_nbytes=nbytes,
