@@ -4,14 +4,17 @@ Each verb that writes, under each option, makes at most `TIMES` the calls of the
 with 64 tensors, with 2,000, and for each tensor more (from 2,000 to 4,000; with `--exhaustive` with 20,000 as well). Calls a tensor
 do not grow with their number. One odd tensor among 20,000 costs at most a tenth more than none.
 
-`OPEN` lists what does not hold yet. Whoever mends a case takes it off the list: the marks are strict. `pytest -s` prints the
-figures.
+`OPEN` lists what does not hold yet, each with its figures: none may become worse than `WORSE` times its figure, and one that is
+clearly mended is to be taken off the list. In between nothing is claimed, so that a figure near a limit does not fail by chance.
+
+What is imported at a first call, and a thread that looks whether it may go on, add calls to one run; a second way does to each.
+So the least of several runs counts: of three with few tensors; with many of one, and of up to three where that one is too many.
+`pytest -s` prints the figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,96 +25,95 @@ import holdfast.torch
 from tests.growth.calls import CASES, ODD, PLAIN, SUFFIXES, Case, Job, counting, odd_state, tensors
 from tests.ranks.pool import SHARED, Pool, World, good
 
-SMALL, MIDDLE, MORE, LARGE = 64, 2_000, 4_000, 20_000
+WARM_UP, SMALL, MIDDLE, MORE, LARGE = 8, 64, 2_000, 4_000, 20_000
+RANK_FORMATS = ("native", "dcp", "safetensors")
 
 TIMES = 3
 """What an option may cost, in calls of the plain save."""
 
+WORSE = 1.25
+"""What an open case may cost, as a multiple of its figure."""
+
+MENDED = 0.9
+"""Below this part of what it may cost a case is mended."""
+
+RUNS = 3
+
 GROWTH = 1.1
 """What a tensor may cost among ten times as many, and a state with one odd tensor as a multiple of one with none."""
 
-OPEN: dict[str, str] = {
+OPEN: dict[str, tuple[float, ...]] = {
     # case: times the calls of the plain save, with 64 and 2,000 tensors and for each more
-    "save native, nested": "4.4, 15.8, 19.4",
-    "save native, tied": "5.5, 32.2, 40.6",
-    "save safetensors, nested": "7.0, 21.8, 25.7",
-    "save safetensors, tied": "9.2, 45.3, 54.5",
-    "save pt, nested": "2.0, 3.1, 10.8",
-    "convert native to native": "3.0, 8.4, 9.8",
-    "convert native to safetensors": "4.1, 10.7, 12.0",
-    "convert native to pt": "1.6, 2.7, 6.5",
-    "convert safetensors to native": "3.6, 8.8, 10.2",
-    "convert safetensors to safetensors": "5.4, 11.3, 12.5",
-    "convert safetensors to pt": "2.0, 2.8, 6.7",
-    "convert pt to native": "6.1, 15.1, 17.4",
-    "convert pt to safetensors": "9.5, 19.5, 21.5",
-    "convert pt to pt": "2.6, 4.2, 11.2",
-    "convert native to native, cast": "23.5, 132.4, 160.0",
-    "convert native to safetensors, cast": "40.4, 174.7, 200.8",
-    "convert native to pt, cast": "10.9, 38.1, 125.9",
-    "convert native to native, rename": "5.7, 23.3, 27.7",
-    "convert native to safetensors, rename": "9.5, 30.8, 35.0",
-    "convert native to pt, rename": "4.1, 10.4, 33.5",
-    "copy safetensors": "2.6, 3.5, 3.8",
-    "copy pt": "1.6, 2.2, 6.9",
-    "copy native to a bucket": "2.9, 4.7, 5.2",
-    "edit native": "5.2, 20.8, 24.7",
-    "edit safetensors": "9.0, 28.0, 31.8",
-    "tie native": "12.4, 75.8, 95.7",
-    "tie safetensors": "20.9, 106.4, 128.2",
-    "tie pt": "5.1, 14.1, 50.3",
-    "compact native": "6.7, 35.2, 44.1",
-    "compact safetensors": "11.6, 50.1, 60.0",
-    "compact pt": "5.2, 13.4, 47.4",
-    "package native": "7.2, 36.5, 43.9",
-    "save_sharded": "3.0, 7.2, 8.5",
-    "save_sharded, dcp": "7.9, 35.7, 44.5",
-    "save_sharded, safetensors": "6.1, 15.8, 18.3",
-    "save_sharded, nested": "8.2, 41.6, 52.1",
-    "save_sharded, tied": "6.1, 29.5, 36.8",
-    "save_sharded, hashes": "3.3, 9.1, 11.0",
-    "save_sharded, base": "7.3, 35.1, 43.8",
-    "save_sharded, bucket": "3.4, 7.1, 8.2",
-    "async_save_sharded": "3.4, 8.8, 10.5",
-    "async_save_sharded, dcp": "8.3, 37.4, 46.5",
-    "torch.Run.save twice": "6.4, 22.4, 27.4",
-    "torch.Run.async_save twice": "6.4, 21.6, 26.4",
-    "two ranks, native": "8.1, 9.5",
-    "two ranks, dcp": "36.0, 44.6",
-    "two ranks, safetensors": "17.6, 20.4",
-    "edit pt": "5.0, 11.3, 36.3",
-    "save pt, tied": "3.5, 9.1, 32.1",
+    "save native, nested": (4.4, 15.8, 19.4),
+    "save native, tied": (5.5, 32.2, 40.6),
+    "save safetensors, nested": (7.0, 21.8, 25.7),
+    "save safetensors, tied": (9.2, 45.3, 54.5),
+    "save pt, nested": (2.0, 3.1, 10.8),
+    "convert native to native": (3.0, 8.4, 9.8),
+    "convert native to safetensors": (4.1, 10.7, 12.0),
+    "convert native to pt": (1.6, 2.7, 6.5),
+    "convert safetensors to native": (3.6, 8.8, 10.2),
+    "convert safetensors to safetensors": (5.4, 11.3, 12.5),
+    "convert safetensors to pt": (2.0, 2.8, 6.7),
+    "convert pt to native": (6.1, 15.1, 17.4),
+    "convert pt to safetensors": (9.5, 19.5, 21.5),
+    "convert pt to pt": (2.6, 4.2, 11.2),
+    "convert native to native, cast": (23.5, 132.4, 160.0),
+    "convert native to safetensors, cast": (40.4, 174.7, 200.8),
+    "convert native to pt, cast": (10.9, 38.1, 125.9),
+    "convert native to native, rename": (5.7, 23.3, 27.7),
+    "convert native to safetensors, rename": (9.5, 30.8, 35.0),
+    "convert native to pt, rename": (4.1, 10.4, 33.5),
+    "copy safetensors": (2.6, 3.5, 3.8),
+    "copy pt": (1.6, 2.2, 6.9),
+    "copy native to a bucket": (2.9, 4.7, 5.2),
+    "edit native": (5.2, 20.8, 24.7),
+    "edit safetensors": (9.0, 28.0, 31.8),
+    "tie native": (12.4, 75.8, 95.7),
+    "tie safetensors": (20.9, 106.4, 128.2),
+    "tie pt": (5.1, 14.1, 50.3),
+    "compact native": (6.7, 35.2, 44.1),
+    "compact safetensors": (11.6, 50.1, 60.0),
+    "compact pt": (5.2, 13.4, 47.4),
+    "package native": (7.2, 36.5, 43.9),
+    "save_sharded": (3.0, 7.2, 8.5),
+    "save_sharded, dcp": (7.9, 35.7, 44.5),
+    "save_sharded, safetensors": (6.1, 15.8, 18.3),
+    "save_sharded, nested": (8.2, 41.6, 52.1),
+    "save_sharded, tied": (6.1, 29.5, 36.8),
+    "save_sharded, hashes": (3.3, 9.1, 11.0),
+    "save_sharded, base": (7.3, 35.1, 43.8),
+    "save_sharded, bucket": (3.4, 7.1, 8.2),
+    "async_save_sharded": (3.4, 8.8, 10.5),
+    "async_save_sharded, dcp": (8.3, 37.4, 46.5),
+    "torch.Run.save twice": (6.4, 22.4, 27.4),
+    "torch.Run.async_save twice": (6.4, 21.6, 26.4),
+    "two ranks, native": (8.1, 9.5),
+    "two ranks, dcp": (36.0, 44.6),
+    "two ranks, safetensors": (17.6, 20.4),
+    "edit pt": (5.0, 11.3, 36.3),
+    "save pt, tied": (3.5, 9.1, 32.1),
 }
-"""Cases that make more calls than they may."""
+"""Cases that make more calls than they may; those of ranks without the figure for 64."""
 
-OPEN_ODD: dict[str, str] = {
+OPEN_ODD: dict[str, float] = {
     # format, kind: times the calls of a save without it
-    "native, composite": "4.45",
-    "native, tied": "1.75",
-    "native, strided": "1.75",
-    "native, conjugated": "2.16",
-    "safetensors, tied": "1.68",
-    "safetensors, strided": "2.01",
-    "safetensors, conjugated": "2.56",
-    "pt, composite": "1.72",
-    "pt, strided": "1.24",
-    "pt, conjugated": "1.32",
-    "sharded, composite": "2.79",
-    "sharded, tied": "1.12",
-    "pt, tied": "1.12",
-    "sharded, conjugated": "1.11",
+    "native, composite": 4.45,
+    "native, tied": 1.75,
+    "native, strided": 1.75,
+    "native, conjugated": 2.16,
+    "safetensors, tied": 1.68,
+    "safetensors, strided": 2.01,
+    "safetensors, conjugated": 2.56,
+    "pt, composite": 1.72,
+    "pt, strided": 1.24,
+    "pt, conjugated": 1.32,
+    "sharded, composite": 2.79,
+    "sharded, tied": 1.12,
+    "pt, tied": 1.12,
+    "sharded, conjugated": 1.11,
 }
 """Odd tensors that cost more than themselves."""
-
-
-def marked(name: str, table: dict[str, str]) -> object:
-    """A case, expected to fail where the table has it."""
-    marks = (
-        [pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"makes {table[name]} times the calls")]
-        if name in table
-        else []
-    )
-    return pytest.param(name, marks=marks, id=name)
 
 
 def count_calls(prepare: Callable[[Path, int], Job], n: int) -> int:
@@ -123,12 +125,46 @@ def count_calls(prepare: Callable[[Path, int], Job], n: int) -> int:
     return total[0]
 
 
-@cache
+COUNTED: dict[tuple[Callable[[Path, int], Job], int], list[int]] = {}
+"""The runs so far, of all tests."""
+
+
 def calls(prepare: Callable[[Path, int], Job], n: int) -> int:
-    """The same, counted once for all tests; the first time after a small one, so that nothing is imported meanwhile."""
-    if n != 8:
-        calls(prepare, 8)
-    return count_calls(prepare, n)
+    """The least calls of the runs so far; the first run is made after one with eight tensors."""
+    if n != WARM_UP:
+        calls(prepare, WARM_UP)
+    runs = COUNTED.setdefault((prepare, n), [])
+    while len(runs) < (RUNS if n == SMALL else 1):
+        runs.append(count_calls(prepare, n))
+    return min(runs)
+
+
+def least(measure: Callable[[], float], most: float, *parts: tuple[Callable[[Path, int], Job], int]) -> float:
+    """A figure; where it is more than it may be, that of up to `RUNS` runs of its parts."""
+    figure = measure()
+    while figure > most and any(len(COUNTED[part]) < RUNS for part in parts):
+        for part in parts:
+            COUNTED[part].append(count_calls(*part))
+        figure = measure()
+    return figure
+
+
+def check_open(figures: list[float], recorded: Sequence[float], most: float) -> None:
+    """An open case is not worse than it was, and still open: `figures` are the first of those recorded."""
+    assert 0 < len(figures) <= len(recorded)
+    worse = [
+        f"{figure:.2f}, and it was {before}" for figure, before in zip(figures, recorded, strict=False) if figure > WORSE * before
+    ]
+    assert not worse, worse
+    mended = len(figures) == len(recorded) and max(figures) < MENDED * most
+    assert not mended, f"take the mark away: {figures} are below {most}"
+
+
+def test_open_cases_are_cases():
+    ranks = {f"two ranks, {format}" for format in RANK_FORMATS}
+    assert OPEN.keys() <= {case.name for case in CASES} | ranks
+    assert OPEN_ODD.keys() <= {f"{format}, {kind}" for format, kind in JOBS}
+    assert all(len(figures) == (2 if name in ranks else 3) for name, figures in OPEN.items())
 
 
 def by_name(name: str) -> Case:
@@ -140,18 +176,28 @@ def more(prepare: Callable[[Path, int], Job]) -> float:
     return (calls(prepare, MORE) - calls(prepare, MIDDLE)) / (MORE - MIDDLE)
 
 
-@pytest.mark.parametrize("name", [marked(case.name, OPEN) for case in CASES])
+@pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_an_option_costs_little(name: str, request: pytest.FixtureRequest):
+    """With 64 tensors and with 2,000; for each tensor more as well, unless those have shown that the case is open."""
     case = by_name(name)
     plain = PLAIN[case.plain]
-    ratios: list[float] = []
-    for n in (SMALL, MIDDLE, None):
-        if max(ratios, default=0) <= TIMES or request.config.getoption("--exhaustive"):
+    recorded = OPEN.get(name)
+    figures: list[float] = []
+    for place, n in enumerate((SMALL, MIDDLE, None)):
+        if n is None and recorded and max(figures) >= MENDED * TIMES and not request.config.getoption("--exhaustive"):
+            break
+        parts = [(one, size) for one in (case.prepare, plain) for size in ((MIDDLE, MORE) if n is None else (n,))]
+
+        def figure(n: int | None = n) -> float:
             own, other = (more(one) if n is None else calls(one, n) for one in (case.prepare, plain))
-            ratios.append(own / other / case.saves)
-    figures = ", ".join(f"{ratio:.1f}" for ratio in ratios)
-    print(f'\n    "{name}": "{figures}",')
-    assert max(ratios) <= TIMES, figures
+            return own / other / case.saves
+
+        figures.append(least(figure, WORSE * recorded[place] if recorded else TIMES, *parts))
+    print(f'\n    "{name}": ({", ".join(f"{figure:.1f}" for figure in figures)}),')
+    if recorded:
+        check_open(figures, recorded, TIMES)
+    else:
+        assert max(figures) <= TIMES, figures
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
@@ -159,12 +205,15 @@ def test_a_tensor_costs_the_same_among_many(name: str):
     """From 64 to 2,000 and from 2,000 to 20,000: what a save costs by itself is not counted."""
     case = by_name(name)
     large = MORE if name in OPEN else LARGE  # a second way takes half a minute for as many
-    few, many, most = (calls(case.prepare, n) for n in (SMALL, MIDDLE, large))
-    before, after = (many - few) / (MIDDLE - SMALL), (most - many) / (large - MIDDLE)
-    print(f"\n{name}: {before:.2f} and {after:.2f} calls a tensor")
-    assert after <= GROWTH * before
+
+    def each(few: int, many: int) -> float:
+        return (calls(case.prepare, many) - calls(case.prepare, few)) / (many - few)
+
+    growth = least(lambda: each(MIDDLE, large) / each(SMALL, MIDDLE), GROWTH, (case.prepare, MIDDLE), (case.prepare, large))
+    print(f"\n{name}: {each(SMALL, MIDDLE):.2f} and {each(MIDDLE, large):.2f} calls a tensor")
+    assert growth <= GROWTH
     if name not in OPEN:
-        assert most <= TIMES * case.saves * calls(PLAIN[case.plain], LARGE)
+        assert calls(case.prepare, large) <= TIMES * case.saves * calls(PLAIN[case.plain], LARGE)
 
 
 def odd_job(format: str, kind: str | None) -> Callable[[Path, int], Job]:
@@ -182,14 +231,24 @@ UNHELD = {("safetensors", "composite")}
 """What a format cannot hold."""
 
 
-@pytest.mark.parametrize(
-    "name", [marked(f"{format}, {kind}", OPEN_ODD) for format, kind in JOBS if kind and (format, kind) not in UNHELD]
-)
+@pytest.mark.parametrize("name", [f"{format}, {kind}" for format, kind in JOBS if kind and (format, kind) not in UNHELD])
 def test_one_odd_tensor_among_many(name: str):
+    """What it costs beyond a save without it, as a part of that save."""
     format, _, kind = name.partition(", ")
-    none, one = (calls(JOBS[format, which], LARGE) for which in (None, kind))
-    print(f'\n    "{name}": "{one / none:.2f}",')
-    assert one <= GROWTH * none, f"{one / none:.2f}"
+    none, one = JOBS[format, None], JOBS[format, kind]
+    recorded, most = OPEN_ODD.get(name), GROWTH - 1
+    before = most if recorded is None else recorded - 1
+    beyond = least(
+        lambda: calls(one, LARGE) / calls(none, LARGE) - 1,
+        before if recorded is None else WORSE * before,
+        (one, LARGE),
+        (none, LARGE),
+    )
+    print(f'\n    "{name}": {1 + beyond:.2f},')
+    if recorded is None:
+        assert beyond <= most
+    else:
+        check_open([beyond], [before], most)
 
 
 # Ranks.
@@ -210,16 +269,18 @@ def pool() -> Iterator[Pool]:
     SHARED.close()
 
 
-@pytest.mark.parametrize("name", [marked(f"two ranks, {format}", OPEN) for format in ("native", "dcp", "safetensors")])
-def test_each_of_two_ranks(pool: Pool, name: str, tmp_path: Path):
-    format = name.partition(", ")[2]
+@pytest.mark.parametrize("format", RANK_FORMATS)
+def test_each_of_two_ranks(pool: Pool, format: str, tmp_path: Path):
+    name = f"two ranks, {format}"
     plain = PLAIN["tensors, safetensors" if format == "safetensors" else "tensors, native"]
     counts: list[list[int]] = []
-    for n in (8, MIDDLE, MORE):
+    for n in (WARM_UP, MIDDLE, MORE):
         counts.append([int(str(one)) for one in good(pool.run(2, saved_by_a_rank, str(tmp_path / f"{n}"), n, format))])
     _, middle, most = counts
-    ratios = [max(middle) / calls(plain, MIDDLE)]
-    ratios.append(max(b - a for a, b in zip(middle, most, strict=True)) / (MORE - MIDDLE) / more(plain))
-    figures = ", ".join(f"{ratio:.1f}" for ratio in ratios)
-    print(f'\n    "{name}": "{figures}",')
-    assert max(ratios) <= TIMES, figures
+    figures = [max(middle) / calls(plain, MIDDLE)]
+    figures.append(max(b - a for a, b in zip(middle, most, strict=True)) / (MORE - MIDDLE) / more(plain))
+    print(f'\n    "{name}": ({", ".join(f"{figure:.1f}" for figure in figures)}),')
+    if name in OPEN:
+        check_open(figures, OPEN[name], TIMES)
+    else:
+        assert max(figures) <= TIMES, figures
