@@ -4,8 +4,9 @@ value                  what nearly every class is: fields that are checked and n
 box, chunk             where the elements of a tensor lie: a storage, a box of it
 tensor                 a tensor that is described and not read, slices of it as arithmetic; one that is made of several
 index                  slices: an index on a tensor as arithmetic on its chunks
-rows                   one of many tensors of a kind, whose chunk is made when it is asked for
-columns                where many ordinary tensors lie, as numbers in rows; arrays of them, and of any others
+table                  all tensors of a checkpoint or of a state as columns: names, kinds, storages
+dense                  the byte ranges of rows whose bytes in a file are those of an array
+match                  rows of a table for the tensors of a state, by name; where their boxes meet
 sharing                which tensors share memory: groups, twins, islands, overlaps
 tiling                 do boxes cover a tensor exactly once; how the boxes of one holder lie to each other
 dtype, crc, digest     element types; checksums, and what a tensor holds in a few bytes

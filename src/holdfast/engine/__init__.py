@@ -3,11 +3,11 @@
 source           `OpenSource`: a store, its limits, and the way of its bytes into memory; `Sourced`: a store that makes tensors
 transfer         the one engine that reads: ranges of files, by threads, each to a sink. The sinks:
   strips           a read plan, to arrays of any strides (`checks` sums what passes by)
-  records          whole records to memory of somebody else's: the storages of a torch file
+  memory_sink      ranges to memory that somebody else owns: the storages of a torch file, tensors that are filled
   checksums        sums alone; `digest` is a tensor's own
   equal            compared with the bytes of another tensor; `compare` counts what differs, element by element
 numbers          what the elements of tensors are: moments, counts of bit patterns, histograms; `distribution`: exponents, quantiles
-columns          many small tensors by few reads, each a copy of its part
+dense            many small tensors by few reads, each a copy of its part
 blocks           a tensor as a row of bytes, a bounded number at a time
 arrays           memory as lazy tensors, and very many arrays as rows of a table
 computed         tensors that are made when they are read: `casting`, `assembled`, `dequantize`, `packed` (`sparse_choice`: which)
