@@ -29,6 +29,13 @@ PLAIN = st.none() | st.booleans() | NUMBERS | st.floats() | TEXTS
 pytestmark = pytest.mark.skipif(not versions.NUMBERED_CONTAINER, reason=versions.NUMBERED_CONTAINER.reason)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few():
+    """Few tensors are written by our writer as well, which would leave them to CPython's pickler."""
+    with mock.patch.object(pickling, "FEW", 1):
+        yield
+
+
 def made(kind, shape, how):
     tensor = torch.zeros(shape).to(kind)
     match how:
