@@ -84,14 +84,9 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors.
 
     Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
-    What it has opened once in this process it need not open for the next save.
     """
     sample = _sample(contents)
     catalogue = sample.catalogue
-    kinds = frozenset((dtype, len(shape), 0 in shape) for dtype, shape in zip(catalogue.dtypes, catalogue.shapes, strict=True))
-    opened = format, kinds, bool(sample.values), bool(sample.grads)
-    if not sample.metadata and opened in OPENED:
-        return
     tensors = [_nowhere(*one) for one in _outlines(catalogue).items()]
     every, storages = [Kind.of(tensor) for tensor in tensors], lazy_table((), ()).storages
     table = Table(catalogue.names, every, range(len(every)), [ODD] * len(every), storages, dict(enumerate(tensors)))
@@ -107,11 +102,6 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     plans = [*(file.plan for file in files), *index_files(format, sample, [(writes, receipts)], dcp_index=dcp_index)]
     found = described(PlannedStore(plans, name=path), READ_AS[format])
     check_holds(found.tensors, _outlines(catalogue), path)
-    OPENED.add(opened)
-
-
-OPENED: set[tuple[str, frozenset[tuple[str, int, bool]], bool, bool]] = set()
-"""Formats and kinds of tensors that the reader has opened in this process."""
 
 
 def _sample(contents: Contents) -> Contents:

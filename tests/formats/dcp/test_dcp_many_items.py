@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support import ALONE
 
 import holdfast
 import holdfast.torch
@@ -41,7 +42,7 @@ def saved(tmp_path_factory):
         if number % 50 == 0:
             state[f"step{number}"] = number
     path = tmp_path_factory.mktemp("many") / "dcp"
-    dcp.save(state, checkpoint_id=str(path), no_dist=True)
+    dcp.save(state, checkpoint_id=str(path), **ALONE)
     return path, state
 
 

@@ -266,14 +266,19 @@ class Matching:
         """What is filled by columns, and what is not: targets that share memory are filled in the order of the state."""
         rows, wanted = self._rows, self._wanted
         others = apart(rows, [one.target for _, one in self._fills])
+        targets = [target.detach() for target in rows.targets] if self._size > 1 else []
         for at in np.flatnonzero(others).tolist():
-            self._fills.append((self._row_numbers[at], rows.fill(at)))
+            one = rows.fill(at)
+            self._fills.append((self._row_numbers[at], one))
+            if targets:
+                # The same object: a fill whose bytes another rank hands on is known by its target.
+                targets[at] = one.target
         wanted.rows = rows.only(np.flatnonzero(~others).tolist()) if others.any() else rows
         self._fills.sort(key=lambda pair: pair[0])
         wanted.fills = [one for _, one in self._fills]
         if self._size > 1:
-            own = zip(rows.names, rows.targets, rows.nbytes.tolist(), strict=True)
-            wanted.whole |= {name: Share(target.detach(), nbytes) for name, target, nbytes in own}
+            own = zip(rows.names, targets, rows.nbytes.tolist(), strict=True)
+            wanted.whole |= {name: Share(target, nbytes) for name, target, nbytes in own}
 
     def _tensors(self, leaves: list[Leaf], number: int) -> None:
         """Leaves of one memory."""
