@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -54,6 +55,19 @@ def test_values_come_back_as_torch_knows_them(tmp_path: Path, format: str):
     whole = load_full(tmp_path / "step")
     del whole["w"]
     assert whole == VALUES
+
+
+@pytest.mark.parametrize("text", [np.str_("a\0"), np.bytes_(b"a\0")])
+@pytest.mark.parametrize("wrap", [lambda text: text, lambda text: [text], lambda text: {"k": (1, text)}, lambda text: {text}])
+def test_text_of_numpy_that_a_pickle_would_cut_is_refused(
+    tmp_path: Path, text: np.str_ | np.bytes_, wrap: Callable[[object], object]
+):
+    """numpy writes it whole and cuts it off when it reads it."""
+    state = {"w": torch.ones(2), "values": [wrap(text)]}
+    with pytest.raises(RanksFailed, match="end in NUL"):
+        save_sharded(tmp_path / "dcp", state, format="dcp")
+    save_sharded(tmp_path / "dcp", {"w": torch.ones(2), "values": [wrap(text[:-1])]}, format="dcp")
+    save_sharded(tmp_path / "native", state)
 
 
 def rng_state(seed: int) -> dict[str, object]:

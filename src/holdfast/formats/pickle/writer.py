@@ -87,11 +87,19 @@ def integer(value: int) -> bytes:
 NDARRAY = Global("numpy", "ndarray")
 
 
+ENDS_IN_NUL = "text or bytes of numpy that end in NUL, which numpy cuts off when it reads them"
+
+
+def ends_in_nul(value: object) -> bool:
+    """Whether a value is text or bytes of numpy that a pickle cannot keep."""
+    return isinstance(value, np.str_ | np.bytes_) and value[-1:] in ("\0", b"\0")
+
+
 def write_scalar(writer: PickleWriter, value: np.generic) -> None:
     if value.dtype.hasobject:
         writer.refuse("a numpy scalar with Python objects in it")
-    elif isinstance(value, np.str_ | np.bytes_) and value[-1:] in ("\0", b"\0"):
-        writer.refuse("text or bytes of numpy that end in NUL, which numpy cuts off when it reads them")
+    elif ends_in_nul(value):
+        writer.refuse(ENDS_IN_NUL)
     else:
         # An empty text has no bytes in numpy's own pickle, and four of them in `tobytes` (numpy 2.4).
         content = value.tobytes() if value.dtype.itemsize else b""

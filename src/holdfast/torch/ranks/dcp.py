@@ -32,9 +32,10 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, dotted, values_inside
+from holdfast.core.tree import Path, dotted, levels, values_inside
 from holdfast.engine.stream import write_stream
 from holdfast.formats.native.boxes import as_column
+from holdfast.formats.pickle.writer import ENDS_IN_NUL, ends_in_nul
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.formats.tree_json.encode import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
@@ -47,6 +48,10 @@ from holdfast.torch.tensors.from_lazy import torch_dtype
 
 REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors into the state under names of their own"
 """What to do about an object with tensors in it."""
+
+
+NUMPY_TAG = b'"numpy.'
+"""What the JSON of an element of numpy has in it."""
 
 
 class Value(values.Value, frozen=True):
@@ -62,6 +67,8 @@ class Value(values.Value, frozen=True):
         encoded = encode_tree(self.described, {})
         # A pickle of equal values may differ: it tells whether two equal strings in them are one object.
         content = self._pickled() if encoded.problems else msgspec.json.encode(encoded.value)
+        if NUMPY_TAG in content and any(ends_in_nul(value) for value, _ in levels(self.described)):
+            raise ValueError(ENDS_IN_NUL)
         return hashlib.blake2b(content, digest_size=16).digest()
 
     def _pickled(self) -> bytes:
