@@ -15,7 +15,7 @@
    would keep the block.
 4. Long fresh ones are carved from one large allocation: memory for all of them is asked of torch's allocator at once and given
    back, and the allocator then cuts it up. The storages are as separate as always; only cudaMalloc is called once and not for
-   each. That is done before the first block is read, as is all that is planned.
+   each. That is done while the first blocks are read; all tasks are planned before.
 5. A row whose bytes have another checksum than its file records is found in its block, or when its last piece has passed by.
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat
 
 import numpy as np
 import torch
@@ -127,16 +127,12 @@ def load_rows(
         for store in stores:
             open_stores.enter_context(store.reading())
         moves = {id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in _plans(groups, size, readers)}
-        # All of it before the first is read: beside readers, each call into torch would wait for the interpreter lock.
-        tasks = [task for move in moves.values() for task in move.prepare()]
-        for lane in found.values():
-            lane.follow()
         blocks = POOL.lend(count, size.nbytes)
         locked = all(block.locked for block in blocks)
         try:
             if blocks:
                 pump(
-                    tasks,
+                    chain.from_iterable(move.tasks for move in moves.values()),
                     blocks,
                     threads=readers,
                     read=lambda task, block: moves[id(task.plan)].read(task, block),
@@ -200,8 +196,10 @@ class _Marks(list[Mark]):
 
 
 def _put_all(full: Full, *, moves: Mapping[int, Move], found: Mapping[torch.device, Lane], progress: Progress | None) -> Mark:
-    """Start all copies out of blocks."""
+    """Start all copies out of blocks. Before the first, all tensors are made."""
     marks = _Marks()
+    for move in moves.values():
+        move.prepare()
     for device in dict.fromkeys(task.plan.rows.device for task, _ in full):
         own = [one for one in full if one[0].plan.rows.device == device]
         marks.append(_put(own, moves, found[device]))
@@ -258,12 +256,20 @@ class Move:
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         """The bytes that a row is copied to straight, by its position and how many of its bytes came before."""
         self._kinds: dict[tuple[torch.dtype, torch.Size], ByteKind] = {}
+        self._prepared = False
         plan.rows.tensors = [None] * len(plan.rows.ranges)
+        self.tasks = [*plan.tasks()]
 
-    # On the thread of the caller, before anything is read.
+    # On the thread of the caller.
 
-    def prepare(self) -> list[BlockTask]:
-        """Make long tensors, and empty ones; plan the tasks, and cut the long tensors where blocks end."""
+    def prepare(self) -> None:
+        """Make long tensors, and empty ones; cut the long tensors where blocks end. Once.
+
+        Done while readers fill the first blocks. Later each call into torch would wait for the lock of the interpreter.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
         plan, rows = self.plan, self.plan.rows
         device, made = rows.device, rows.tensors
         straight = np.flatnonzero(plan.straight).tolist()
@@ -279,9 +285,8 @@ class Move:
             if isinstance(target, torch.Tensor):
                 row = flat(target)
                 self._places[position, 0] = row if row.dtype is torch.uint8 else row.view(torch.uint8)
-        tasks = [*plan.tasks()]
         parts: dict[int, list[tuple[int, int]]] = {}
-        for stretch in (stretch for task in tasks for read in task.reads for stretch in read.stretches):
+        for stretch in (stretch for task in self.tasks for read in task.reads for stretch in read.stretches):
             if stretch.last == stretch.first + 1 and plan.straight.item(stretch.first):
                 parts.setdefault(stretch.first, []).append((stretch.skip, stretch.nbytes))
         for position, cuts in parts.items():
@@ -289,7 +294,7 @@ class Move:
                 skips, lengths = zip(*cuts, strict=True)
                 views = self._places[position, 0].split(lengths)
                 self._places.update(zip(zip([position] * len(skips), skips, strict=True), views, strict=True))
-        return tasks
+        self._lane.follow()
 
     # On the threads of the readers.
 
@@ -343,6 +348,7 @@ class Move:
 
     def finish(self) -> None:
         """Compare what came in pieces."""
+        self.prepare()
         for position, sums in sorted(self._sums.items()):
             self._compare(position, sums.crc32())
         self.plan.rows.checks.finish()

@@ -306,13 +306,14 @@ class RowPlan:
         self.destinations = [rows.destinations[number] for number in self.order.tolist()]
         self.straight = _few_together(self.nbytes > min(SHORT_NBYTES, most))
         """Which rows are copied from a block straight to their places."""
-        self._grains = self.straight.astype(np.int64)
-        """Between multiples of how many bytes a row is not cut; 0 where it is not cut at all."""
+        grains = self.straight.astype(np.int64)
         self.odd: dict[int, Conversion] = {}
         for position, one in enumerate(self.destinations):
             if isinstance(one, Conversion):
-                self.odd[position], self._grains[position] = one, one.grain
+                self.odd[position], grains[position] = one, one.grain
         self.straight[list(self.odd)] = False
+        self._grains: list[int] = grains.tolist()
+        """Between multiples of how many bytes a row is not cut; 0 where it is not cut at all."""
         self._most, self._shares = most, Shares(int(self.nbytes.sum()), most, readers=readers)
 
     def tasks(self) -> Iterator[BlockTask]:
@@ -325,7 +326,7 @@ class RowPlan:
 
     def cut(self, position: int, nbytes: int) -> int:
         """How many of so many bytes a row may be cut behind; 0 where it has to be whole."""
-        grain = self._grains.item(position)
+        grain = self._grains[position]
         return nbytes // grain * grain if grain else 0
 
     def fitting(self, first: int, last: int, limit: int) -> int:
