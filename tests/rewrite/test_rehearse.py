@@ -178,7 +178,7 @@ def test_text_of_numpy_that_numpy_cuts_is_refused(dst):
 
 
 def test_more_files_than_are_opened_are_refused(dst, monkeypatch):
-    monkeypatch.setattr("holdfast.rewrite.formats.Limits", lambda: Limits(files=2))
+    monkeypatch.setattr("holdfast.rewrite.formats.DEFAULTS", Limits(files=2))
     with pytest.raises(CannotHold, match="files=2"):
         holdfast.save(STATE, dst / "x", max_shard_size=8)
     assert os.listdir(dst) == []

@@ -332,15 +332,23 @@ def _understood(verb: Callable[P, R], own: Mapping[str, Reader]) -> Callable[P, 
             readers[name] = reader
     defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty and name not in ITSELF}
 
+    optional = {*defaults, *ITSELF}
+    read_places = [at for at, name in enumerate(places) if name in readers or name in optional]
+
     def read(name: str, value: object) -> object:
-        if value is None and (name in defaults or name in ITSELF):
+        if value is None and name in optional:
             return defaults.get(name)
         return readers[name](value, f"{name}=") if name in readers else value
 
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = [read(name, value) for name, value in zip(places, args, strict=False)]
-        more = {name: read(name, value) for name, value in kwargs.items()}
-        return verb(*given, *args[len(given) :], **more)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
+        given: list[object] = [*args]
+        for at in read_places:
+            if at >= len(given):
+                break
+            given[at] = read(places[at], given[at])
+        for name, value in kwargs.items():
+            kwargs[name] = read(name, value)
+        return verb(*given, **kwargs)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
 
     return call

@@ -141,6 +141,10 @@ def by_source(requests: Iterable[Request]) -> dict[Source, list[Request]]:
     return found
 
 
+Content = bytes
+"""In the class below `bytes` is a method."""
+
+
 class Source(Protocol):
     """A store that is open for reading, under limits."""
 
@@ -165,6 +169,9 @@ class Source(Protocol):
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
         """A small range, for headers and pickles: at once, on this thread. Raises `Truncated` past the end."""
+
+    def first(self, key: str, nbytes: int) -> Content:
+        """The first bytes of a file, up to so many: what formats are told by, one after the other."""
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request, in parallel; the first failure cancels the rest and is raised."""

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import asdict
+from msgspec.structs import replace as struct_replace
 
 V = TypeVar("V")
 S = TypeVar("S", bound=Struct)
@@ -35,8 +36,10 @@ class Value(Struct, frozen=True):
     """Fields that never change."""
 
     def __replace__(self: S, /, **changes: Any) -> S:  # noqa: ANN401  # those of the class
-        # Not msgspec's own, which does not check what is made before 0.21.
-        return type(self)(**{**asdict(self), **changes})
+        if hasattr(self, "__post_init__"):
+            # Not msgspec's own, which does not check what is made before 0.21.
+            return type(self)(**{**asdict(self), **changes})
+        return struct_replace(self, **changes)
 
 
 def plainer(kind: type[V], value: V, changes: Mapping[str, object]) -> V:

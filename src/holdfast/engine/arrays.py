@@ -9,6 +9,7 @@ owns its memory shares it with no other that does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import compress
 from operator import attrgetter
 from typing import cast
@@ -67,7 +68,7 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
         arrays, rows = [*compress(arrays, fine)], [*compress(rows, fine)]
     dtypes = list(map(DTYPE, arrays))
     known = {dtype: _plain_dtype(dtype) for dtype in set(dtypes)}
-    if None in known.values():
+    if any(row is None for row in known.values()):
         fine = [known[dtype] is not None for dtype in dtypes]
         arrays, rows, dtypes = [*compress(arrays, fine)], [*compress(rows, fine)], [*compress(dtypes, fine)]
     positions: dict[tuple[AnyDType, tuple[int, ...]], int] = {}
@@ -87,9 +88,15 @@ class Resident:
     """The memory of one state that is being saved. Its tensors keep every buffer alive that they point at, through their source."""
 
     def __init__(self) -> None:
-        self._store = MemoryStore({}, name="<memory>")
-        self._source = OpenSource(self._store, mapped=True)
         self._storages: dict[tuple[int, int], Storage] = {}
+
+    @cached_property
+    def _store(self) -> MemoryStore:
+        return MemoryStore({}, name="<memory>")
+
+    @cached_property
+    def _source(self) -> OpenSource:
+        return OpenSource(self._store, mapped=True)
 
     def addresses(self) -> set[int]:
         """Where the memory of each storage begins that has any."""

@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.core.dense import DenseRows
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import PlacementRule
-from holdfast.core.protocols import Request, Store, by_source
+from holdfast.core.protocols import Content, Request, Store, by_source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, whole_storages
@@ -22,9 +22,6 @@ from holdfast.errors import Unsupported
 from holdfast.plan.coalesce import FAR, MEMORY, Policy
 from holdfast.plan.reads import ReadPlan, plan_reads
 from holdfast.stores.virtual import Virtual
-
-Content = bytes
-"""In the class below `bytes` is a method."""
 
 HEAD_NBYTES = 4096
 """First bytes of a file that are read at once, since formats are told by them."""
@@ -79,8 +76,14 @@ class OpenSource:
         store.peek(key, start, memoryview(out))
         return bytes(out)
 
+    def first(self, key: str, nbytes: int) -> Content:
+        store = self.store
+        if store.requests or store.exact or nbytes > HEAD_NBYTES:
+            return self.bytes(key, 0, min(store.size(key), nbytes))
+        known, head = self._first
+        return (head if known == key else self._head(key))[:nbytes]
+
     def _head(self, key: str) -> Content:
-        """The first bytes of a file: a dozen formats look at them, one after the other."""
         known, head = self._first
         if known != key:
             out = bytearray(min(self.store.size(key), HEAD_NBYTES))

@@ -76,6 +76,8 @@ def parse_wanted(sparse: str) -> AllowedEncodings | None:
     >>> parse_wanted("2:4").pattern, parse_wanted("never")
     ((2, 4), None)
     """
+    if sparse == "never":
+        return None
     found = re.fullmatch(r"(\d{1,4})([:x])(\d{1,4})", sparse) if isinstance(sparse, str) else None
     if found is not None:
         pair = int(found[1]), int(found[3])
@@ -84,8 +86,6 @@ def parse_wanted(sparse: str) -> AllowedEncodings | None:
         if found[2] == ":" and 1 <= pair[0] < pair[1] <= LARGEST_M:
             return AllowedEncodings(frozenset({"nm"}), pattern=pair)
     match sparse:
-        case "never":
-            return None
         case "auto":
             return AllowedEncodings(frozenset({"bitmap", "nm", "block"}))
         case "bitmap" | "nm" | "block":

@@ -26,7 +26,7 @@ from holdfast.engine.blocks import Slab, read_slab, slab_block, slabs
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.readback import check_source
 from holdfast.engine.threads import default_threads, run_all
-from holdfast.engine.write import GATHER_NBYTES, blocks_of, fetch_small, small_bytes
+from holdfast.engine.write import GATHER_NBYTES, blocks_of, fetch_small, file_content, small_bytes
 from holdfast.errors import SaveError, located
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
 
@@ -78,10 +78,11 @@ def write_stream(
     `block` bytes each. Raises `SaveError` where data changed between two readings, `Corrupted` where it is not what its source
     records of it and a sum stands before it.
     """
-    if len(plan.segments) == 1 and isinstance(plan.segments[0], Literal):
-        write_all(target, plan.segments[0].data)
+    if plan.nbytes < GATHER_NBYTES:
+        content, receipt = file_content(plan, known or {})
+        write_all(target, content)
         _flush(target)
-        return {}
+        return receipt.crcs
     far = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.requests]
     wanted = max((segment.tensor.source.store.requests for segment in far), default=0)
     window = max(1, min(wanted, requests or wanted))

@@ -126,10 +126,13 @@ def transfer(
 def run_reads(work: Iterable[Callable[[], None]], threads: int, *, stores: Iterable[Store]) -> None:
     """Run tasks that read from these stores: by one thread, in their order, where one of them wants to be read so."""
     ordered = [store for store in dict.fromkeys(stores) if store.in_order]
+    if not ordered:
+        run_all(work, threads)
+        return
     with ExitStack() as blocks:
         for store in ordered:
             blocks.enter_context(store.reading())
-        run_all(work, 1 if ordered else threads)
+        run_all(work, 1)
 
 
 def tasks(

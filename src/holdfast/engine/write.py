@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from msgspec import Struct, field
@@ -110,19 +110,24 @@ def write_file(
 
     Memory beyond the state itself is about `threads × block × 2`: what was read, and what is computed from it.
     """
+    if plan.nbytes < GATHER_NBYTES:
+        # What is written by one write says itself where it fails. To make room for it first would take as long.
+        content, receipt = file_content(plan, crcs or {})
+        if content:
+            sink.write(0, memoryview(content))
+            if progress:
+                progress(len(content))
+        return receipt
     offsets = plan.offsets()
     written = Written({s.label: Sums() for s in plan.segments if isinstance(s, Data | Memory)})
     large = [s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES]
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
-    # What is written by one write says itself where it fails. To make room for it first would take as long.
-    whole = plan.nbytes < GATHER_NBYTES and not any(isinstance(s, Data | Gathered) and s.hashed for s in plan.segments)
-    if not whole:
-        sink.allocate(plan.nbytes)
+    sink.allocate(plan.nbytes)
     stores = list(dict.fromkeys(s.tensor.source.store for s in plan.segments if isinstance(s, Data)))
     far = max((store.requests for store in stores), default=0)
     threads = threads or max(_usual_threads(plan), far)
     block = block or (2 * BLOCK_NBYTES if far else cached_nbytes(threads, BLOCK_NBYTES))
-    run_reads(_tasks(plan, offsets, sink, written, progress, block, (crcs or {}) if whole else None), threads, stores=stores)
+    run_reads(_tasks(plan, offsets, sink, written, progress, block), threads, stores=stores)
     # A dict of a million checksums is not copied where it is all that is known.
     receipt = Receipt(plan.nbytes, written.gathered, blocks=written.blocks)
     for segment in plan.segments:
@@ -130,8 +135,7 @@ def write_file(
             receipt.crcs[segment.label] = written.sums[segment.label].crc32()
             if isinstance(segment, Data) and segment.hashed:
                 label = segment.label
-                hashed = written.hashed.get(label) or written.hashes[label].done()
-                receipt.crcs[label + HASH_KEY], receipt.crcs[label + HEAD_KEY] = hashed.hash or 0, hashed.head or 0
+                receipt.crcs |= _hash_fields(label, written.hashed.get(label) or written.hashes[label].done())
     known = {**crcs, **receipt.crcs} if crcs and receipt.crcs else crcs or receipt.crcs
     for begin, content, late in _joined_late(plan, offsets, known, written.made):
         sink.write(begin, memoryview(content))
@@ -139,6 +143,26 @@ def write_file(
         if progress:
             progress(late)
     return receipt
+
+
+def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receipt]:
+    """A short file put together in memory, with its checksums in it; `crcs` are those of files written before."""
+    here: dict[str, int] = {}
+    with ExitStack() as blocks:
+        for store in {s.tensor.source.store for s in plan.segments if isinstance(s, Data)}:
+            if store.in_order:
+                blocks.enter_context(store.reading())
+        pieces = _pieces(plan.segments, here)
+    known = {**crcs, **here} if crcs else here
+    for at, segment in enumerate(plan.segments):
+        if pieces[at] is None:
+            pieces[at] = cast(Late, segment).content(known)
+    content = b"".join(cast("list[bytes]", pieces))
+    return content, Receipt(plan.nbytes, here, [(0, len(content), crc32(content))] if content else [])
+
+
+def _hash_fields(label: str, hashed: Hashed) -> dict[str, int]:
+    return {label + HASH_KEY: hashed.hash or 0, label + HEAD_KEY: hashed.head or 0}
 
 
 def _usual_threads(plan: FilePlan) -> int:
@@ -181,12 +205,8 @@ def _tasks(
     written: Written,
     progress: Progress | None,
     block: int,
-    before: Mapping[str, int] | None,
 ) -> Iterator[Callable[[], None]]:
-    """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file.
-
-    `before` are the checksums of files written before where the whole file is one stretch; None where it may be several.
-    """
+    """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file."""
     stretch: list[tuple[int, Segment]] = []
     size, most = 0, GATHER_NBYTES
     for segment, offset in zip(plan.segments, offsets, strict=True):
@@ -194,7 +214,7 @@ def _tasks(
         large = segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(segment, Data | Memory | Hole)
         if large or (isinstance(segment, Gathered) and segment.nbytes > GATHER_NBYTES):
             if stretch:
-                yield _stretch(stretch, sink, written, progress, before)
+                yield _stretch(stretch, sink, written, progress)
                 stretch, size, most = [], 0, GATHER_NBYTES
             match segment:
                 case Gathered():
@@ -206,10 +226,10 @@ def _tasks(
         stretch.append((offset, segment))
         size, most = size + segment.nbytes, max(most, wished // GATHERED_PART)
         if size >= most:
-            yield _stretch(stretch, sink, written, progress, before)
+            yield _stretch(stretch, sink, written, progress)
             stretch, size, most = [], 0, GATHER_NBYTES
     if stretch:
-        yield _stretch(stretch, sink, written, progress, before)
+        yield _stretch(stretch, sink, written, progress)
 
 
 def _wished_nbytes(segment: Segment) -> int:
@@ -266,60 +286,70 @@ def _gathered(segment: Gathered, offset: int, sink: Sink, written: Written, prog
     return run
 
 
-def _stretch(
-    parts: list[tuple[int, Segment]], sink: Sink, written: Written, progress: Progress | None, before: Mapping[str, int] | None
-) -> Callable[[], None]:
+def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
     """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
 
     def run() -> None:
         begin = parts[0][0]
-        if len(parts) == 1 and isinstance(parts[0][1], Literal):
-            sink.write(begin, memoryview(parts[0][1].data))
-            written.blocks.append((begin, parts[0][1].nbytes, crc32(parts[0][1].data)))
-            if progress:
-                progress(parts[0][1].nbytes)
-            return
-        total = parts[-1][0] + parts[-1][1].nbytes - begin
-        buffer = np.zeros(total, np.uint8).data
         here: dict[str, int] = {}
-        blank, known = 0, 0
-        later: list[tuple[int, Late]] = []
-        fetched = fetch_small([segment for _, segment in parts if isinstance(segment, Data)])
-        for offset, segment in parts:
-            at, end = offset - begin, offset - begin + segment.nbytes
-            if isinstance(segment, Literal):
-                buffer[at:end] = segment.data
-            elif isinstance(segment, Hole):
-                pass
-            elif isinstance(segment, Data | Memory):
-                with located(tensor=segment.label):
-                    data = segment.content if isinstance(segment, Memory) else fetched.get(segment.label) or small_bytes(segment)
-                here[segment.label] = written.add(segment, 0, data)
-                buffer[at:end] = data
-            elif isinstance(segment, Gathered):
-                content, sums = segment.content()
-                written.gathered.update(sums)
-                here.update(sums)
-                buffer[at:end] = content
-            elif isinstance(segment, Late) and segment.needs in here:
-                buffer[at:end] = segment.content(here)
-                written.made.add(offset)
-            elif before is not None:
-                later.append((at, segment))
-                written.made.add(offset)
-            else:
-                # What stands before it is known now.
-                written.blocks.append((begin + known, at - known, crc32(buffer[known:at])))
-                blank, known = blank + segment.nbytes, end
-        for at, segment in later:
-            buffer[at : at + segment.nbytes] = segment.content({**before, **here} if before else here)
-        if total:
-            sink.write(begin, buffer)
-            written.blocks.append((begin + known, total - known, crc32(buffer[known:])))
+        pieces = _pieces([segment for _, segment in parts], here, written)
+        blank, known = 0, begin
+        places: list[tuple[int, int]] = []
+        for at, (offset, segment) in enumerate(parts):
+            if isinstance(segment, Late):
+                if pieces[at] is None:
+                    # What stands before it is known now.
+                    pieces[at] = bytes(segment.nbytes)
+                    places.append((known, offset))
+                    blank, known = blank + segment.nbytes, offset + segment.nbytes
+                else:
+                    written.made.add(offset)
+        content = memoryview(b"".join(cast("list[bytes]", pieces)))
+        places.append((known, begin + content.nbytes))
+        if content:
+            sink.write(begin, content)
+            written.blocks += [(start, stop - start, crc32(content[start - begin : stop - begin])) for start, stop in places]
             if progress:
-                progress(total - blank)
+                progress(content.nbytes - blank)
 
     return run
+
+
+Piece = bytes | bytearray | memoryview | None
+
+
+def _pieces(segments: Sequence[Segment], here: dict[str, int], written: Written | None = None) -> list[Piece]:
+    """The bytes of small segments; None in the place of a late one that needs more than is known.
+
+    What is known of their data is added `here`, and to what is `written` of a file of which they are a part.
+    """
+    data_segments = [segment for segment in segments if isinstance(segment, Data)]
+    fetched = fetch_small(data_segments) if data_segments else {}
+    pieces: list[Piece] = []
+    for segment in segments:
+        if isinstance(segment, Literal):
+            pieces.append(segment.data)
+        elif isinstance(segment, Gathered):
+            content, sums = segment.content()
+            here.update(sums)
+            if written is not None:
+                written.gathered.update(sums)
+            pieces.append(content)
+        elif isinstance(segment, Late):
+            pieces.append(segment.content(here) if segment.needs in here else None)
+        elif isinstance(segment, Hole):
+            pieces.append(bytes(segment.nbytes))
+        else:
+            with located(tensor=segment.label):
+                data = segment.content if isinstance(segment, Memory) else fetched.get(segment.label) or small_bytes(segment)
+            if written is not None:
+                here[segment.label] = written.add(segment, 0, data)
+            else:
+                here[segment.label] = crc32(data)
+                if isinstance(segment, Data) and segment.hashed:
+                    here |= _hash_fields(segment.label, hash_bytes(data) if segment.hashed == "hash" else head_bytes(data))
+            pieces.append(data)
+    return pieces
 
 
 def fetch_small(segments: Sequence[Data]) -> dict[str, memoryview]:

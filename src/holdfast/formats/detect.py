@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from holdfast.core.printed import check_printable
 from holdfast.core.protocols import Description, Format, Source
@@ -12,61 +13,70 @@ from holdfast.errors import FormatError, StoreError, UnknownFormat
 from holdfast.plan.files import tabulated
 
 
-def formats() -> Iterator[Format]:
-    """The formats, in the order in which they are tried. Each is imported when its turn comes: to open a `.pt` takes one."""
+@cache
+def _of_ranks() -> tuple[Format, ...]:
     # Files of torch.save, each with a rank in its name; also where there is one alone, which is then all there is.
     from holdfast.formats.rank_files.megatron_files import MegatronDirectory
     from holdfast.formats.rank_files.recognise import RankFiles
 
-    yield RankFiles()
-    yield MegatronDirectory()
+    return RankFiles(), MegatronDirectory()
 
-    # A zip as well, and told from one of torch.save by a record that only it has.
-    from holdfast.formats.pt2.archive import Pt2Archive
 
-    yield Pt2Archive()
-
+@cache
+def _zips() -> tuple[Format, ...]:
     from holdfast.formats.npy.archive import NpyFile, NpzArchive
+    from holdfast.formats.pt2.archive import Pt2Archive
     from holdfast.formats.torch.zip import TorchZip
 
-    yield NpzArchive()
-    yield TorchZip()
-    yield NpyFile()
+    # A .pt2 is a zip as well, and told from one of torch.save by a record that only it has.
+    return Pt2Archive(), NpzArchive(), TorchZip(), NpyFile()
 
+
+@cache
+def _streams() -> tuple[Format, ...]:
     from holdfast.formats.torch.legacy import TorchLegacy, TorchTar
 
-    yield TorchLegacy()
-    yield TorchTar()
+    return TorchLegacy(), TorchTar()
 
+
+@cache
+def _with_headers() -> tuple[Format, ...]:
     from holdfast.formats.gguf.read import GgufFile
     from holdfast.formats.safetensors.read import SafetensorsFile
 
-    yield GgufFile()
-    yield SafetensorsFile()
+    return GgufFile(), SafetensorsFile()
 
-    # A native directory holds safetensors files and an index of them as well, so it is looked for first.
+
+@cache
+def _native() -> tuple[Format, ...]:
+    # It holds safetensors files and an index of them as well, so it is looked for first.
     from holdfast.formats.native.read import NativeDirectory
 
-    yield NativeDirectory()
+    return (NativeDirectory(),)
 
+
+@cache
+def _directories() -> tuple[Format, ...]:
     from holdfast.formats.dcp.read import DcpDirectory
     from holdfast.formats.safetensors.directory import SafetensorsDirectory
 
-    yield DcpDirectory()
-    yield SafetensorsDirectory()
+    return DcpDirectory(), SafetensorsDirectory()
 
+
+@cache
+def _last() -> tuple[Format, ...]:
     from holdfast.formats.gguf.read import GgufDirectory
-
-    yield GgufDirectory()
-
     from holdfast.formats.rank_files.zero import ZeroDirectory
-
-    yield ZeroDirectory()
-
-    # Last of all: who made something else of these files, and put it beside them, means that.
     from holdfast.formats.torch.directory import TorchDirectory
 
-    yield TorchDirectory()
+    # torch's last of all: who made something else of these files, and put it beside them, means that.
+    return GgufDirectory(), ZeroDirectory(), TorchDirectory()
+
+
+def formats() -> Iterator[Format]:
+    """The formats, in the order in which they are tried. They are imported when their turn comes: to open a `.pt` takes few."""
+    for some in (_of_ranks, _zips, _streams, _with_headers, _native, _directories, _last):
+        yield from some()
 
 
 PLAIN = ("safetensors", "npy", "gguf")
@@ -93,11 +103,17 @@ def _refuse_second_reading(source: Source, found: Format) -> None:
         )
 
 
+OPCODES = frozenset(bytes([op]) for op in (*b"().012BCFGIJKLMNPQRSTUVX]abcdeghijlopqrstu}", *range(0x80, 0x99)))
+"""What a pickle may begin with. An unpickler refuses every other byte at once."""
+
+
 def _unpickles(source: Source, key: str) -> bool:
     """Whether an unpickler that is given this file does anything before it fails."""
     from holdfast.formats.pickle.recording import read_ahead
     from holdfast.formats.torch.legacy import MAGIC
 
+    if source.first(key, 1) not in OPCODES:
+        return False
     size = source.store.size(key)
     found = read_ahead(lambda start, stop: source.bytes(key, start, min(stop, size)) if start < size else b"", size, source.limits)
     return found.acts or found.value == MAGIC
@@ -149,7 +165,7 @@ def detect(source: Source) -> Format:
 
 def unknown(source: Source, key: str) -> UnknownFormat:
     """What to say of a file that is none of the formats."""
-    head = source.bytes(key, 0, min(source.store.size(key), 32))
+    head = source.first(key, 32)
     if not head:
         return UnknownFormat("the file is empty")
     hint = next((text for start, text in HINTS if head.startswith(start)), "it is none of the formats that Holdfast knows")

@@ -14,7 +14,7 @@ from holdfast.core.arguments import rules as rules_of
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dense import read_tensors
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import shown
@@ -67,7 +67,7 @@ def open(
     `rules` say how tensors were cut in a folder of Megatron's ranks, in the words of `reshard`: "*.adapter.weight: tp=0"; they come
     before those that it has for Megatron's own layers.
     """
-    limits = limits or Limits()
+    limits = limits or DEFAULTS
     given = tuple(cast("tuple[str | PlacementRule, ...]", rules))
 
     def look(store: Store) -> Checkpoint:

@@ -176,10 +176,11 @@ class FilePlan(Value, frozen=True):
     """Its name inside the checkpoint; empty where the checkpoint is this one file."""
 
     segments: tuple[Segment, ...]
+    nbytes: int = -1
+    """The sum of its segments, whatever is given."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in self.segments)
+    def __post_init__(self) -> None:
+        force_setattr(self, "nbytes", sum([segment.nbytes for segment in self.segments]))
 
     def offsets(self) -> list[int]:
         """Where each segment begins."""

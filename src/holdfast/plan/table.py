@@ -218,19 +218,19 @@ def segments(
     alone = nbytes > saves.SMALL_NBYTES
     if table.odd:
         alone |= np.fromiter((row in table.odd for row in rows), bool, len(rows))
-    stops = np.cumsum(nbytes)
-    for first, stop in segment_runs(np.flatnonzero(alone).tolist(), stops):
+    for first, stop in segment_runs(alone.nonzero()[0].tolist(), nbytes.cumsum()):
         if first + 1 == stop and alone[first]:
             name = table.names[rows[first]]
             one = segment_of(table, rows[first], labels[first], hashing.get(name, "") if hashing else "")
             found += () if one is None else (one,)
             continue
         own, named = rows[first:stop], labels[first:stop]
-        if not nbytes[first:stop].all():
-            filled = np.flatnonzero(nbytes[first:stop]).tolist()
-            own, named = [own[at] for at in filled], [named[at] for at in filled]
+        lengths = nbytes[first:stop].tolist()
+        if 0 in lengths:
+            filled = [at for at, length in enumerate(lengths) if length]
+            own, named, lengths = [own[at] for at in filled], [named[at] for at in filled], [lengths[at] for at in filled]
         if own:
-            found.append(_gathered(table, own, named, hashing, nbytes[first:stop]))
+            found.append(_gathered(table, own, named, hashing, lengths))
     return found
 
 
@@ -241,7 +241,7 @@ def segment_runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]
         while first < single:
             before = int(stops[first - 1]) if first else 0
             # Up to the first one that passes the size, and with it.
-            stop = min(int(np.searchsorted(stops, before + saves.BLOCK_NBYTES)) + 1, single)
+            stop = min(int(stops.searchsorted(before + saves.BLOCK_NBYTES)) + 1, single)
             yield first, stop
             first = stop
         if single < len(stops):
@@ -249,7 +249,9 @@ def segment_runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]
             first = single + 1
 
 
-def _gathered(table: Table, rows: Sequence[int], labels: Sequence[str], hashing: Mapping[str, Hashing], nbytes: Ints) -> Gathered:
+def _gathered(
+    table: Table, rows: Sequence[int], labels: Sequence[str], hashing: Mapping[str, Hashing], lengths: Sequence[int]
+) -> Gathered:
 
     def make() -> tuple[bytes, dict[str, int]]:
         pieces = table.read(rows)
@@ -262,5 +264,4 @@ def _gathered(table: Table, rows: Sequence[int], labels: Sequence[str], hashing:
             known.update(dict.fromkeys([label + HEAD_KEY for label in labels], 0))
         return b"".join(pieces), known
 
-    lengths = nbytes[nbytes > 0].tolist()
     return Gathered(sum(lengths), labels, make, lengths, lambda: [table.view(row) for row in rows], bool(hashing))

@@ -24,7 +24,7 @@ import numpy as np
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.keys import beside
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
@@ -234,7 +234,7 @@ def _objects_of(url: Url, index: str) -> ReplacedObjects:
     shared = False
     with suppress(HoldfastError):
         store = RemoteStore(url)
-        source = OpenSource(store, limits=Limits())
+        source = OpenSource(store, limits=DEFAULTS)
         if store.holds(MANIFEST):
             manifest = read_manifest(source)
             found += [*(file.name for file in manifest.files), *(file.name for file in manifest.others or ())]

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from holdfast.core.dtype import DType
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, State, Store
 from holdfast.core.runtime import resting_collector
 from holdfast.core.table import Table, outlines
@@ -87,7 +87,17 @@ def suffix_of(path: str) -> str:
 
 
 def format_for(path: str, format: str | None, options: Options) -> str:
-    """The format to save in: what was asked for, or what the suffix says."""
+    """The format to save in: what was asked for, or what the suffix says; a directory where one is there."""
+    found = format_named(path, format, options)
+    if found == "safetensors":
+        place = place_at(path)
+        if place.says_folder or place.is_folder:
+            return "safetensors-dir"
+    return found
+
+
+def format_named(path: str, format: str | None, options: Options) -> str:
+    """The format to save in as it was asked for, or as the suffix of a name says it."""
     if format is None:
         suffix = suffix_of(path)
         if suffix not in SUFFIXES:
@@ -99,11 +109,7 @@ def format_for(path: str, format: str | None, options: Options) -> str:
         found = NAMES[format]
     else:
         raise Unsupported(f"{format!r} is no format that can be written; use torch, safetensors or native", found=format)
-    place = place_at(path)
-    folder = place.says_folder or place.is_folder
-    if found == "safetensors" and (options.max_shard_size is not None or folder):
-        return "safetensors-dir"
-    return found
+    return "safetensors-dir" if found == "safetensors" and options.max_shard_size is not None else found
 
 
 def check_archive_name(path: str) -> None:
@@ -183,10 +189,13 @@ def _of_each_kind(table: Table) -> dict[object, int]:
     return alike
 
 
+WITH_DATA = (Data, Memory, Gathered)
+
+
 def _near_limits(plan: SavePlan, table: Table) -> bool:
     """Whether a plan has so many files, or so long a text, that a reader may refuse it."""
-    limits = Limits()
-    data = sum(segment.nbytes for file in plan.files for segment in file.segments if isinstance(segment, Data | Memory | Gathered))
+    limits = DEFAULTS
+    data = sum([segment.nbytes for file in plan.files for segment in file.segments if isinstance(segment, WITH_DATA)])
     text, count = plan.nbytes - data, len(table)
     if plan.format == "torch-zip":
         # The directory has 46 bytes and a name for each record; names of tensors may take 16 times what the pickle has.
@@ -282,7 +291,7 @@ def described(store: Store, formats: Collection[str]) -> Description:
     """What the reader makes of a store that stands for files to come. Raises `CannotHold` where it is none of these formats."""
     try:
         with located(file=store.name):
-            source = OpenSource(store, limits=Limits())
+            source = OpenSource(store, limits=DEFAULTS)
             if len(store.list()) > source.limits.files:
                 raise CannotHold(WHAT, [f"{len(store.list()):,} files are more than Limits(files={source.limits.files:,})"])
             reader = detect(source)

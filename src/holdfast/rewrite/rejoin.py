@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
 from holdfast.core.sharing import groups, overlaps
 from holdfast.core.table import Table
@@ -30,7 +30,7 @@ class Rejoined(Value, frozen=True):
 
 def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
     """Give the tensors of a state back the storages that they shared. Reads data only where copies of a storage overlap."""
-    limits = limits or Limits()
+    limits = limits or DEFAULTS
     tensors = state.tensors
     # Of a table, odd rows alone have such a note.
     some = [(tensors.names[row], one) for row, one in tensors.odd.items()] if isinstance(tensors, Table) else tensors.items()

@@ -30,7 +30,7 @@ from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.rewrite.base import check_shares, not_shared, open_base
-from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, plan_save
+from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, format_named, plan_save
 from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields, stores_of
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
@@ -123,8 +123,12 @@ def to_bytes(
     Raises `CannotHold` with every problem when the format cannot hold the state.
     """
     memory = io.BytesIO()
-    save(state, memory, format=format, metadata=metadata, keep_tree=keep_tree, limits=limits)
+    described = tabulate_state(state, metadata=metadata, limits=limits)
+    _stream(described, memory, format=format, options=Options(keep_tree=keep_tree), writing=WRITING, progress=None)
     return memory.getvalue()
+
+
+WRITING = Writing()
 
 
 def _stream(
@@ -136,7 +140,7 @@ def _stream(
     suffix = os.path.splitext(name)[1].lower() if isinstance(name, str) else ""
     if format is None and (not suffix or suffix not in SUFFIXES):
         raise BadArgument("say format='safetensors' or format='torch': a file object has no suffix that would tell")
-    found = format_for(f"archive{suffix}", format, options)
+    found = format_named(f"archive{suffix}", format, options)
     if found in DIRECTORIES:
         problem = f"{found} is a directory of files" + (
             ", and so is what max_shard_size= asks for" if options.max_shard_size else ""
@@ -146,14 +150,17 @@ def _stream(
     (one,) = plan.files
     where = name if isinstance(name, str) else f"<{type(file).__name__}>"
     notes = (*described.notes, *plan.notes)
-    report = Saved(path=where, format=found, nbytes=one.nbytes, files=((where, one.nbytes),), notes=notes, free_nbytes=one.nbytes)
+    report = Saved(
+        path=where, format=found, nbytes=one.nbytes, files=((where, one.nbytes),), notes=notes, free_nbytes=one.nbytes,
+        done=not writing.dry_run,
+    )  # fmt: skip
     if writing.dry_run:
         return report
     check_source(one, write_stream(one, Told(file, progress) if progress else file))
     for store in stores_of(described):
         if store.changed():
             raise SaveError(f"the source {store.name!r} changed while it was read; what was written is of no use", file=where)
-    return replace(report, done=True)
+    return report
 
 
 def plan_saving(

@@ -19,6 +19,7 @@ import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import compress
 from typing import Literal, Protocol, cast
 
@@ -27,7 +28,7 @@ import numpy as np
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.leaves import DEPTH as LEAF_DEPTH
 from holdfast.core.leaves import Leaves, find_leaves
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
@@ -65,7 +66,7 @@ def describe_state(
 
     Of a checkpoint that says what stands beside its model (`Checkpoint.beside`), the model is described; `whole` takes it all.
     """
-    limits = limits or Limits()
+    limits = limits or DEFAULTS
     arrays: Arrays = "tensors"
     left: tuple[str, ...] = ()
     if isinstance(state, Checkpoint):
@@ -92,7 +93,7 @@ def tabulate_state(
     state: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None, whole: bool = False
 ) -> State:
     """`describe_state` for a layout that takes a table: tensors are rows, and the tree is the caller's own where that is usual."""
-    limits = limits or Limits()
+    limits = limits or DEFAULTS
     given, resident = state, Resident()
     arrays: Arrays = "tensors"
     texts = dict(metadata or {})
@@ -118,6 +119,8 @@ def tabulate_state(
 
 def _unkept_notes(leaves: Leaves, table: Table) -> tuple[str, ...]:
     """Sentences about what is not kept of leaves that are no plain tensors."""
+    if not table.odd and not leaves.places:
+        return ()
     remarks, unkept = _remarks(), Unkept()
     odd = [(row, table.names[row], leaves.values[row]) for row in table.odd]
     for name, value in leaves.places:
@@ -137,16 +140,19 @@ class Library(Value, frozen=True, eq=False):
     tabulate: Callable[[list[object]], Tabulated]
 
 
-def _libraries(arrays: Arrays) -> list[Library]:
+def _libraries(arrays: Arrays) -> tuple[Library, ...]:
     """The kinds of tensors that may be rows: numpy's, and torch's where the caller has torch."""
-    found = []
-    if arrays == "tensors":
-        found.append(Library(ARRAY_TYPES, tabulate_arrays))
-    if "torch" in sys.modules:
-        from holdfast.torch.tensors.storages import TYPES, tabulate_whole
+    return (*((NUMPY,) if arrays == "tensors" else ()), *(_torch_library() if "torch" in sys.modules else ()))
 
-        found.append(Library(TYPES, tabulate_whole))
-    return found
+
+@cache
+def _torch_library() -> tuple[Library, ...]:
+    from holdfast.torch.tensors.storages import TYPES, tabulate_whole
+
+    return (Library(TYPES, tabulate_whole),)
+
+
+NUMPY = Library(ARRAY_TYPES, tabulate_arrays)
 
 
 class _Tabulating:

@@ -174,6 +174,10 @@ class LocalStore(BaseStore):
     def folder(self) -> bool:
         return self._directory
 
+    @property
+    def single(self) -> str | None:
+        return super().single if self._directory else self._single
+
     def list(self) -> Sequence[str]:
         """Every key: what was there when it was asked for the first time."""
         if not self._directory:

@@ -24,7 +24,7 @@ from holdfast.core.dense import DenseRows
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.placement_rules import PlacementRule
-from holdfast.core.protocols import Foreign, Request, Source, Store
+from holdfast.core.protocols import Content, Foreign, Request, Source, Store
 from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.value import Value, replace
@@ -284,6 +284,9 @@ class Window:
         return self._source.bytes(key, start, stop) if found is None else found
 
     # The strict reader asks for bytes alone; the rest is what a source has besides.
+
+    def first(self, key: str, nbytes: int) -> Content:
+        return self._source.first(key, nbytes)
 
     def over(self, store: Store) -> Source:
         return self._source.over(store)

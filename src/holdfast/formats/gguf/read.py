@@ -115,7 +115,7 @@ class GgufDirectory:
 
 
 def _begins_like_gguf(source: Source, key: str) -> bool:
-    return source.store.size(key) >= len(MAGIC) and source.bytes(key, 0, len(MAGIC)) == MAGIC
+    return source.first(key, len(MAGIC)) == MAGIC
 
 
 def _parts(keys: Sequence[str]) -> list[str]:

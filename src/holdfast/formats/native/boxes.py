@@ -19,7 +19,7 @@ from msgspec import field
 from holdfast.core.arrays import Bools, Ints, shape_columns
 from holdfast.core.box import Box
 from holdfast.core.content_hash import HASH, Hashed
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.table import ODD, Kind, Table
@@ -251,7 +251,7 @@ def box_file(
         inside = range(len(part))
     kinds = [carried(kind) for kind in part.kinds]
     layout = plan_file(key, part, inside, kinds, texts, fields=fields, label=label, hashed=hashing)
-    most = Limits().header_nbytes
+    most = DEFAULTS.header_nbytes
     if layout.header_nbytes > most:
         raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
     return BoxFile(layout, boxes, rows, packed, label, hashing, known)
@@ -313,7 +313,7 @@ def lay_out_index(
         return seal(raw, paid_nbytes(raw))
 
     raw = encoded(blank)
-    most = Limits().index_nbytes
+    most = DEFAULTS.index_nbytes
     if len(raw) > most:
         raise CannotHold(CANNOT, [f"the manifest would have {len(raw):,} bytes, more than {most:,}"])
     late = Late(len(raw), lambda crcs: encoded(_Chunks(parts(crcs), outlines)), blank=raw) if labels else Literal(raw)

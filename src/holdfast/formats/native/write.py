@@ -34,7 +34,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.content_hash import HASH, HEAD_NBYTES, Hashed
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.table import Kind, Table
@@ -154,7 +154,7 @@ def lay_out_native(
         plan_file(key, part, inside, [carried(kind) for kind in part.kinds], {}, fields=OWN, hashed=hashing)
         for key, (part, inside) in zip(keys, shards, strict=True)
     ]
-    most = Limits().header_nbytes
+    most = DEFAULTS.header_nbytes
     if any(file.header_nbytes > most for file in files):
         raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
     listed = [*reuse.files, *(DataFile(file.plan.key, file.plan.nbytes) for file in files)]
@@ -414,7 +414,7 @@ def lay_out_manifest(
     before, behind = raw[:at], raw[at:-1]
     length, containers = text.measure()
     nbytes = max(len(before) + length + len(behind) + SEAL_NBYTES, paid_nbytes(raw, containers))
-    most = Limits().index_nbytes
+    most = DEFAULTS.index_nbytes
     if nbytes > most:
         raise CannotHold(CANNOT, [f"the manifest would have {nbytes:,} bytes, more than {most:,}"])
 

@@ -21,8 +21,8 @@ class NpyFile:
     name = "npy"
 
     def matches(self, source: Source) -> bool:
-        key, size = source.store.single, len(MAGIC)
-        return key is not None and source.store.size(key) >= size and source.bytes(key, 0, size) == MAGIC
+        key = source.store.single
+        return key is not None and source.first(key, len(MAGIC)) == MAGIC
 
     def describe(self, source: Source) -> Description:
         from holdfast.formats.npy.read import describe_npy
@@ -40,8 +40,7 @@ class NpzArchive:
         key = source.store.single
         if key is None:
             return False
-        size = source.store.size(key)
-        head = source.bytes(key, 0, min(size, FIRST_NBYTES))
+        head = source.first(key, FIRST_NBYTES)
         if head == EMPTY:
             return True
         if not head.startswith(b"PK\3\4") or len(head) < 30:
@@ -50,7 +49,7 @@ class NpzArchive:
         if method:
             return head[30 : 30 + name].endswith(SUFFIX.encode())
         at = 30 + name + extra
-        if at + len(MAGIC) > size:
+        if at + len(MAGIC) > source.store.size(key):
             return False
         return (head[at : at + 6] if at + 6 <= len(head) else source.bytes(key, at, at + 6)) == MAGIC
 

@@ -25,12 +25,13 @@ from __future__ import annotations
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import islice
 from pathlib import PurePath
 
 import numpy as np
 
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tree import dotted
 from holdfast.formats.pickle.plain import PATHS, PLAIN_TYPES, DefaultDict
@@ -173,7 +174,7 @@ class PickleWriter:
     """One pickle at work. `write` one value, then take it from `finish`, unless there are `problems`."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+        self.limits = limits or DEFAULTS
         self.out: list[bytes] = [b"\x80\x02"]
         self.problems: list[str] = []
         """What has no form in this pickle, each with its path."""
@@ -185,12 +186,19 @@ class PickleWriter:
         """Numbers of the memo that are taken."""
         self.memo: dict[int, int] = {}
         self.path: list[object] = []
-        self._globals: dict[tuple[str, str], bytes] = {}
+        self._references: dict[object, bytes] = {}
+        """By their names: references to globals that were written before."""
         self._dtypes: dict[np.dtype[np.generic], bytes] = {}
         self._kept: list[object] = []
         """Values made on the way that are remembered by identity, and must not make room for another with the same."""
         # Functions and not methods of this object, which would keep it alive, and with it all that it wrote.
-        self.rows: dict[type, Row] = {
+        self.rows: dict[type, Row] = {**self.written_types()}
+
+    @staticmethod
+    @cache
+    def written_types() -> Mapping[type, Row]:
+        """How values of each type are written."""
+        return {
             type(None): PickleWriter._none,
             bool: PickleWriter._bool,
             int: PickleWriter._int,
@@ -254,7 +262,7 @@ class PickleWriter:
 
     def name(self, module: str, name: str) -> None:
         """A global."""
-        found = self._globals.get((module, name))
+        found = self._references.get((module, name))
         if found is not None:
             self.out.append(found)
             return
@@ -266,7 +274,7 @@ class PickleWriter:
         old = OLD_MODULES.get(module, module), OLD_NAMES.get((module, name), name)
         self.out.append(b"c%b\n%b\n" % (old[0].encode(), old[1].encode()))
         number = self.put()
-        self._globals[module, name] = get(number)
+        self._references[module, name] = get(number)
 
     def fresh_tuple(self, items: tuple[object, ...]) -> None:
         """A tuple that nobody can meet again."""

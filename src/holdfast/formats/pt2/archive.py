@@ -35,16 +35,13 @@ class Pt2Archive:
         key = source.store.single
         if key is None:
             return False
-        size = source.store.size(key)
-        if size < END.size:
-            return False
-        head = source.bytes(key, 0, min(size, FIRST_NBYTES))
-        if not head.startswith(b"PK\3\4"):
+        head = source.first(key, FIRST_NBYTES)
+        if not head.startswith(b"PK\3\4") or len(head) < END.size:
             return False
         first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
         if first.endswith(b"/data.pkl"):
             return False
-        return first == OLD_PROGRAM.encode() or _names_it(_directory(source, key, size))
+        return first == OLD_PROGRAM.encode() or _names_it(_directory(source, key, source.store.size(key)))
 
     def describe(self, source: Source) -> Description:
         from holdfast.formats.pt2.read import describe_pt2

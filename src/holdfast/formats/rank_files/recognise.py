@@ -82,7 +82,7 @@ def check_complete(found: RankSet) -> None:
 
 def begins_like_torch(source: Source, key: str) -> bool:
     """Whether a file begins like one of `torch.save`, whatever it is called."""
-    return source.store.size(key) >= len(ZIP) and source.bytes(key, 0, len(ZIP)) == ZIP
+    return source.first(key, len(ZIP)) == ZIP
 
 
 def some(names: Sequence[str], count: int | None = None) -> str:

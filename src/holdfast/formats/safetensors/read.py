@@ -151,15 +151,14 @@ def read_header(source: Source, key: str) -> Header:
 
 def begins_like_safetensors(source: Source, key: str) -> bool:
     """Whether a file begins with a believable length and something that could be a JSON object."""
-    size = source.store.size(key)
-    if size <= PREFIX_NBYTES:
+    start = source.first(key, PREFIX_NBYTES + 1)
+    if len(start) <= PREFIX_NBYTES:
         return False
-    start = source.bytes(key, 0, PREFIX_NBYTES + 1)
     length = int.from_bytes(start[:PREFIX_NBYTES], "little")
     if start[PREFIX_NBYTES:] == b"{":
         return SMALLEST_NBYTES <= length < LONGEST_CLAIM
     # The safetensors library opens a header that begins with blanks. We refuse it, and it takes a match to say why.
-    return start[PREFIX_NBYTES:].isspace() and SMALLEST_NBYTES <= length <= size - PREFIX_NBYTES
+    return start[PREFIX_NBYTES:].isspace() and SMALLEST_NBYTES <= length <= source.store.size(key) - PREFIX_NBYTES
 
 
 class SafetensorsFile:

@@ -125,10 +125,13 @@ def fingerprint(content: object) -> str:
     return f"{crc32(msgspec.json.encode(content)):08x}"
 
 
+TEXTS = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+
 def texts_fingerprint(texts: Mapping[str, object]) -> str:
     """The same for what stands beside it. Other writers keep no order there, so it does not count."""
     # Not msgspec: an index may have integers that it does not write.
-    raw = json.dumps(sorted(texts.items()), separators=(",", ":"), ensure_ascii=False)
+    raw = TEXTS.encode(sorted(texts.items()))
     return f"{crc32(raw.encode('utf-8')):08x}"
 
 
@@ -154,7 +157,8 @@ class RecordText:
         self._tensors = tensors
         self.opening = raw[:-1] if tensors is None else raw[:-1] + b',"crc32":"'
         self._crc = crc32(self.opening)
-        self.closing = self._end(b"0" * (CRC_DIGITS * (tensors or 0)))[SEAL_NBYTES - len(CLOSING) :]
+        spaces = self._nbytes - len(self._quoted(b"")) - len(self.opening) - CRC_DIGITS * (tensors or 0)
+        self.closing = CLOSING.ljust(spaces - SEAL_NBYTES + len(CLOSING))
 
     def middle(self, digits: bytes = b"") -> bytes:
         """What stands between opening and closing, of these checksums of tensors."""

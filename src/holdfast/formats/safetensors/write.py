@@ -25,11 +25,10 @@ from json.encoder import encode_basestring
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.table import Kind, Table
@@ -120,7 +119,7 @@ def plan_file(
     order = _ordered(table, rows, kinds)
     named = [table.names[row] for row in order]
     nbytes = table.nbytes_of(order)
-    stops = np.cumsum(nbytes)
+    stops = nbytes.cumsum()
     quote, keys = as_keys(named)
     openings = [quote + _opening(*kind) for kind in kinds]
     kind = table.kind
@@ -133,7 +132,7 @@ def plan_file(
         text = f"]}},{quote}".join([f"{name}{opening}{start},{end}" for name, opening, start, end in each])
         listed.append(f"{',' * bool(first)}{quote}{text}]}}".encode())
     labels = [label + name for name in named] if label else named
-    empty = [] if nbytes.all() else [labels[at] for at in np.flatnonzero(nbytes == 0).tolist()]
+    empty = [label for label, length in zip(labels, nbytes.tolist(), strict=True) if not length]
     framed = frame(listed, labels, metadata, fields=fields, empty=empty)
     plan = FilePlan(key, (*framed.segments, *segments(table, order, nbytes, labels, hashed)))
     return FileLayout(plan, framed.header_nbytes, named, order, stops + (PREFIX_NBYTES + framed.header_nbytes), nbytes)
@@ -184,7 +183,7 @@ def frame(
     about = {"format": "pt"} | {k: v for k, v in metadata.items() if k != RECORD}
     record = RecordText(fields, f"{crc32(b'}', crc):08x}", about, tensors=len(labels))
     head = b'{"%s":%s,"%s":"' % (METADATA.encode(), msgspec.json.encode(about)[:-1], RECORD.encode()) + _escaped(record.opening)
-    late = Late(len(_escaped(record.middle(b"0" * (CRC_DIGITS * len(labels))))), _Checksums(record, labels, frozenset(empty)))
+    late = Late(CRC_DIGITS * len(labels) + len(_escaped(record.middle())), _Checksums(record, labels, frozenset(empty)))
     tail = _escaped(record.closing) + b'"}' + (b"," if labels else b"")
     length = len(head) + late.nbytes + len(tail) + sum(map(len, listed)) + 1
     end = b"}" + b" " * (-(PREFIX_NBYTES + length) % DATA_ALIGNMENT)
@@ -296,7 +295,7 @@ def lay_out_safetensors(
             plan = laid.one_file(f"{stem}.safetensors") if alone else laid.directory(shards, stem, save)
         if plan is not None:
             return plan
-        problems.append(f"the header would be longer than {Limits().header_nbytes:,} bytes, the most that the format allows")
+        problems.append(f"the header would be longer than {DEFAULTS.header_nbytes:,} bytes, the most that the format allows")
     raise CannotHold("safetensors cannot hold this state", list(dict.fromkeys(problems)))
 
 
@@ -313,7 +312,7 @@ class _Laying(Value, frozen=True, eq=False):
     def one_file(self, key: str = "") -> SavePlan | None:
         """One file that says all of itself; with a key, in a directory. None where its header is too long."""
         laid = plan_file(key, self.table, self.sharing.rows, self.kinds, self.state.metadata, fields=self.fields)
-        if laid.header_nbytes > Limits().header_nbytes:
+        if laid.header_nbytes > DEFAULTS.header_nbytes:
             return None
         return SavePlan("safetensors-dir" if key else "safetensors", (laid.plan,), self._notes([laid]), directory=bool(key))
 
@@ -326,7 +325,7 @@ class _Laying(Value, frozen=True, eq=False):
             plan_file(name, self.table, shard, self.kinds, self.state.metadata, fields={"rest": key})
             for name, shard in zip(names, shards, strict=True)
         ]
-        if any(file.header_nbytes > Limits().header_nbytes for file in laid):
+        if any(file.header_nbytes > DEFAULTS.header_nbytes for file in laid):
             return None
         weight_map = {name: file.plan.key for file in laid for name in file.names}
         index = index_file(key, weight_map, sum(int(file.nbytes.sum()) for file in laid), fields=self.fields)

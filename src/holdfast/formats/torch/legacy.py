@@ -25,7 +25,7 @@ from holdfast.formats.torch.zip import SavedFile, SavedFormat
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
-MAGIC_BYTES = MAGIC.to_bytes(10, "little")
+MAGIC_BYTES, MAGIC_TEXT = MAGIC.to_bytes(10, "little"), str(MAGIC).encode()
 WINDOW_NBYTES = 1 << 20
 """Bytes read at first; most objects pickle to less. It grows fourfold while a stream asks for more."""
 
@@ -37,8 +37,8 @@ class TorchLegacy(SavedFormat):
 
     def begins(self, source: Source, key: str) -> bool:
         """The magic number, whatever protocol wrote it, is among the first bytes."""
-        head = source.bytes(key, 0, min(64, source.store.size(key)))
-        return MAGIC_BYTES in head or str(MAGIC).encode() in head
+        head = source.first(key, 64)
+        return MAGIC_BYTES in head or MAGIC_TEXT in head
 
     def read(self, source: Source, key: str) -> SavedFile:
         refuse_tar(source, key, self.name)
@@ -183,9 +183,9 @@ class TorchTar(SavedFormat):
     name = "torch-tar"
 
     def begins(self, source: Source, key: str) -> bool:
-        if source.store.size(key) < BLOCK_NBYTES:
+        head = source.first(key, BLOCK_NBYTES)
+        if len(head) < BLOCK_NBYTES:
             return False
-        head = source.bytes(key, 0, BLOCK_NBYTES)
         return head[257:262] == b"ustar" or (head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head))
 
     def read(self, source: Source, key: str) -> SavedFile:
@@ -275,7 +275,7 @@ def begins_like_tar(head: bytes) -> bool:
 
 def refuse_tar(source: Source, key: str, format: str) -> None:
     """Raise `FormatError` for a file that torch would load as a tar, whatever else it is: a header is told by a checksum alone."""
-    if begins_like_tar(source.bytes(key, 0, min(source.store.size(key), BLOCK_NBYTES))):
+    if begins_like_tar(source.first(key, BLOCK_NBYTES)):
         raise FormatError(
             f"the file is {format} and a tar at once, and torch would load the tar: it was made to show one thing and load "
             "another; `holdfast scan` shows what both would do",

@@ -19,7 +19,9 @@ Offsets and lengths are known when all tensors were seen: `place` gives the reco
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from msgspec import Struct
@@ -32,6 +34,7 @@ from holdfast.core.sharing import overlaps
 from holdfast.core.table import Kind
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
+from holdfast.formats.pickle.writer import TEXT, TUPLES, integer
 
 BYTES = DTYPES.storage("ByteStorage")
 UNTYPED = "ByteStorage"
@@ -198,8 +201,6 @@ class Template(Struct, eq=False):
     """Up to the key of the storage."""
     behind: bytes
     """From there on."""
-    parts: tuple[bytes, ...]
-    """From behind the key on: what stands before each number of the memo."""
     holes: Ints
     """Where in `behind` the numbers of the memo stand; they follow each other."""
     count: int
@@ -215,39 +216,79 @@ def fill_in(content: bytearray, made: Sequence[Template], at: Ints, numbers: Int
     np.frombuffer(content, np.uint8)[holes[:, None] + np.arange(4)] = filled
 
 
+REMEMBER, RECORD_KEY = object(), object()
+"""Where the memo takes the next number; where the key of the record stands."""
+
+UTILS = "torch._utils"
+STORAGE = "storage"
+
+
+@lru_cache(4096)
+def kind_opcodes(kind: Kind, *, anew: bool) -> tuple[tuple[object, ...], frozenset[object]]:
+    """What is written for a tensor: bytes, names of globals (pairs) and texts that are shared, `REMEMBER` and `RECORD_KEY`.
+
+    Also which names and texts there are. `anew` says that the location of a storage on a device is written each time.
+    """
+    dtype, traits, bits = kind.dtype, kind.traits, kind.dtype.bits
+    shape, strides = integers(kind.shape), integers(tuple([stride // bits for stride in kind.strides]))
+    # In bytes, for dtypes whose storage has no elements.
+    count = kind.storage_nbytes * 8 // bits if dtype.storage else kind.storage_nbytes
+    location = sys.intern(kind.location or "cpu")
+    raw = location.encode("utf-8")
+    hooks = [("collections", "OrderedDict"), b")R", REMEMBER]
+    made: list[object] = [
+        *([(UTILS, "_rebuild_parameter")] if traits.parameter else ()),
+        (UTILS, "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3"),
+        b"((",
+        STORAGE,
+        ("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage"),
+        RECORD_KEY,
+        *([TEXT(b"X", len(raw)) + raw, REMEMBER] if anew and location != "cpu" else [location]),
+        integer(count) + b"t",
+        REMEMBER,
+        b"Q" + integer(kind.offset // bits) + shape,
+        *([REMEMBER, strides, REMEMBER] if kind.shape else [strides]),
+        b"\x88" if traits.requires_grad and not traits.parameter else b"\x89",
+        *hooks,
+        *(() if dtype.storage else [("torch", dtype.torch)]),
+        b"t",
+        REMEMBER,
+        b"R",
+        REMEMBER,
+    ]
+    if traits.parameter:
+        made += [b"\x88" if traits.requires_grad else b"\x89", *hooks, TUPLES[3], REMEMBER, b"R", REMEMBER]
+    return tuple(made), frozenset(one for one in made if isinstance(one, str | tuple))
+
+
+def integers(values: tuple[int, ...]) -> bytes:
+    """A tuple of integers."""
+    raw = b"".join(map(integer, values))
+    return raw + TUPLES[len(values)] if len(values) < 4 else b"(" + raw + b"t"
+
+
 class PickledKind(Struct, eq=False):
     """What the pickle says of all tensors of a kind, where that is known beforehand."""
 
-    dtype: DType
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements."""
-    offset: int
-    """In elements, from the begin of the record."""
-    count: int
-    """Elements of the record; bytes, for dtypes whose storage has none."""
-    requires_grad: bool
-    parameter: bool
-    location: str
-    met: bool = False
-    """Whether one of them is written."""
+    opcodes: tuple[object, ...]
+    refers: frozenset[object]
+    """The globals and texts that they refer to."""
+    named: bool = False
+    """Whether all of these are in the pickle."""
+    joined: tuple[object, ...] | None = None
+    """The opcodes in fewer pieces, once all that they refer to is there."""
     new: Template | None = None
     """For tensors whose record is new."""
     known: Template | None = None
     """The same where it is not."""
 
     @classmethod
-    def of(cls, kind: Kind) -> PickledKind | None:
+    def of(cls, kind: Kind, *, anew: bool) -> PickledKind | None:
         """None for tensors that are more than their elements, or none of torch's: each is written, or refused, by itself."""
-        dtype, traits = kind.dtype, kind.traits
-        bits = dtype.bits
-        if not is_simple(traits) or dtype.torch is None or dtype.packed or dtype.kind == "quantized":
+        dtype = kind.dtype
+        if not is_simple(kind.traits) or dtype.torch is None or dtype.packed or dtype.kind == "quantized":
             return None
-        strides = tuple([stride // bits for stride in kind.strides])
-        count = kind.storage_nbytes if dtype.storage is None else kind.storage_nbytes * 8 // bits
-        return cls(
-            dtype, kind.shape, strides, kind.offset // bits, count, traits.requires_grad, traits.parameter, kind.location or "cpu"
-        )
+        return cls(*kind_opcodes(kind, anew=anew))
 
 
 def is_simple(traits: Traits) -> bool:

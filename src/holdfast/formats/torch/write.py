@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import State
 from holdfast.core.runtime import resting_collector
@@ -243,7 +243,7 @@ def lay_out_torch_zip(
     `trim=False` writes whole storages, as torch does, however little of them the tensors reach. Raises
     `CannotHold` with every value that has no place in such a file, by its path.
     """
-    limits = limits or Limits()
+    limits = limits or DEFAULTS
     with resting_collector():
         return _lay_out(state, name, alignment, crc=crc, trim=trim, limits=limits)
 
@@ -366,7 +366,7 @@ class Identity:
         self.crc = crc
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
-        found: list[int] = []
+        found: list[int | None] = []
         names: list[str | tuple[str, int]] = []
         for record in self.records:
             if isinstance(record, RecordFolder):
@@ -375,18 +375,16 @@ class Identity:
                 continue
             name, payload = record
             names.append(name)
-            if not (payload if isinstance(payload, bytes) else payload.nbytes):
-                continue
-            mistaken = mistaken_crc(first_bytes(payload))
-            if mistaken is not None:
-                found.append(mistaken)
-            if not self.crc or isinstance(payload, Hole):
-                found.append(0)
-            elif isinstance(payload, bytes):
-                found.append(crc32(payload))
-            elif isinstance(payload, Data | Memory):
-                found.append(crcs[payload.label])
-        return b"%020d%020d" % (_fold_numbered(tuple(names)), fold(found))
+            if isinstance(payload, bytes):
+                if payload:
+                    found += mistaken_crc(payload), crc32(payload) if self.crc else 0
+            elif payload.nbytes:
+                found.append(mistaken_crc(first_bytes(payload)))
+                if not self.crc or isinstance(payload, Hole):
+                    found.append(0)
+                elif isinstance(payload, Data | Memory):
+                    found.append(crcs[payload.label])
+        return b"%020d%020d" % (_fold_numbered(tuple(names)), fold([crc for crc in found if crc is not None]))
 
     def _numbered(self, records: RecordFolder, crcs: Mapping[str, int]) -> list[int]:
         """The checksums of numbered records, and what is mistaken for one where a record begins like a descriptor."""
@@ -399,7 +397,8 @@ class Identity:
         if MISTAKEN_KEY in crcs:
             end = len(MISTAKEN_KEY)
             mistaken |= {label[:-end]: sum for label, sum in crcs.items() if label.endswith(MISTAKEN_KEY) and label != MISTAKEN_KEY}
-        filled = map(records.name, np.flatnonzero(records.content.nbytes).tolist())
+        folder, lengths = records.folder, records.content.nbytes.tolist()
+        filled = [f"{folder}/{number}" for number, length in enumerate(lengths) if length]
         if self.crc and not mistaken:
             return [*map(crcs.__getitem__, filled)]
         each = ((mistaken.get(label), crcs[label] if self.crc else 0) for label in filled)

@@ -17,10 +17,10 @@ Sparse, quantised, nested and jagged tensors are one call over their plain parts
 Tensors of a table (`PickledRows`) are written by templates. Those of a kind have the same opcodes, but for the key of their storage
 and the numbers that the memo counts.
 
-1. The first tensor of a kind is written opcode by opcode. For the second, the template of the kind is made: the same once more,
-   with a note where the numbers stand (`Template`).
-2. From then on a tensor is its key between two pieces of bytes. The numbers, once they are four bytes wide, are filled in together:
-   of the items of a large dict when they are written, of others by `finish`.
+1. The opcodes of a kind are known before (`kind_opcodes`): bytes, references to globals and texts, and places where the memo takes
+   a number. As long as these numbers have one byte, and for the first tensor that refers to something, they are written one by one.
+2. From then on a tensor is its key between two pieces of bytes (`Template`). The numbers are four bytes wide, and are filled in
+   together: of the items of a large dict when they are written, of others by `finish`.
 
 All others (odd rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
 """
@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from itertools import accumulate, pairwise, repeat
+from collections.abc import Mapping
+from functools import cache
+from itertools import accumulate, repeat
 from typing import cast
 
 import numpy as np
@@ -42,24 +44,27 @@ from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.table import ODD, Kind
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.value import replace
-from holdfast.formats.pickle.writer import LONG_GET, LONG_PUT, TEXT, TUPLES, PickleWriter, get, integer
+from holdfast.formats.pickle.writer import LONG_PUT, PUT1, TEXT, TUPLES, PickleWriter, Row, get, integer, put
 from holdfast.formats.torch.composites import COMPOSITES
 from holdfast.formats.torch.pickled import (
     NO_ROWS,
+    RECORD_KEY,
+    REMEMBER,
+    STORAGE,
+    UTILS,
     PickledKind,
     PickledRows,
     StorageRecord,
     StorageRecords,
     Template,
     fill_in,
+    integers,
     is_simple,
 )
 from holdfast.formats.torch.table import LAYOUTS
 from holdfast.plan.saves import BATCH
 
-UTILS = "torch._utils"
 TENSOR = Global("torch", "Tensor")
-STORAGE = "storage"
 PAIRS = DTYPES.name("float4_e2m1fn_x2")
 """torch has 4-bit floats in pairs only: an element of a byte, the first float in the low half."""
 
@@ -80,6 +85,9 @@ SHORT = 255
 MANY = 16
 """Items of a dict that are worth to be looked at together."""
 
+AGAIN = 128
+"""After so many items it is tried again to write all others together."""
+
 ONE_DIGIT = 10
 """CPython has a text of one character once, so the key of such a record may be the same object as a text of the state."""
 
@@ -98,14 +106,6 @@ class TorchPickle(PickleWriter):
         self.storages = StorageRecords(trim=trim)
         self.sources: list[int | StorageRecord] = []
         """Of each record: the number of a storage of the table, or what tensors by themselves asked for."""
-        self.rows |= {
-            LazyTensor: TorchPickle.tensor,
-            Composite: TorchPickle._composite,
-            Size: TorchPickle.size,
-            Device: TorchPickle._device,
-            DType: TorchPickle._torch_dtype,
-            Global: TorchPickle._global_or_layout,
-        }
         self._anew = anew
         self._given = rows
         self._plain_rows = {kind: self.rows.get(kind, PickleWriter._problem) for kind in (*rows.types, *rows.others)}
@@ -120,22 +120,30 @@ class TorchPickle(PickleWriter):
         """The row of each value, by identity; made when one comes out of its turn."""
         self._records: dict[int, int] = {}
         """The record of each storage of the table."""
-        self._kinds: list[PickledKind | None] = [*map(PickledKind.of, rows.kinds)]
+        self._kinds: list[PickledKind | None] = [PickledKind.of(kind, anew=anew) for kind in rows.kinds]
         self._alike: dict[tuple[object, ...], PickledKind | None] = {}
         """Kinds of lazy tensors."""
         self._keys = array("q")
         """The memo's number of each record's key."""
-        self._texts: dict[str, bytes] = {}
-        """References to texts that are shared by all tensors."""
-        self._tuples: dict[tuple[int, ...], bytes] = {}
-        self._puts: list[int] | None = None
-        """Which pieces remember something, while a template is made."""
         self._made: list[Template] = []
         """Of each tensor that was written by a template and is to be filled in: that template."""
         self._pieces, self._numbers = array("q"), array("q")
         """Of each of them, which of the pieces in `out` has the memo's numbers, and the first of those."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
         """Where in `out` a count and an offset are left open; the record, the first bit, the bits of an element."""
+
+    @staticmethod
+    @cache
+    def written_types() -> Mapping[type, Row]:
+        return {
+            **PickleWriter.written_types(),
+            LazyTensor: TorchPickle.tensor,
+            Composite: TorchPickle._composite,
+            Size: TorchPickle.size,
+            Device: TorchPickle._device,
+            DType: TorchPickle._torch_dtype,
+            Global: TorchPickle._global_or_layout,
+        }
 
     def finish(self) -> bytes:
         out = self.out
@@ -156,11 +164,6 @@ class TorchPickle(PickleWriter):
             fill_in(content, self._made[some], at, np.array(self._numbers[some], np.int64))
         return bytes(content)
 
-    def put(self) -> int:
-        if self._puts is not None:
-            self._puts.append(len(self.out))
-        return super().put()
-
     def attributes(self, value: dict[object, object]) -> None:
         """What stands in the attributes of a container is nobody's row."""
         self._aside += 1
@@ -169,24 +172,26 @@ class TorchPickle(PickleWriter):
 
     def _fill(self, items: list[tuple[object, object]], opcode: bytes) -> None:
         """As for all values; texts before rows are written here, without a call for each."""
-        if opcode != b"u" or self.count <= SHORT or self._aside:
+        if opcode != b"u" or self._aside:
             super()._fill(items, opcode)
             return
-        if len(items) >= MANY and self._fill_many(*zip(*items, strict=True)):
-            return
-        out, memo, types, write = self.out, self.memo, self._given.types, self.write
+        out, memo, types, write, path = self.out, self.memo, self._given.types, self.write, self.path
         out.append(b"(")
-        path = self.path
         path.append(None)
-        for key, item in items:
+        again = 0
+        for at, (key, item) in enumerate(items):
+            if at >= again and self.count > SHORT and len(self.sources) >= ONE_DIGIT and len(items) - at >= MANY:
+                if self._fill_many(*zip(*items[at:], strict=True)):
+                    break
+                again = at + AGAIN
             path[-1] = key
             if type(key) is str and (number := memo.get(id(key))) is not None:
-                out.append(LONG_GET(b"j", number) if number > SHORT else get(number))
+                out.append(get(number))
             elif type(key) is str and len(key) < SHORT:
                 number = memo[id(key)] = self.count
                 self.count = number + 1
                 raw = key.encode("utf-8", "surrogatepass")
-                out.append(TEXT(b"X", len(raw)) + raw + LONG_PUT(b"r", number))
+                out += (TEXT(b"X", len(raw)), raw, put(number))
             else:
                 write(key)
             if type(item) in types:
@@ -210,7 +215,7 @@ class TorchPickle(PickleWriter):
         if begin < ONE_DIGIT or ODD in storages or len({*storages}) < count or not self._records.keys().isdisjoint(storages):
             return False
         for kind in {self._kinds[kind] for kind in {*given.kind[first:stop]}}:
-            if kind is None or (kind.new is None and not kind.met):
+            if kind is None or not self._has_named(kind):
                 return False
             if kind.new is None:
                 self._template(kind, new=True)
@@ -230,7 +235,7 @@ class TorchPickle(PickleWriter):
         puts = np.array(numbers, np.int64)
         ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))[5::7]
         fill_in(content, made, ends, puts[:-1] + 1)
-        self.out += (b"(", bytes(content), b"u")
+        self.out.append(bytes(content))
         memo.update(zip(texts, numbers, strict=False))
         memo.update(zip(own, [number - 1 for number in numbers[1:]], strict=True))
         self._keys.extend([number + 1 for number in numbers[:-1]])
@@ -290,21 +295,10 @@ class TorchPickle(PickleWriter):
     def _alike_tensor(self, value: object, kind: PickledKind, record: int) -> None:
         """A tensor of which the pickle knows all when it comes."""
         number, new = self.count, record == len(self._keys)
-        made = kind.new if new else kind.known
-        if made is None and kind.met:
-            made = self._template(kind, new=new)
-        if made is None:
-            kind.met = True
-            self._begin(kind)
-            self._key(record)
-            self._end(kind)
-        elif number <= SHORT or record < ONE_DIGIT:
-            self.out.append(made.before)
-            self._key(record)
-            for part in made.parts:
-                self.out.append(part)
-                self.put()
+        if number <= SHORT or record < ONE_DIGIT or not self._has_named(kind):
+            self._by_opcodes(kind, record)
         else:
+            made = (kind.new if new else kind.known) or self._template(kind, new=new)
             if new:
                 self._keys.append(number)
                 key = b"%d" % record
@@ -318,57 +312,61 @@ class TorchPickle(PickleWriter):
             self.count = number + made.count
         self.memo[id(value)] = self.count - 1
 
-    def _template(self, kind: PickledKind, *, new: bool) -> Template:
-        """What was written for another of the kind, once more and without the key: all that it refers to is known now."""
-        out, count = self.out, self.count
-        # Numbers of the memo are filled in later, and then they are long.
-        self.out, self.count, self._puts = [], SHORT + 1, []
-        try:
-            self._begin(kind)
-            before, cut = b"".join(self.out), len(self.out)
-            if new:
-                self.put()
-            first = len(self.out)
-            self._end(kind)
-            pieces, puts = self.out, self._puts
-            parts = [b"".join(pieces[begin + 1 : end]) for begin, end in pairwise([first - 1, *puts[new:]])]
-            lengths = [*accumulate(map(len, pieces[cut:]), initial=0)]
-            # Behind the opcode.
-            holes = np.array([lengths[place - cut] + 1 for place in puts], np.int64)
-            made = Template(before, b"".join(pieces[cut:]), tuple(parts), holes, len(puts))
-            if new:
-                kind.new = made
+    def _by_opcodes(self, kind: PickledKind, record: int) -> None:
+        out, references = self.out, self._references
+        if kind.named and kind.joined is None:
+            kind.joined = self._joined(kind)
+        for opcode in kind.joined or kind.opcodes:
+            if type(opcode) is bytes:
+                out.append(opcode)
+            elif opcode is REMEMBER:
+                number = self.count
+                self.count = number + 1
+                out.append(PUT1[number] if number <= SHORT else LONG_PUT(b"r", number))
+            elif opcode is RECORD_KEY:
+                self._key(record)
+            elif (found := references.get(opcode)) is not None:
+                out.append(found)
+            elif type(opcode) is str:
+                self._str(opcode)
+                references[opcode] = get(self.memo[id(opcode)])
             else:
-                kind.known = made
-            return made
-        finally:
-            self.out, self.count, self._puts = out, count, None
+                self.name(*cast("tuple[str, str]", opcode))
+        kind.named = True
 
-    def _begin(self, kind: PickledKind) -> None:
-        """Up to the key of the storage."""
-        if kind.parameter:
-            self.name(UTILS, "_rebuild_parameter")
-        self.name(UTILS, "_rebuild_tensor_v2" if kind.dtype.storage else "_rebuild_tensor_v3")
-        self.out.append(b"(")
-        self._begin_storage(kind.dtype)
+    def _joined(self, kind: PickledKind) -> tuple[object, ...]:
+        """The opcodes of a kind with fewer pieces: all that they refer to is known."""
+        joined: list[object] = []
+        known = b""
+        for one in kind.opcodes:
+            if one is REMEMBER or one is RECORD_KEY:
+                joined += (known, one) if known else (one,)
+                known = b""
+            else:
+                known += one if type(one) is bytes else self._references[one]
+        return tuple(joined)
 
-    def _end(self, kind: PickledKind) -> None:
-        """From the location of the storage on."""
-        self._location(kind.location)
-        self.out += (integer(kind.count), b"t")
-        self.put()
-        self.out += (b"Q", integer(kind.offset))
-        self._ints(kind.shape)
-        self._ints(kind.strides)
-        self._bool(kind.requires_grad and not kind.parameter)
-        self.hooks()
-        if kind.dtype.storage is None:
-            self._torch_dtype(kind.dtype)
-        self.end_call(b"t")
-        if kind.parameter:
-            self._bool(kind.requires_grad)
-            self.hooks()
-            self.end_call(TUPLES[3])
+    def _has_named(self, kind: PickledKind) -> bool:
+        """Whether all that tensors of a kind refer to is in the pickle."""
+        kind.named = kind.named or self._references.keys() >= kind.refers
+        return kind.named
+
+    def _template(self, kind: PickledKind, *, new: bool) -> Template:
+        """The opcodes of a kind in this pickle, without the key: all that they refer to is known."""
+        references = self._references
+        pieces = [one if type(one) is bytes else references.get(one, b"r0000") for one in kind.opcodes]
+        cut = kind.opcodes.index(RECORD_KEY)
+        # The numbers of the memo are filled in later, and then they are long. A new key is remembered as well.
+        behind = pieces[cut if new else cut + 1 :]
+        ends = [*accumulate(map(len, behind), initial=0)]
+        remembers = [at for at, one in enumerate(kind.opcodes[cut if new else cut + 1 :]) if one is REMEMBER or one is RECORD_KEY]
+        holes = np.array([ends[at] + 1 for at in remembers], np.int64)
+        made = Template(b"".join(pieces[:cut]), b"".join(behind), holes, len(remembers))
+        if new:
+            kind.new = made
+        else:
+            kind.known = made
+        return made
 
     def tensor(self, tensor: LazyTensor) -> None:
         """A tensor with all that it is beyond its elements."""
@@ -412,7 +410,9 @@ class TorchPickle(PickleWriter):
         key = dtype, shape, chunk.strides, traits.requires_grad, traits.parameter, storage.location
         if key not in self._alike:
             plain = chunk.strides == c_strides(shape, bits)
-            self._alike[key] = PickledKind.of(Kind.plain(dtype, shape, traits, location=storage.location)) if plain else None
+            self._alike[key] = (
+                PickledKind.of(Kind.plain(dtype, shape, traits, location=storage.location), anew=self._anew) if plain else None
+            )
         return self._alike[key]
 
     def _place(self, tensor: LazyTensor) -> tuple[StorageRecord, int, tuple[int, ...]]:
@@ -492,6 +492,13 @@ class TorchPickle(PickleWriter):
             self.out.append(get(self._keys[record]))
             return
         key = str(record)
+        if record >= ONE_DIGIT:
+            # Nobody else has this text.
+            number = self.count
+            self.count = number + 1
+            self.out += (KEY_TEXTS[len(key)], key.encode(), put(number))
+            self._keys.append(number)
+            return
         self.keep(key)
         self._str(key)
         self._keys.append(self.memo[id(key)])
@@ -506,26 +513,18 @@ class TorchPickle(PickleWriter):
 
     def _shared(self, text: str) -> None:
         """A text that torch has once, however often it is written."""
-        found = self._texts.get(text)
+        found = self._references.get(text)
         if found is None:
             self._str(text)
-            found = self._texts[text] = get(self.memo[id(text)])
+            found = self._references[text] = get(self.memo[id(text)])
         else:
             self.out.append(found)
 
     def _ints(self, values: tuple[int, ...]) -> None:
         """A tuple of integers, made anew."""
-        self.out.append(self._tuple_of(values))
+        self.out.append(integers(values))
         if values:
             self.put()
-
-    def _tuple_of(self, values: tuple[int, ...]) -> bytes:
-        raw = self._tuples.get(values)
-        if raw is None:
-            raw = b"".join(map(integer, values))
-            raw = raw + TUPLES[len(values)] if len(values) < 4 else b"(" + raw + b"t"
-            self._tuples[values] = raw
-        return raw
 
     def hooks(self) -> None:
         """An empty OrderedDict, where torch had backward hooks once."""

@@ -79,7 +79,7 @@ class TorchZip(SavedFormat):
     name = "torch-zip"
 
     def begins(self, source: Source, key: str) -> bool:
-        return source.store.size(key) >= 4 and source.bytes(key, 0, 4) == b"PK\3\4"
+        return source.first(key, 4) == b"PK\3\4"
 
     def read(self, source: Source, key: str) -> SavedFile:
         archive = saved_archive(source, key)

@@ -22,7 +22,7 @@ import numpy as np
 
 from holdfast.core.dtype import DType
 from holdfast.core.leaves import PLAIN, Leaves
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
@@ -163,7 +163,7 @@ class Encoder:
 
     def __init__(self, paths: Mapping[str, Path], texts: LeafTexts | None = None) -> None:
         self.texts = texts
-        self.limits = Limits()
+        self.limits = DEFAULTS
         self.names: dict[Path, list[str]] = {}
         for name in reversed(list(paths)):
             self.names.setdefault(paths[name], []).append(name)

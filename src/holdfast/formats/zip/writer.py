@@ -21,8 +21,7 @@ Many records that are called by their numbers come as one `RecordFolder`:
 A record that is laid out by itself costs a header, an entry, a descriptor and two segments, each an object. Small ones that follow
 each other are laid out by arithmetic on columns of lengths (`_Stretch`):
 
-1. Every payload begins at a multiple of the alignment. So the way from one payload to the next is a length that is rounded up, and
-   where each begins is a sum of those.
+1. Every payload begins at a multiple of the alignment, and every header where the descriptor before it ends.
 2. Names of as many digits are one range of numbers. Their headers are the same but for the number and the padding, and their
    directory entries are packed by one call of C.
 3. A few megabytes of them are one `Gathered` segment. When it is written, its pieces are asked for together, summed, and joined
@@ -33,13 +32,12 @@ from __future__ import annotations
 
 import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import compress, repeat
 from operator import add
 from typing import Protocol
-
-import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32, crc32_each
@@ -63,12 +61,6 @@ A `Late` one is known when the checksums of all records before it are; it stands
 
 ENTRY_CRC = 16
 """Where the checksum lies in an entry of the directory."""
-
-FOUR = np.arange(4)
-"""The bytes of a checksum."""
-
-SUMMED = (Data, Memory, Late)
-"""Payloads whose checksums are filled in later."""
 
 LONG_NBYTES = 1024
 """Of records, on the average."""
@@ -121,7 +113,13 @@ MAX_ALIGNMENT = MAX16 - 31
 torch 2.13 accepts more, and writes a file that it cannot read."""
 
 HEADER = struct.Struct("<I5H3I2H")
-ENTRY = struct.Struct("<I6H3I5H2I")
+SHORT_ENTRY = struct.Struct("<16s3IH12sI")
+"""An entry in few fields: how it begins (`FILLED`, `EMPTY`), checksum, sizes, length of the name, that of its zip64 block, zeros,
+offset."""
+FILLED, EMPTY = (struct.pack("<I6H", ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0) for flags in (UTF8 | DESCRIBED, UTF8))
+"""What an entry begins with, of a record with content and without."""
+FIXED = HEADER.size + 4
+"""Bytes of a header without name and zip64 block, with how the padding begins."""
 SHORT_DESCRIPTOR = struct.Struct("<IIII")
 LONG_DESCRIPTOR = struct.Struct("<IIQQ")
 ZIP64_END = struct.Struct("<IQ2H2I4Q")
@@ -157,7 +155,7 @@ class Ending:
         self.blank = blank
         """The directory and the end records, with checksums of 0 where data or a late payload is meant."""
         self.labels = labels
-        self.places = np.array(places, np.int64)
+        self.places = places
         """Where in `blank` the checksums are, in the order of the labels; that of a late payload comes last."""
         self.crc = crc
         self.payload: Late | None = None
@@ -185,10 +183,10 @@ class Ending:
                 )
         if not found:
             return before + self.blank
-        whole = bytearray().join((before, self.blank))
-        filled, sums = np.frombuffer(whole, np.uint8), np.array(found, np.int64).astype("<u4").view(np.uint8).reshape(-1, 4)
-        filled[(self.places + len(before))[:, None] + FOUR] = sums
-        return bytes(whole)
+        whole, sums = bytearray(self.blank), struct.pack(f"<{len(found)}I", *found)
+        for place, at in zip(self.places, range(0, len(sums), 4), strict=True):
+            whole[place : place + 4] = sums[at : at + 4]
+        return before + whole
 
 
 def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool = True) -> tuple[Segment, ...]:
@@ -199,11 +197,17 @@ def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool
     """
     if not 1 <= alignment <= MAX_ALIGNMENT:
         raise ValueError(f"an alignment of {alignment}: a zip archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
-    folders = tuple([record.folder.casefold() + "/" for record in records if isinstance(record, RecordFolder)])
-    names = [record[0].casefold() for record in records if not isinstance(record, RecordFolder)]
-    if len({*names, *folders}) != len(records) or (folders and any(name.startswith(folders) for name in names)):
-        raise ValueError("two records of one name (readers ignore case)")
+    _check_names(tuple([f"{record.folder}/" if isinstance(record, RecordFolder) else record[0] for record in records]))
     return _Forward(prefix, alignment=alignment, crc=crc).lay_out(records)
+
+
+@lru_cache(16)
+def _check_names(names: tuple[str, ...]) -> None:
+    """Raise `ValueError` for two records of one name. Of a folder, its name and a slash are given."""
+    folded = [name.casefold() for name in names]
+    folders = tuple([name for name in folded if name.endswith("/")])
+    if len({*folded}) != len(folded) or any(name.startswith(folders) and name not in folders for name in folded if folders):
+        raise ValueError("two records of one name (readers ignore case)")
 
 
 class _Forward:
@@ -253,12 +257,10 @@ class _Forward:
             nbytes = len(payload)
             own = crc32(payload) if self.crc and nbytes else 0
             wide = self._header(name, payload, nbytes, own=own)
-            self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
             if nbytes:
-                self.known += (
-                    payload,
-                    (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes),
-                )
+                behind = (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes)
+                self.known += (payload, behind)
+                self.at += nbytes + len(behind)
             return
         nbytes = payload.nbytes
         wide = self._header(name, payload, nbytes, own=0)
@@ -302,9 +304,9 @@ class _Forward:
         behind = len(self.entries)
         if self.crc:
             places: Iterable[int] = range(self.directory + ENTRY_CRC, behind, (behind - self.directory) // count)
-            self.places.extend(places if laid.filled else compress(places, laid.nbytes.tolist()))
+            self.places.extend(places if laid.filled else compress(places, laid.nbytes))
         self.directory = behind
-        self.at = int(laid.stops[-1])
+        self.at = laid.stops[-1]
         self.count += count
         return first + count
 
@@ -322,14 +324,18 @@ class _Forward:
         if large or far:
             block = _zip64([nbytes, 0] * large + [at] * far)
             again = _zip64([nbytes, nbytes] * large + [at] * far)
-        head, self.at = header(raw, nbytes, at, alignment=self.alignment, block=block)
-        self.known.append(head)
-        if nbytes and self.crc and isinstance(payload, SUMMED):
+        begin = at + FIXED + len(raw) + len(block)
+        pad = -begin % self.alignment
+        self.known.append(_padded(raw, bool(nbytes), pad, block))
+        self.at = begin + pad
+        if nbytes and self.crc and not isinstance(payload, (bytes, Hole)):
             self.places.append(self.directory + ENTRY_CRC)
             if not isinstance(payload, Late):
                 self.labels.append(payload.label)
-        self.entries += entry(raw, nbytes, own, at=at, block=again)
-        self.directory += ENTRY.size + len(raw) + len(again)
+        size, place = min(nbytes, MAX32), min(at, MAX32)
+        begins = FILLED if nbytes else EMPTY
+        self.entries += SHORT_ENTRY.pack(begins, own, size, size, len(raw), len(again).to_bytes(12, "little"), place) + raw + again
+        self.directory += SHORT_ENTRY.size + len(raw) + len(again)
         return large or far
 
     def _flush(self) -> None:
@@ -363,14 +369,14 @@ class _Stretch(Value, frozen=True, eq=False):
     """What stands before the number in each name."""
     digits: int
     """Of each number."""
-    nbytes: Ints
+    nbytes: list[int]
     filled: bool
     """Whether none of them is empty."""
-    headers: Ints
+    headers: list[int]
     """First byte of each header."""
-    pads: Ints
+    pads: list[int]
     """The padding of each header."""
-    stops: Ints
+    stops: list[int]
     """The byte after each descriptor."""
     crc: bool
 
@@ -379,22 +385,17 @@ class _Stretch(Value, frozen=True, eq=False):
         """Behind what an archive has so far, as many as are alike."""
         at, alignment = archive.at, archive.alignment
         before, digits, far = archive.prefix + records.folder.encode("utf-8") + b"/", len(str(first)), at >= MAX32
-        nbytes = records.content.nbytes[first : min(stop, 10**digits)]
-        filled = bool(nbytes.all())
+        nbytes: list[int] = records.content.nbytes[first : min(stop, 10**digits)].tolist()
         fixed = HEADER.size + len(before) + digits + 4 + (FAR_BLOCK.size if far else 0)
         tails = (LONG_DESCRIPTOR if far else SHORT_DESCRIPTOR).size
-        lengths = nbytes + (tails if filled else np.where(nbytes > 0, tails, 0))
-        # All payloads begin at multiples of the alignment, so the way from one to the next is rounded up.
-        ways = (lengths + (fixed + alignment - 1)) // alignment * alignment
-        start = at + fixed
-        stops = np.cumsum(ways) - ways + (lengths + (start + -start % alignment))
-        headers = np.empty(len(nbytes), np.int64)
-        headers[0], headers[1:] = at, stops[:-1]
-        pads = stops - lengths - headers - fixed
+        # Each payload begins at the next multiple of the alignment behind its header.
+        stops = [at := -(-(at + fixed) // alignment) * alignment + (length and length + tails) for length in nbytes]
+        headers = [archive.at, *stops[:-1]]
         if not far and headers[-1] >= MAX32:
-            near = int(headers.searchsorted(MAX32))
-            nbytes, headers, pads, stops = nbytes[:near], headers[:near], pads[:near], stops[:near]
-        return cls(records, first, far, before, digits, nbytes, filled, headers, pads, stops, archive.crc)
+            near = bisect_left(headers, MAX32)
+            nbytes, headers, stops = nbytes[:near], headers[:near], stops[:near]
+        pads = [-(header + fixed) % alignment for header in headers]
+        return cls(records, first, far, before, digits, nbytes, 0 not in nbytes, headers, pads, stops, archive.crc)
 
     def segments(self) -> Iterator[Gathered]:
         """A few megabytes each."""
@@ -402,13 +403,13 @@ class _Stretch(Value, frozen=True, eq=False):
         name, first = f"{self.records.folder}/{{}}".format, self.first
         while low < count:
             # Up to the first one that passes the size, and with it.
-            begin = int(self.headers[low])
-            high = min(int(self.stops.searchsorted(begin + blocks.BLOCK_NBYTES)) + 1, count)
-            lengths = self.nbytes[low:high].tolist()
+            begin = self.headers[low]
+            high = min(bisect_left(self.stops, begin + blocks.BLOCK_NBYTES) + 1, count)
+            lengths = self.nbytes[low:high]
             numbers: Iterable[int] = range(first + low, first + high)
             # Those that have a checksum.
             labels = [*map(name, numbers if self.filled else compress(numbers, lengths))]
-            nbytes = int(self.stops[high - 1]) - begin
+            nbytes = self.stops[high - 1] - begin
             make = partial(self.make, low, high, labels)
             yield Gathered(nbytes, labels, make, between=nbytes - sum(lengths), zeros=partial(make, zeros=True))
             low = high
@@ -418,11 +419,11 @@ class _Stretch(Value, frozen=True, eq=False):
         numbers = map(b"%d".__mod__, range(self.first + low, self.first + high))
         if not self.far:
             return numbers
-        return map(add, numbers, map(FAR_BLOCK.pack, repeat(1), repeat(8), self.headers[low:high].tolist()))
+        return map(add, numbers, map(FAR_BLOCK.pack, repeat(1), repeat(8), self.headers[low:high]))
 
     def entries(self, low: int, high: int) -> bytes:
         """The entries of some in the directory, with blank checksums."""
-        nbytes, offsets = self.nbytes[low:high].tolist(), self.headers[low:high].tolist()
+        nbytes, offsets = self.nbytes[low:high], self.headers[low:high]
         wide, behind = len(self.before) + self.digits, FAR_BLOCK.size if self.far else 0
         begins = repeat(FILLED) if self.filled else [FILLED if length else EMPTY for length in nbytes]
         pack = struct.Struct(f"{SHORT_ENTRY.format}{len(self.before)}s{self.digits + behind}s").pack
@@ -434,12 +435,12 @@ class _Stretch(Value, frozen=True, eq=False):
 
     def make(self, low: int, high: int, labels: Sequence[str], *, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
         """The bytes of some and their checksums; of zeros in the place of data, where nothing is to be fetched."""
+        nbytes, pads = self.nbytes[low:high], self.pads[low:high]
         if zeros:
-            blank = memoryview(bytes(int(self.nbytes[low:high].max())))
-            pieces: Sequence[bytes | memoryview] = [blank[:count] for count in self.nbytes[low:high].tolist()]
+            blank = memoryview(bytes(max(nbytes)))
+            pieces: Sequence[bytes | memoryview] = [blank[:count] for count in nbytes]
         else:
             pieces = self.records.content.read(range(self.first + low, self.first + high))
-        nbytes, pads = self.nbytes[low:high].tolist(), self.pads[low:high].tolist()
         crcs = crc32_each(pieces) if self.crc else [0] * len(pieces)
         pack = (LONG_DESCRIPTOR if self.far else SHORT_DESCRIPTOR).pack
         heads, paddings = {pad: self._head(pad, UTF8 | DESCRIBED) for pad in {*pads}}, {pad: padding(pad) for pad in {*pads}}
@@ -496,7 +497,7 @@ def padding(pad: int) -> bytes:
 
 def header(raw: bytes, nbytes: int, at: int, *, alignment: int, block: bytes = b"") -> tuple[bytes, int]:
     """The local header at `at` of a record named `raw`, with its padding; and where the payload begins. `block` is for zip64."""
-    begin = at + HEADER.size + len(raw) + len(block) + 4
+    begin = at + FIXED + len(raw) + len(block)
     pad = -begin % alignment
     return _padded(raw, bool(nbytes), pad, block), begin + pad
 
@@ -507,20 +508,6 @@ def _padded(raw: bytes, filled: bool, pad: int, block: bytes) -> bytes:
     flags = UTF8 | DESCRIBED if filled else UTF8
     fixed = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(block) + 4 + pad)
     return b"".join((fixed, raw, block, padding(pad)))
-
-
-def entry(raw: bytes, nbytes: int, crc: int, *, at: int, block: bytes = b"") -> bytes:
-    """The entry in the directory of the record whose header is at `at`."""
-    flags = UTF8 | DESCRIBED if nbytes else UTF8
-    size, place = min(nbytes, MAX32), min(at, MAX32)
-    return ENTRY.pack(ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0, crc, size, size, len(raw), len(block), 0, 0, 0, 0, place) + raw + block
-
-
-SHORT_ENTRY = struct.Struct("<16s3IH12sI")
-"""An entry in fewer fields: how it begins (`FILLED`, `EMPTY`), checksum, sizes, length of the name, zeros, offset."""
-
-FILLED, EMPTY = (entry(b"", nbytes, 0, at=0)[:16] for nbytes in (1, 0))
-"""What an entry begins with, of a record with content and without."""
 
 
 def _descriptor_nbytes(nbytes: int, *, wide: bool) -> int:

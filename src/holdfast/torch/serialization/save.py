@@ -154,12 +154,12 @@ def _lay_out(
     if not 1 <= alignment <= MAX_ALIGNMENT:
         raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
     crc: bool = config.save.compute_crc32
-    ids = StorageIds()
     with resting_collector():
         if pickle_module is pickle and protocol == DEFAULT_PROTOCOL and not skip and versions.NUMBERED_CONTAINER:
             many = pickle_rows(obj)
             if many is not None:
                 return lay_out_container(name, many[0], [many[1]], alignment=alignment, crc=crc, order_first=order_first)
+        ids = StorageIds()
         content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol)
     # Made only where there is something on a GPU: it takes as long as a small archive.
     gpus = GpuSource() if any(storage.is_cuda for storage in ids.storages.values()) else None
