@@ -14,7 +14,8 @@ What of a state the formats of other programs have no place for, `unkept_notes` 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -23,16 +24,14 @@ from msgspec import field
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.tensor import Traits
-from holdfast.core.tree import values_inside
 from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import BESIDE, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
-from holdfast.formats.native.base import Place, Reuse
-from holdfast.formats.native.boxes import Boxes, FileBoxes, Outlines, StoredBoxes, as_bytes, as_column, box_file, lay_out_index
-from holdfast.formats.native.chunks import in_files
+from holdfast.formats.native.base import Reuse
+from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
+from holdfast.formats.native.manifest import FileBoxes, Outlines, StoredBoxes, as_bytes, as_column, lay_out_index
 from holdfast.formats.native.schema import DataFile
-from holdfast.formats.native.write import OWN, HashAll, Pack, data_name
 from holdfast.formats.recorded import order_fields
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.write import METADATA as RESERVED
@@ -115,22 +114,20 @@ DcpIndex = Callable[[Contents, Delivered], bytes]
 """Makes the `.metadata` of a DCP directory, which is a pickle of torch's own classes."""
 
 
-NOTHING: Reuse[Place] = Reuse()
+NOTHING = Reuse()
 
 
-def linked_receipts(reuse: Reuse[Place], boxes: Boxes) -> list[Receipt]:
+def linked_receipts(reuse: Reuse) -> list[Receipt]:
     """The files that a rank takes over, and what lies in each."""
-    if not reuse.linked:
-        return []
-    rows = {boxes.place(row): row for row in range(len(boxes))}
-    inside: list[list[Place]] = [[] for _ in reuse.linked]
-    for place, (chunk,) in reuse.chunks.items():
-        inside[chunk.file].append(place)
-    found = []
-    for number, (file, places) in enumerate(zip(reuse.linked, inside, strict=True)):
-        chunks = [in_files(reuse.chunks[place][0], {number: 0}) for place in places]
-        found.append(Receipt(file.key, file.nbytes, StoredBoxes.of([rows[place] for place in places], chunks), linked=True))
-    return found
+    inside: dict[int, list[int]] = {number: [] for number in range(len(reuse.linked))}
+    chunks = {row: chunk for row, (chunk,) in reuse.chunks.items()}
+    files = np.array([chunk.file for chunk in chunks.values()], np.int64)
+    rows = np.array([*chunks], np.int64)
+    inside = {number: rows[files == number].tolist() for number in inside}
+    return [
+        Receipt(file.key, file.nbytes, StoredBoxes.of(inside[number], [chunks[row] for row in inside[number]]), linked=True)
+        for number, file in enumerate(reuse.linked)
+    ]
 
 
 def is_part(name: str) -> bool:
@@ -145,7 +142,7 @@ def rank_files(
     files: int = 1,
     pack: Pack | None = None,
     hashes: HashAll | None = None,
-    reuse: Reuse[Place] = NOTHING,
+    reuse: Reuse = NOTHING,
     save: str = "",
 ) -> list[RankFile]:
     """Lay out the files of one rank. Their names carry the id of the save in an object store (`save`).
@@ -157,9 +154,8 @@ def rank_files(
     changed: Sequence[int] = range(len(boxes))
     moved: list[int] = []
     if reuse.chunks or reuse.moved:
-        places = [boxes.place(row) for row in changed]
-        moved = [row for row in changed if places[row] in reuse.moved]
-        changed = [row for row in changed if places[row] not in reuse.chunks and places[row] not in reuse.moved]
+        moved = [row for row in changed if row in reuse.moved]
+        changed = [row for row in changed if row not in reuse.chunks and row not in reuse.moved]
     # As in one process: what only moved is not mixed with what changes.
     shares = _spread(boxes, moved, files) if moved else []
     if changed or not (moved or reuse.linked):
@@ -187,9 +183,15 @@ def rank_files(
         if strict or boxes.has_parts(ones):
             texts |= boxes.sharding_texts(ones)
         fields = {} if strict else OWN
-        file = box_file(key, boxes, ones, texts, fields=fields, pack=pack, hashes=hashes, changed=reuse.changed)
-        laid_out.append(RankFile(file.layout.plan, file.stored))
+        entries = BoxEntries.of(boxes, ones, pack=pack, hashes=hashes, changed=reuse.changed)
+        file = BoxFiles.of(entries, {key: entries.inside}, texts, fields=fields)
+        laid_out.append(RankFile(file.plans[0], partial(_stored, file)))
     return laid_out
+
+
+def _stored(file: BoxFiles, crcs: Mapping[str, int]) -> StoredBoxes:
+    (stored,) = file.stored(crcs)
+    return stored
 
 
 def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]]:
@@ -276,13 +278,15 @@ def _native_index(contents: Contents, delivered: Delivered, *, alone: bool) -> l
     else:
         fields |= order_fields(catalogue.names, contents.aliases)
     parts = [
-        FileBoxes(receipt.stored, writes.tensors, writes.offsets, writes.sizes)
+        FileBoxes(receipt.stored, writes.tensors, writes.offsets, writes.sizes, sum(map(len, receipt.stored.tails)))
         for writes, receipts in delivered
         for receipt in receipts
     ]
     listed = [DataFile(receipt.key, receipt.nbytes) for _, receipts in delivered for receipt in receipts]
-    outlines = Outlines(catalogue.names, catalogue.dtypes, catalogue.shapes)
-    return list(lay_out_index(listed, outlines, lambda _: parts, fields=fields, metadata=contents.metadata, alone=alone))
+    every = list(zip(catalogue.dtypes, catalogue.shapes, strict=True))
+    kinds = {pair: number for number, pair in enumerate(dict.fromkeys(every))}
+    outlines = Outlines(catalogue.names, [*kinds], [kinds[pair] for pair in every])
+    return list(lay_out_index(listed, outlines, parts, fields=fields, metadata=contents.metadata, alone=alone))
 
 
 SHOWN = 3
@@ -322,13 +326,24 @@ def _said(names: Sequence[str], text: str) -> list[str]:
     return [text.format(", ".join(map(repr, names[:SHOWN])) + more)]
 
 
-def _dicts(tree: object) -> Iterable[dict[object, object]]:
-    """Every dict of a tree, once."""
-    return (value for value in values_inside(tree) if isinstance(value, dict))
+def _dicts(tree: object) -> Iterator[dict[object, object]]:
+    """Every dict of a tree, once. What is in a container is asked for its types first: there may be very many tensors."""
+    waiting, seen = [tree], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or not isinstance(value, dict | list | tuple):
+            continue
+        seen.add(id(value))
+        inside = value.values() if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            yield value
+        if any(issubclass(kind, dict | list | tuple) for kind in {*map(type, inside)}):
+            waiting += reversed([*inside])
 
 
 def _other_keys(tree: object) -> Iterable[str]:
-    return (str(key)[:60] for inside in _dicts(tree) for key in inside if type(key) is not str)
+    odd = (inside for inside in _dicts(tree) if {*map(type, inside)} - {str})
+    return (str(key)[:60] for inside in odd for key in inside if type(key) is not str)
 
 
 def _attributes(tree: object) -> Iterable[str]:

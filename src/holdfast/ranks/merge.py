@@ -52,14 +52,12 @@ def merge(states: Sequence[RankState]) -> Merged:
     disputed: set[int] = set()
     places: dict[Catalogue, Ints | None] = {}
     for catalogue in holders:
-        own = []
-        for name, meaning in zip(catalogue.names, zip(catalogue.dtypes, catalogue.shapes, strict=True), strict=True):
-            place = positions.setdefault(name, len(meanings))
-            if place == len(meanings):
-                meanings.append(meaning)
-            elif meanings[place] != meaning:
-                disputed.add(place)
-            own.append(place)
+        means = list(zip(catalogue.dtypes, catalogue.shapes, strict=True))
+        new = [at for at, name in enumerate(catalogue.names) if name not in positions] if positions else range(len(means))
+        positions.update(zip([catalogue.names[at] for at in new], range(len(meanings), len(meanings) + len(new)), strict=True))
+        meanings += [means[at] for at in new]
+        own = [positions[name] for name in catalogue.names]
+        disputed.update([place for place, meaning in zip(own, means, strict=True) if meanings[place] != meaning])
         places[catalogue] = None if own == list(range(len(own))) else np.array(own, np.int64)
     if len(holders) == 1:
         merged = next(iter(holders))
@@ -303,8 +301,9 @@ def _tensor_names(node: object) -> Iterator[str]:
 
 def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: str) -> tuple[object | None, list[str]]:
     """The tree of all ranks from what each told, None where it is a plain dict of tensors; and what stands in the way."""
-    if all(tree is None for tree in told):
-        return None, []
+    if len({*told}) == 1:
+        # Nearly always all ranks tell the same. It names the tensors of each, so none is lost.
+        return None if told[0] is None else msgspec.Raw(told[0]), []
     flat: dict[Catalogue, bytes] = {}
     trees = []
     for own, state in zip(told, states, strict=True):
@@ -326,10 +325,17 @@ def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
         if not sums:
             continue  # it was told not to look
         alike.setdefault(sums, []).append(rank)
-    found: dict[str, dict[int | bytes, list[int]]] = {}
-    for sums, ranks in alike.items():
-        for name, (one,) in SUMS.decode(sums).items():
-            found.setdefault(name, {}).setdefault(one, []).extend(ranks)
+    # Nearly always all ranks that have a tensor told the same of it.
+    decoded = [(SUMS.decode(sums), ranks) for sums, ranks in alike.items()] if len(alike) > 1 else []
+    first: dict[str, tuple[int | bytes]] = {}
+    suspect: dict[str, None] = {}
+    for own, _ in decoded:
+        suspect |= dict.fromkeys([name for name, one in own.items() if name in first and first[name] != one])
+        first |= {name: one for name, one in own.items() if name not in first}
+    found: dict[str, dict[int | bytes, list[int]]] = {name: {} for name in first if name in suspect} if suspect else {}
+    for own, ranks in decoded:
+        for name in [name for name in own if name in suspect]:
+            found[name].setdefault(own[name][0], []).extend(ranks)
     different: dict[str, list[list[int]]] = {}
     for name, versions in found.items():
         kinds = [type(one) for one in versions]

@@ -37,6 +37,8 @@ once, it was above one box in one family of 75.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -44,11 +46,10 @@ import numpy.typing as npt
 
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
-from holdfast.core.dtype import DTYPES
 from holdfast.core.value import Value
 from holdfast.ranks.merge import Merged, agreed_aliases, hold, merge, share_values
 from holdfast.ranks.state import Catalogue, RankState
-from holdfast.ranks.survey import Int32s, Slab, survey
+from holdfast.ranks.survey import BITS, Int32s, Slab, survey
 
 MAX_NBYTES = 1 << 60
 """Of a whole checkpoint: an exbibyte. Sums of bytes then fit 64 bits."""
@@ -82,6 +83,8 @@ class RankPlan(Value, frozen=True, eq=False):
     """All of them; each names its tensor or value and the ranks."""
     notes: tuple[str, ...] = ()
     """What a person should know: names that share memory on some ranks only, and are stored twice."""
+    disputed: frozenset[str] = frozenset()
+    """Names under which ranks have tensors of other dtypes or shapes; each is a problem."""
 
     @property
     def nbytes(self) -> Ints:
@@ -116,7 +119,8 @@ def plan_ranks(states: Sequence[RankState]) -> RankPlan:
     of_tensors = sorted([*merged.conflicts.items(), *found.problems], key=lambda problem: problem[0])
     problems = [text for _, text in of_tensors] + value_problems + _too_large(catalogue)
     if problems:
-        return RankPlan(catalogue, (), aliases, tuple(problems), notes)
+        disputed = frozenset(catalogue.names[place] for place in merged.conflicts)
+        return RankPlan(catalogue, (), aliases, tuple(problems), notes, disputed)
     found.settle()
     return RankPlan(catalogue, tuple(_writes(states, merged, found, values=values)), aliases, (), notes)
 
@@ -256,8 +260,8 @@ def _writes(states: Sequence[RankState], merged: Merged, found: _Written, *, val
 
 
 def _too_large(catalogue: Catalogue) -> list[str]:
-    rows = zip(map(DTYPES.name, catalogue.dtypes), catalogue.extents.prod(axis=0).tolist(), strict=True)
-    total = sum(row.nbytes(count) for row, count in rows if row is not None)
+    kinds = Counter(zip(catalogue.dtypes, catalogue.shapes, strict=True))
+    total = sum(times * ((math.prod(shape) * BITS[dtype] + 7) // 8) for (dtype, shape), times in kinds.items())
     return [f"the tensors take {total:,} bytes, more than {MAX_NBYTES:,}"] if total > MAX_NBYTES else []
 
 

@@ -46,6 +46,8 @@ from holdfast.ranks.state import Catalogue
 
 Int32s = npt.NDArray[np.int32]
 
+BITS = {row.name: row.bits for row in DTYPES.rows}
+
 SLAB_BOXES = 1 << 19
 """Boxes in one slab, unless one tensor has more. A column of 4 MiB is sorted in the processor's cache."""
 
@@ -116,7 +118,7 @@ def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> 
     """Every slab of the catalogue in turn. The tensors that are `left_out` have no boxes and no problems."""
     edges = cut_slabs(held, catalogue)
     cuts = np.array([np.searchsorted(h.tensors, edges) for h in held], np.int64).reshape(len(held), len(edges))
-    bits = np.array([row.bits for row in map(DTYPES.name, catalogue.dtypes) if row is not None], np.int64)
+    bits = np.array([BITS[dtype] for dtype in catalogue.dtypes], np.int64)
     for i, (begin, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         gathered = _gather(held, cuts[:, i], cuts[:, i + 1], first=begin, rank=catalogue.rank)
         about = _About(catalogue, begin, catalogue.extents[:, begin:stop], bits[begin:stop])

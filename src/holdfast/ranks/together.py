@@ -25,12 +25,14 @@ class Description(msgspec.Struct):
     tree: bytes | None
     """The state as typed JSON."""
     metadata: dict[str, str]
-    paths: dict[str, list[str | int]]
+    paths: dict[str, tuple[str | int, ...]]
     values: list[str]
     grads: list[str]
     """Names of the tensors that require gradients."""
     matched: list[str]
     """Those of the patterns in `per_rank` that found something."""
+    usual: bool
+    """Whether one container of each of its kinds was opened, which stands for all of them."""
 
 
 DESCRIPTIONS = msgspec.msgpack.Decoder(Description)
@@ -64,6 +66,8 @@ class Together(Value, frozen=True):
     """What each rank writes."""
     notes: Sequence[str]
     """What a person should know."""
+    sampled: bool
+    """Whether the nested state is one that a rank told, of which a sample was opened."""
 
     @property
     def nbytes(self) -> int:
@@ -85,10 +89,10 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
         seen: dict[str, bytes] = {}
         decoded = [replace(s, values={n: seen.setdefault(n, d) for n, d in s.values.items()}) for s in decoded]
     plan = plan_ranks(decoded)
-    tree, problem = one_tree([head.tree for head in heads], decoded, values)
+    trees = [head.tree for head in heads]
+    tree, problem = one_tree(trees, decoded, values)
     problems = [*plan.problems, *problem]
-    disputed = _disputed(decoded)
-    problems += [say_different(name, ranks) for name, ranks in differing(sums).items() if name not in disputed]
+    problems += [say_different(name, ranks) for name, ranks in differing(sums).items() if name not in plan.disputed]
     useless = [pattern for pattern in per_rank if not any(pattern in head.matched for head in heads)]
     problems += [f"per_rank={pattern!r}: nothing in the state of any rank has such a name" for pattern in useless]
     if problems:
@@ -99,21 +103,11 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
         tree=tree,
         metadata={key: text for head in reversed(heads) for key, text in head.metadata.items()},
         values=frozenset(name for head in heads for name in head.values),
-        paths={name: tuple(path) for head in heads for name, path in head.paths.items()},
+        paths={name: path for head in heads for name, path in head.paths.items()},
         grads=frozenset(name for head in heads for name in head.grads),
     )
-    return Together(contents, _with_empty(plan, decoded), plan.notes)
-
-
-def _disputed(states: Sequence[RankState]) -> set[str]:
-    """The names under which ranks have other dtypes or shapes, of which the plan speaks."""
-    seen: dict[str, tuple[str, tuple[int, ...]]] = {}
-    found = set()
-    for own in dict.fromkeys(state.catalogue for state in states):
-        for name, dtype, shape in zip(own.names, own.dtypes, own.shapes, strict=True):
-            if seen.setdefault(name, (dtype, shape)) != (dtype, shape):
-                found.add(name)
-    return found
+    sampled = len({*trees}) == 1 and all(head.usual for head in heads)
+    return Together(contents, _with_empty(plan, decoded), plan.notes, sampled)
 
 
 def _with_empty(plan: RankPlan, states: Sequence[RankState]) -> list[RankWrites]:

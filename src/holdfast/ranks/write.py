@@ -2,12 +2,12 @@
 
     first rank    would the index open? Asked before there is a place for anything (`check_opens`)
     every rank    its files to where they come together (engine/targets), checksums on the way      ──► receipts
-    first rank    compare receipts with the plan, make the index, read it once more, publish
+    first rank    compare receipts with the plan, make the index, publish
 
 No rank has the whole checkpoint. What the first one has is its description, so before anything is made it lays out the checkpoint
 that one rank would write of tensors like these, each in one piece, with the functions that lay out the real one, and gives it to
-the reader (`check_opens`). How the pieces are spread decides no more than the length of the index; of what is finished the index is
-read once more, before it is published.
+the reader (`check_opens`). How the pieces are spread decides no more than the length of the index. Where the ranks told different
+trees, or the index comes near to a limit, what is finished is opened as a whole before it is published.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.engine.commit.remote import save_id
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.planned_store import PlannedStore
@@ -42,9 +42,11 @@ from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.formats.dcp.index import BESIDE, METADATA, SavedTensor, read_index
 from holdfast.formats.dcp.schema import Item
 from holdfast.formats.index_file import read_index as read_pieces
-from holdfast.formats.native.base import Place, Reuse
-from holdfast.formats.native.boxes import Boxes, as_column
+from holdfast.formats.native.base import Reuse
+from holdfast.formats.native.boxes import Boxes
+from holdfast.formats.native.manifest import as_column
 from holdfast.formats.native.read import read_manifest
+from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.plan.saves import FilePlan, SavePlan
@@ -65,9 +67,10 @@ from holdfast.ranks.files import (
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
 from holdfast.ranks.together import Together
-from holdfast.rewrite.formats import Outline, check_holds, described
+from holdfast.rewrite.formats import OPENED, Outline, check_holds, described, near_limits, note_opened, rehearse
 from holdfast.rewrite.references import References
 from holdfast.rewrite.renewal import NOTHING as NO_SEALS
+from holdfast.rewrite.state import describe_state
 from holdfast.rewrite.step_seal import Stamp, digest_of, seal_file
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.remote.client import bucket_of
@@ -84,9 +87,15 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors.
 
     Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
+    What was opened once in a process opens again: of contents without texts of the caller's, by their kinds.
     """
     sample = _sample(contents)
     catalogue = sample.catalogue
+    marks = [(name in sample.grads, [type(step) for step in sample.paths.get(name, ())]) for name in catalogue.names]
+    kinds = [(dtype, len(shape), 0 in shape) for dtype, shape in zip(catalogue.dtypes, catalogue.shapes, strict=True)]
+    key = "ranks", format, str(marks), tuple(kinds), bool(sample.values)
+    if not sample.metadata and key in OPENED:
+        return
     tensors = [_nowhere(*one) for one in _outlines(catalogue).items()]
     every, storages = [Kind.of(tensor) for tensor in tensors], lazy_table((), ()).storages
     table = Table(catalogue.names, every, range(len(every)), [ODD] * len(every), storages, dict(enumerate(tensors)))
@@ -102,15 +111,27 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     plans = [*(file.plan for file in files), *index_files(format, sample, [(writes, receipts)], dcp_index=dcp_index)]
     found = described(PlannedStore(plans, name=path), READ_AS[format])
     check_holds(found.tensors, _outlines(catalogue), path)
+    if not sample.metadata:
+        note_opened(key)
+
+
+def opens_containers(state: State) -> bool:
+    """Open a native directory with a container of each kind that a state has. Raises `CannotHold` where that cannot be.
+
+    False where the state has containers of other kinds than dicts, lists and tuples.
+    """
+    if state.leaves is None:
+        return False
+    sample = describe_state({"containers": state.leaves.samples(), "others": state.leaves.others()})
+    rehearse(replace(lay_out_native(sample), holds=sample.tensors), "")
+    return True
 
 
 def _sample(contents: Contents) -> Contents:
     """Contents of which each kind of tensor, and a value, is there once. Lengths of dimensions make no kinds."""
     catalogue = contents.catalogue
-    kinds = {
-        (dtype, len(shape), 0 in shape): number
-        for number, (dtype, shape) in enumerate(zip(catalogue.dtypes, catalogue.shapes, strict=True))
-    }
+    every = dict(zip(zip(catalogue.dtypes, catalogue.shapes, strict=True), range(len(catalogue)), strict=True))
+    kinds = {(dtype, len(shape), 0 in shape): number for (dtype, shape), number in every.items()}
     rows = sorted(kinds.values())
     names = tuple([catalogue.names[row] for row in rows])
     dtypes, shapes = tuple([catalogue.dtypes[row] for row in rows]), tuple([catalogue.shapes[row] for row in rows])
@@ -255,17 +276,16 @@ def write_files(
     files: Sequence[RankFile],
     into: Target,
     *,
-    boxes: Boxes,
     threads: int,
     progress: Progress | None = None,
     block: int | None = None,
-    reuse: Reuse[Place] = NOTHING,
+    reuse: Reuse = NOTHING,
 ) -> list[Receipt]:
-    """Write the files of one rank, with these boxes, all at once.
+    """Write the files of one rank, all at once.
 
     What it takes over is linked first. The receipt of a file that had to be copied says that it is not linked.
     """
-    taken = linked_receipts(reuse, boxes)
+    taken = linked_receipts(reuse)
     receipts: dict[str, Receipt] = {}
     each = max(threads // max(len(files), 1), 1)
 
@@ -299,12 +319,14 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
     everything = [receipt for receipts in delivered for receipt in receipts]
 
     def last() -> None:
-        with closing(into.written()) as store:
-            check_holds(described(store, READ_AS[format]).tensors, _outlines(contents.catalogue), store.name)
+        if whole:
+            with closing(into.written()) as store:
+                check_holds(described(store, READ_AS[format]).tensors, _outlines(contents.catalogue), store.name)
         if step is not None:
             step.sure()
 
     index = index_files(format, contents, together, dcp_index=dcp_index, save=into.save)
+    whole = not publishing.together.sampled or near_limits(sum(f.nbytes for f in index), len(contents.catalogue), len(everything))
     step, attributes = publishing.step, None
     if step is not None:
         step.sure()

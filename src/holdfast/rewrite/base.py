@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -29,7 +29,7 @@ from holdfast.engine.hashes import tensor_hashes, unchanged, unchanged_rows
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.errors import BadArgument, HoldfastError, StoreError, Unsupported
-from holdfast.formats.native.base import Base, Place, Reuse, recorded_chunks
+from holdfast.formats.native.base import Base, Chunks, Reuse, elements_of, recorded_chunks
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
@@ -59,39 +59,35 @@ class OpenBase(Value, frozen=True):
     threads: int | None = None
     block: int | None = None
 
-    def take_over(self, table: Table, rows: Sequence[int]) -> Reuse[str]:
-        """What of these rows the base has already. Reads as much of them as is needed to know."""
+    def take_over(self, table: Table, rows: Sequence[int]) -> Reuse:
+        """What of these rows, each a tensor, the base has already. Reads as much of them as is needed to know."""
         if self.base is None:
             return Reuse(notes=self.notes)
-        short = self.base.short(table, rows)
-        same = {table.names[row] for row in unchanged_rows(table, short, threads=self.threads)}
-        rest = {table.names[row]: table.view(row) for row in rows if row not in short}
-        pieces: dict[str, LazyTensor] = {}
-        recorded: dict[str, Hashed] = {}
-        of: dict[str, str] = {}
-        for name, number, piece, hashed in self.base.candidates(rest):
-            # No name has half of a surrogate pair.
-            key = f"{name}\udc00{number}" if number else name
-            pieces[key], recorded[key], of[key] = piece, hashed, name
-        found, changed = unchanged(pieces, recorded, threads=self.threads, block=self.block)
-        others = {of[key] for key in pieces if key not in found}
-        same |= {*of.values()} - others
-        return replace(self.base.reuse(same), changed=frozenset(of[key] for key in changed))
+        return self._taken(self.base, table, self.base.tensors(table, rows), range(len(self.base.manifest.files)))
 
-    def take_over_boxes(self, boxes: Boxes) -> Reuse[Place]:
+    def take_over_boxes(self, boxes: Boxes) -> Reuse:
         """What of these boxes of one rank the base has already."""
         if self.base is None:
             return Reuse(notes=self.notes)
-        rows = {boxes.place(row): row for row in range(len(boxes))}
-        table = boxes.table
-        there, files = self.base.boxes({p: (table.kind_of(row).dtype.name, boxes.shapes[row]) for p, row in rows.items()})
-        keys = {f"{number}": place for number, place in enumerate(there)}
-        known = {key: recorded_chunks([there[place]], self.base.manifest.hash) for key, place in keys.items()}
-        recorded = {key: hashed[0] for key, hashed in known.items() if hashed is not None}
-        tensors = {key: table.view(rows[keys[key]]) for key in recorded}
-        found, changed = unchanged(tensors, recorded, threads=self.threads, block=self.block)
-        reuse = self.base.reuse_chunks({keys[key]: (there[keys[key]],) for key in keys if key in found}, files)
-        return replace(reuse, changed=frozenset(keys[key] for key in changed))
+        return self._taken(self.base, boxes.table, *self.base.boxes(boxes.table, boxes.shapes, boxes.starts))
+
+    def _taken(self, base: Base, table: Table, there: Chunks, files: Iterable[int]) -> Reuse:
+        """What did not change of rows that the base has; of these files."""
+        short = base.short(table, there)
+        same = unchanged_rows(table, short, threads=self.threads)
+        pieces: dict[str, LazyTensor] = {}
+        recorded: dict[str, Hashed] = {}
+        of: dict[str, int] = {}
+        for row in [row for row in there if row not in short]:
+            known = recorded_chunks(there[row], base.manifest.hash)
+            for number, (chunk, hashed) in enumerate(zip(there[row], known, strict=True) if known is not None else ()):
+                # No name has half of a surrogate pair; several boxes have the name of one tensor.
+                key = f"{table.names[row]}\udc00{row}.{number}" if number or table.names[row] in pieces else table.names[row]
+                pieces[key], recorded[key], of[key] = elements_of(table.view(row), chunk), hashed, row
+        found, changed = unchanged(pieces, recorded, threads=self.threads, block=self.block)
+        same |= {*of.values()} - {of[key] for key in pieces if key not in found}
+        reuse = base.reuse({row: chunks for row, chunks in there.items() if row in same}, files)
+        return replace(reuse, changed=frozenset(of[key] for key in changed))
 
     def hashes(self, tensors: Mapping[str, LazyTensor]) -> Mapping[str, Hashed]:
         """The hashes of tensors that are stored packed."""

@@ -165,9 +165,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
         rehearse(replace(_lay_out(path, described, format, options=own), holds=described.tensors), path)
         plan = replace(plan, opens=True)
     if plain:
-        if len(OPENED) >= MOST_OPENED:
-            OPENED.clear()
-        OPENED.add(key)
+        note_opened(key)
     return plan
 
 
@@ -175,6 +173,13 @@ OPENED: set[object] = set()
 """What the reader has opened in this process: formats and kinds of tensors, of plain dicts of plain tensors."""
 
 MOST_OPENED = 1024
+
+
+def note_opened(key: object) -> None:
+    """Remember what the reader has opened."""
+    if len(OPENED) >= MOST_OPENED:
+        OPENED.clear()
+    OPENED.add(key)
 
 
 def _of_each_kind(table: Table) -> dict[object, int]:
@@ -201,7 +206,13 @@ def _near_limits(plan: SavePlan, table: Table) -> bool:
         # The directory has 46 bytes and a name for each record; names of tensors may take 16 times what the pickle has.
         directory = count * DIRECTORY_NBYTES > limits.zip_directory_nbytes or 2 * count > limits.zip_records
         return directory or text > limits.pickle_nbytes or sum(map(len, table.names)) > text
-    return len(plan.listed) > limits.files or 4 * (text + CHARACTERS * count) > limits.tree_nbytes
+    return near_limits(text, count, len(plan.listed))
+
+
+def near_limits(text_nbytes: int, tensors: int, files: int) -> bool:
+    """Whether a directory with so many bytes of text about so many tensors is one that a reader may refuse."""
+    limits = DEFAULTS
+    return files > limits.files or 4 * (text_nbytes + CHARACTERS * tensors) > limits.tree_nbytes
 
 
 DIRECTORY_NBYTES = 256

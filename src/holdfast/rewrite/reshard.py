@@ -30,7 +30,7 @@ from holdfast.core.quantities import Size
 from holdfast.core.value import replace
 from holdfast.engine.write import Progress
 from holdfast.errors import BadPlacement
-from holdfast.formats.native.boxes import lay_out_split
+from holdfast.formats.native.write import lay_out_split
 from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.formats import save_name

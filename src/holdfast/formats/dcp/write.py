@@ -17,6 +17,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from typing import cast
 
 import numpy as np
 
@@ -141,6 +142,28 @@ def _archive(table: Table, row: int, kind: ArchiveKind) -> tuple[Segment, ...]:
     return Literal(kind.head), elements, Late(kind.rest_nbytes, rest, label)
 
 
+def _archives(kinds: Sequence[ArchiveKind], pieces: Sequence[bytes], crcs: Sequence[int]) -> list[bytes]:
+    """The archives of elements of these checksums."""
+    own, folded = np.array(crcs, np.uint64), np.array([kind.before for kind in kinds], np.uint64)
+    for sums in (own, np.full(len(own), VERSION_CRC, np.uint64)):
+        folded ^= sums + SALT + (folded << SIX) + (folded >> TWO)  # `fold`, of all of them
+    ids = [b"%b%020d" % (kind.names, number) for kind, number in zip(kinds, folded.tolist(), strict=True)]
+    digits, of_ids = (np.array(column, "<u4").tobytes() for column in (crcs, crc32_each(ids)))
+    made = [
+        b"%b%b%b%b%b%b%b%b%b%b%b%b%b" % (kind.head, piece, a, crc, b, identity, c, of_id, d, crc, e, of_id, f)
+        for at, (kind, piece, identity) in enumerate(zip(kinds, pieces, ids, strict=True))
+        for (a, b, c, d, e, f), crc, of_id in ((kind.rest, digits[4 * at : 4 * at + 4], of_ids[4 * at : 4 * at + 4]),)
+    ]
+    for at in [at for at, piece in enumerate(pieces) if piece[:4] == DESCRIPTOR]:
+        kind, piece = kinds[at], pieces[at]
+        made[at] = b"".join((kind.head, piece, *kind.fill(crcs[at], mistaken_crc(bytes(piece[:8])))))
+    return made
+
+
+SALT, SIX, TWO = np.uint64(0x9E3779B9), np.uint64(6), np.uint64(2)
+DESCRIPTOR = b"PK\7\x08"
+
+
 def _gathered(table: Table, rows: Sequence[int], kinds: Sequence[ArchiveKind], nbytes: int) -> Gathered:
     """The archives of small tensors that follow each other."""
     labels = [*map(str, rows)]
@@ -148,10 +171,7 @@ def _gathered(table: Table, rows: Sequence[int], kinds: Sequence[ArchiveKind], n
     def make(*, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
         pieces = [bytes(kind.nbytes - len(kind.head) - kind.rest_nbytes) for kind in kinds] if zeros else table.read(rows)
         crcs = crc32_each(pieces)
-        made: list[bytes | memoryview] = []
-        for kind, piece, crc in zip(kinds, pieces, crcs, strict=True):
-            made += (kind.head, piece, *kind.fill(crc, mistaken_crc(bytes(piece[:8]))))
-        return b"".join(made), dict(zip(labels, crcs, strict=True))
+        return b"".join(_archives(kinds, cast("Sequence[bytes]", pieces), crcs)), dict(zip(labels, crcs, strict=True))
 
     return Gathered(nbytes, labels, make, tensors=lambda: [table.view(row) for row in rows], zeros=partial(make, zeros=True))
 

@@ -19,9 +19,8 @@ boxes of its own. Where the ranks are those of the step before, that is every fi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -46,21 +45,22 @@ SMALL = 64
 NUMBER = re.compile(r"data-(\d+)-of-")
 TURN = re.compile(r"_(\d+)\.safetensors")
 
-K = TypeVar("K", bound=Hashable)
-
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A name, and the lowest and the highest corner of a box."""
 
+Chunks = Mapping[int, tuple[StoredChunk, ...]]
+"""By row of a table: the chunks of a base that have its elements. A chunk without a box has all of them."""
 
-class Reuse(Value, Generic[K], frozen=True):
-    """What a new directory takes over of its base: tensors by their names, or boxes of them by their places."""
+
+class Reuse(Value, frozen=True):
+    """What a new directory takes over of its base: rows of a table, which are tensors or boxes of them."""
 
     linked: tuple[LinkedFile, ...] = ()
-    chunks: Mapping[K, tuple[StoredChunk, ...]] = field(default_factory=dict)
+    chunks: Chunks = field(default_factory=dict)
     """Those that stay where they are. `file` is a number in `linked`."""
-    moved: frozenset[K] = frozenset()
+    moved: frozenset[int] = frozenset()
     """Those that did not change, and are written again because of the file that they were in."""
-    changed: frozenset[K] = frozenset()
+    changed: frozenset[int] = frozenset()
     """Those whose head shows that they changed: they get no hash, since they would change again."""
     taken: frozenset[str] = frozenset()
     """Names of files that a new one of a rank may not have: all those of the base, since other ranks take over others."""
@@ -96,53 +96,58 @@ class Base(Value, frozen=True):
     names: Mapping[str, str] = field(default_factory=dict)
     """What the new one calls files of the base, where that is another name: in an object store they are not linked but named."""
 
-    def candidates(self, tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, int, LazyTensor, Hashed]]:
-        """Of tensors that may be what they were, each chunk as the base has it: name, number, its elements now, its hash then."""
-        for name, tensor in tensors.items():
-            stored = self.manifest.tensors.get(name)
-            if stored is None or (stored.dtype, stored.shape) != (tensor.dtype.name, tensor.shape):
-                continue
-            known = recorded_chunks(stored.chunks, self.manifest.hash)
-            if known is not None:
-                for number, (chunk, hashed) in enumerate(zip(stored.chunks, known, strict=True)):
-                    yield name, number, _elements(tensor, chunk), hashed
+    def tensors(self, table: Table, rows: Sequence[int]) -> Chunks:
+        """Of rows that are tensors, those that the base has under the same name, of the same dtype and shape."""
+        stored, names, kind = self.manifest.tensors, table.names, table.kind
+        outlines = [(one.dtype.name, one.shape) for one in table.kinds]
+        then = {row: stored[names[row]] for row in rows if names[row] in stored}
+        return {row: one.chunks for row, one in then.items() if (one.dtype, one.shape) == outlines[kind[row]]}
 
-    def short(self, table: Table, rows: Sequence[int]) -> dict[int, int]:
-        """Plain rows that are no longer than a head and may be what they were, in one chunk each; and the hash that each had."""
-        if self.manifest.hash != HASH:
-            return {}
-        found: dict[int, str] = {}
-        stored, names, kind, odd = self.manifest.tensors, table.names, table.kind, table.odd
-        outlines = [(one.dtype.name, one.shape) if one.nbytes <= HEAD_NBYTES else None for one in table.kinds]
-        for row in rows:
-            then = stored.get(names[row])
-            if then is None or row in odd or outlines[kind[row]] != (then.dtype, then.shape):
-                continue
-            chunk, *more = then.chunks
-            if chunk.hash is not None and chunk.start is None and not more:
-                found[row] = chunk.hash
-        return dict(zip(found, map(int, found.values(), repeat(16)), strict=True))
+    def boxes(self, table: Table, shapes: Sequence[tuple[int, ...]], starts: Ints) -> tuple[Chunks, set[int]]:
+        """Of rows that are boxes of one rank, those that the base has as a chunk; and files of the base that have no others.
 
-    def boxes(self, boxes: Mapping[Place, tuple[str, tuple[int, ...]]]) -> tuple[dict[Place, StoredChunk], set[int]]:
-        """Of these boxes of a rank, each with dtype and shape of its tensor, those that the base has; and files of no others."""
-        found: dict[Place, StoredChunk] = {}
-        files = set(range(len(self.manifest.files)))
+        `shapes` are those of the whole tensors, `starts` the lowest corners of the boxes, a row for each dimension.
+        """
+        dtypes, own = [one.dtype.name for one in table.kinds], [one.shape for one in table.kinds]
+        names, kind = table.names, table.kind
+        whole = {names[row]: row for row in range(len(names)) if own[kind[row]] == shapes[row]}
+        parts = {
+            (names[row], start, tuple([a + n for a, n in zip(start, own[kind[row]], strict=True)])): row
+            for row in ([row for row in range(len(names)) if own[kind[row]] != shapes[row]] if len(whole) < len(names) else ())
+            for start in (tuple(starts[: len(shapes[row]), row].tolist()),)
+        }
+        found: dict[int, tuple[StoredChunk, ...]] = {}
+        elsewhere: list[StoredChunk] = []
         for name, stored in self.manifest.tensors.items():
             for chunk in stored.chunks:
-                start, stop = chunk.start or (0,) * len(stored.shape), chunk.stop or stored.shape
-                place, inside = (name, start, stop), _files_of([chunk])
-                if boxes.get(place) == (stored.dtype, stored.shape) and len(inside) == 1:
-                    found[place] = msgspec.structs.replace(chunk, start=start, stop=stop)
-                elif place not in boxes and any(part.bytes[0] < part.bytes[1] for part in parts_of(chunk)):
-                    files -= inside
-        return found, files
+                if chunk.start is None or chunk.stop is None or (chunk.stop == stored.shape and not any(chunk.start)):
+                    row = whole[name] if name in whole and shapes[whole[name]] == stored.shape else None
+                else:
+                    row = parts.get((name, chunk.start, chunk.stop))
+                if row is None:
+                    elsewhere.append(chunk)
+                elif dtypes[kind[row]] == stored.dtype and shapes[row] == stored.shape:
+                    if chunk.start is not None:
+                        chunk = msgspec.structs.replace(chunk, start=None, stop=None)
+                    if chunk.sparse is None or len({part.file for part in parts_of(chunk)}) == 1:
+                        found[row] = (chunk,)
+        others = {part.file for chunk in elsewhere for part in parts_of(chunk) if part.bytes[0] < part.bytes[1]}
+        return found, {*range(len(self.manifest.files))} - others
 
-    def reuse(self, same: Collection[str]) -> Reuse[str]:
-        """What is taken over where the tensors of these names did not change."""
-        chunks = {name: self.manifest.tensors[name].chunks for name in self.manifest.tensors if name in same}
-        return self.reuse_chunks(chunks, range(len(self.manifest.files)))
+    def short(self, table: Table, chunks: Chunks) -> dict[int, int]:
+        """Of rows that the base has, those that are read together and no longer than a head; and the hash that each had."""
+        if self.manifest.hash != HASH:
+            return {}
+        kind, odd = table.kind, table.odd
+        brief = [one.whole and one.nbytes <= HEAD_NBYTES for one in table.kinds]
+        found = {
+            row: own[0].hash
+            for row, own in chunks.items()
+            if brief[kind[row]] and own[0].hash is not None and own[0].start is None and not own[1:] and row not in odd
+        }
+        return dict(zip(found, map(int, found.values(), repeat(16)), strict=True))
 
-    def reuse_chunks(self, chunks: Mapping[K, Sequence[StoredChunk]], files: Iterable[int]) -> Reuse[K]:
+    def reuse(self, chunks: Chunks, files: Iterable[int]) -> Reuse:
         """What is taken over where these did not change, of these files."""
         parts = _Parts.of([*chunks.values()])
         living = self._living(parts, files)
@@ -151,10 +156,10 @@ class Base(Value, frozen=True):
             living = self._living(parts, living.keys() - set(small))
         numbers = {number: place for place, number in enumerate(sorted(living))}
         inside = parts.inside(numbers).tolist()
-        stay = {key: tuple(own) for (key, own), there in zip(chunks.items(), inside, strict=True) if there}
+        stay = {row: own for (row, own), there in zip(chunks.items(), inside, strict=True) if there}
         moved = frozenset(chunks.keys() - stay.keys())
         if any(number != place for number, place in numbers.items()):
-            stay = {key: tuple([in_files(chunk, numbers) for chunk in own]) for key, own in stay.items()}
+            stay = {row: tuple([in_files(chunk, numbers) for chunk in own]) for row, own in stay.items()}
         kept = [self.manifest.files[number] for number in numbers]
         return Reuse(
             tuple(LinkedFile(self.names.get(file.name, file.name), file.nbytes, self.folder) for file in kept),
@@ -231,11 +236,7 @@ def parts_of(chunk: StoredChunk) -> list[StoredPart]:
     return [part for part in parts if part is not None]
 
 
-def _files_of(chunks: Sequence[StoredChunk]) -> set[int]:
-    return {part.file for chunk in chunks for part in parts_of(chunk)}
-
-
-def _elements(tensor: LazyTensor, chunk: StoredChunk) -> LazyTensor:
+def elements_of(tensor: LazyTensor, chunk: StoredChunk) -> LazyTensor:
     """The elements of a tensor that a chunk would have."""
     if chunk.start is None or chunk.stop is None:
         return tensor

@@ -18,9 +18,9 @@ from holdfast.core.table import Kind
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, MetadataError
 from holdfast.formats.native.base import parts_of
+from holdfast.formats.native.boxes import carried
 from holdfast.formats.native.schema import SEALED_VERSION, OtherFile
 from holdfast.formats.native.tensors import Stored, box_of, dtype_named
-from holdfast.formats.native.write import carried
 from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.write import HeaderKind

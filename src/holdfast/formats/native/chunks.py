@@ -26,14 +26,18 @@ from holdfast.core.runtime import Sent
 from holdfast.core.sparse.elements import element_type
 from holdfast.core.sparse.encoding import Encoding, encoding_of, group_count, spread, where_total
 from holdfast.core.sparse.storage import SparseParts, SparseStorage
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.native.schema import StoredChunk, StoredPart, StoredSparse
-from holdfast.plan.saves import HASH_KEY, HEAD_KEY
+from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Hashing
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 Place = Callable[[str], tuple[int, tuple[int, int]]]
 """From the name of an entry to the number of its file, its first byte there and the byte after its last."""
+
+Hashings = Mapping[str, Hashing]
+"""By name: what is hashed, and how."""
 
 Sum = Callable[[str], int]
 """From the name of an entry that has bytes to the CRC-32 of these."""
@@ -90,17 +94,47 @@ def hash_in(sums: Mapping[str, int], label: str, nbytes: int, *, head_alone: boo
     return Hashed(sums[label + HASH_KEY], sums[label + HEAD_KEY] if nbytes > HEAD_NBYTES else None)
 
 
+def hash_tails(crcs: Mapping[str, int], table: Table, rows: Sequence[int], labels: Sequence[str], hashing: Hashings) -> list[str]:
+    """What a manifest says behind the checksums of rows, once they are written: the hash and the head of each that is hashed.
+
+    `labels` are those of their data. `hashing` says by name which are hashed, and how.
+    """
+    names, kind = table.names, table.kind
+    short = [0 < one.nbytes <= HEAD_NBYTES for one in table.kinds]
+    return [
+        f',"hash":"{crcs[label + HASH_KEY]:032x}"'
+        if short[kind[row]] and names[row] in hashing
+        else hash_text(_hashed(crcs, label, hashing.get(names[row]), table.kind_of(row).nbytes))
+        for row, label in zip(rows, labels, strict=True)
+    ]
+
+
+def _hashed(crcs: Mapping[str, int], label: str, how: Hashing | None, nbytes: int) -> Hashed | None:
+    return None if how is None else hash_in(crcs, label, nbytes, head_alone=how == "head")
+
+
+def hash_text(hashed: Hashed | None) -> str:
+    """What a manifest says behind a checksum: a hash, a head."""
+    hash, head = (None, None) if hashed is None else hashed
+    return ("" if hash is None else f',"hash":"{hash:032x}"') + ("" if head is None else f',"head":"{head:08x}"')
+
+
 def in_files(chunk: StoredChunk, numbers: Mapping[int, int]) -> StoredChunk:
     """The same chunk where the files have other numbers."""
 
-    def moved(part: StoredPart) -> StoredPart:
-        return msgspec.structs.replace(part, file=numbers[part.file])
-
-    sparse = chunk.sparse
-    if sparse is not None:
-        starts = None if sparse.starts is None else moved(sparse.starts)
-        sparse = msgspec.structs.replace(sparse, where=moved(sparse.where), starts=starts)
+    sparse = None if chunk.sparse is None else sparse_in(chunk.sparse, numbers.__getitem__)
     return msgspec.structs.replace(chunk, file=numbers[chunk.file], sparse=sparse)
+
+
+def sparse_in(sparse: StoredSparse, number: Callable[[int], int]) -> StoredSparse:
+    """The same packing where the files of its parts have other numbers."""
+
+    def moved(part: StoredPart) -> StoredPart:
+        return msgspec.structs.replace(part, file=number(part.file))
+
+    return msgspec.structs.replace(
+        sparse, where=moved(sparse.where), starts=None if sparse.starts is None else moved(sparse.starts)
+    )
 
 
 def _known(entry: str, place: Place, crc: Sum) -> tuple[int, tuple[int, int], str]:

@@ -15,17 +15,21 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import struct
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
 from msgspec import Struct, field
 from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast.core import value as values
+from holdfast.core.arrays import Ints
 from holdfast.core.dtype import DTYPES
 from holdfast.core.leaves import PLAIN, Leaves
 from holdfast.core.limits import Limits
@@ -34,7 +38,7 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, levels, values_inside
 from holdfast.engine.stream import write_stream
-from holdfast.formats.native.boxes import as_column
+from holdfast.formats.native.manifest import as_column
 from holdfast.formats.pickle.writer import ENDS_IN_NUL, ends_in_nul
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.formats.tree_json.encode import encode_tree
@@ -213,45 +217,229 @@ def _is_opened(value: object) -> bool:
 
 
 def dcp_index(contents: Contents, delivered: Delivered, *, path: str) -> bytes:
-    """The `.metadata` of a directory with these files, which is saved under a path."""
-    state: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
-    storage: dict[m.MetadataIndex, _StorageInfo] = {}
-    catalogue = contents.catalogue
-    names, shapes, grads = catalogue.names, catalogue.shapes, contents.grads
-    rows = {row.name: row for row in DTYPES.rows}
-    dtypes = {name: torch_dtype(rows[name]) for name in dict.fromkeys(catalogue.dtypes)}
-    for writes, receipts in delivered:
-        tensors, offsets, sizes = (columns.T.tolist() for columns in (writes.tensors, writes.offsets, writes.sizes))
-        for receipt in receipts:
-            key = receipt.key
-            for name, first, last in receipt.values:
-                state[name] = m.BytesStorageMetadata()
-                storage[m.MetadataIndex(name)] = _StorageInfo(key, first, last - first)
-            columns = (as_column(c).tolist() for c in (receipt.stored.boxes, receipt.stored.starts, receipt.stored.stops))
-            for box, first, last in zip(*columns, strict=True):
-                tensor = tensors[box]
-                name, rank = names[tensor], len(shapes[tensor])
-                known = state.get(name)
-                if not isinstance(known, m.TensorStorageMetadata):
-                    properties = m.TensorProperties(dtype=dtypes[catalogue.dtypes[tensor]], requires_grad=name in grads)
-                    known = state[name] = m.TensorStorageMetadata(properties, torch.Size(shapes[tensor]), [])
-                start, lengths = torch.Size(offsets[box][:rank]), torch.Size(sizes[box][:rank])
-                storage[m.MetadataIndex(name, start, len(known.chunks))] = _StorageInfo(key, first, last - first)
-                known.chunks.append(m.ChunkStorageMetadata(start, lengths))
-    for alias, base in contents.aliases.items():
-        # Tied tensors: the same items under another name. torch's reader loads each name by itself, and need not know.
-        known = state[base]
-        assert isinstance(known, m.TensorStorageMetadata)
-        properties = m.TensorProperties(dtype=known.properties.dtype, requires_grad=alias in grads)
-        state[alias] = m.TensorStorageMetadata(properties, known.size, list(known.chunks))
-        for number, item in enumerate(known.chunks):
-            storage[m.MetadataIndex(alias, item.offsets, number)] = storage[m.MetadataIndex(base, item.offsets, number)]
-    ordered = {name: state[name] for name in contents.paths if name in state}
-    planner = dict(contents.paths)
-    metadata = m.Metadata(ordered, planner, storage, m.StorageMeta(checkpoint_id=str(path), save_id=str(uuid.uuid4())))
+    """The `.metadata` of a directory with these files, which is saved under a path.
+
+    A tensor is a hundred opcodes. Tensors of one kind have the same ones, and so have items but for names and places: since
+    protocol 4 the number of an entry in the memo is not written where the entry is made. So torch's objects are pickled once for
+    each kind, and the records are put together from bytes.
+    """
+    records, boxes = _Records(), _DeliveredBoxes(contents, delivered)
+    begin, before, first, second, third = records.made(partial(_empty_index, path, str(uuid.uuid4()))).split(DICT, 4)
+    texts = _texts([*contents.paths, *contents.catalogue.names, *contents.values])
+    held = boxes.tensors(records)
+    if contents.values:
+        held |= dict.fromkeys(contents.values, records.made(m.BytesStorageMetadata))
+    state = [b"%b%b" % (texts[name], held[name]) for name in contents.paths if name in held]
+    items = boxes.items(records, texts)
+    listed = before, *_dict(state), first, *_dict(_paths(contents.paths, texts)), second, *_dict(items), third
+    return b"".join((*records.first, begin, DICT, *listed, pickle.STOP))
+
+
+DICT = pickle.EMPTY_DICT + pickle.MEMOIZE
+"""An empty dict, with its entry in the memo."""
+
+
+def _empty_index(path: str, save_id: str) -> m.Metadata:
+    """The index with nothing in its three dicts."""
+    made = m.Metadata({}, {}, {}, m.StorageMeta(checkpoint_id=path, save_id=save_id))
     if versions.VERSIONED:
-        metadata.version = "1.0.0"
-    return pickled_index(metadata)
+        made.version = "1.0.0"
+    return made
+
+
+class _Records:
+    """Pickles of torch's objects that may stand anywhere in one stream, and as often as is wanted.
+
+    Of each kind an object is pickled and taken from the stack again, before anything else: so classes and the names of fields have
+    their entries in the memo. What is pickled of that kind later names these entries, and none of its own.
+    """
+
+    def __init__(self) -> None:
+        self._out = io.BytesIO()
+        self._pickler = _Pickler(self._out) if versions.STRIDES else pickle.Pickler(self._out)
+        self.first = [pickle.PROTO + bytes([pickle.DEFAULT_PROTOCOL])]
+        """What the stream begins with."""
+
+    def made(self, make: Callable[[], object]) -> bytes:
+        """The opcodes of an object of a kind."""
+        one, record, same = (self._dumped(make()) for _ in range(3))
+        assert record == same, "a record that names entries of its own"
+        self.first += (one, pickle.POP, record, pickle.POP, same, pickle.POP)
+        return record
+
+    def _dumped(self, value: object) -> bytes:
+        self._out.seek(0)
+        self._out.truncate()
+        self._pickler.dump(value)
+        raw = self._out.getvalue()[2:-1]
+        return raw[9:] if raw[:1] == pickle.FRAME else raw
+
+
+class _DeliveredBoxes:
+    """The boxes in the files of all ranks, as columns, in the order of the files."""
+
+    def __init__(self, contents: Contents, delivered: Delivered) -> None:
+        self._contents = contents
+        self._files = [receipt for _, receipts in delivered for receipt in receipts]
+        parts = [(writes, receipt.stored) for writes, receipts in delivered for receipt in receipts]
+        boxes = [as_column(stored.boxes) for _, stored in parts]
+        self._file = np.repeat(np.arange(len(parts)), [len(own) for own in boxes])
+        self._tensor, self._start, stop = np.zeros((3, len(self._file)), np.int64)
+        rank = contents.catalogue.rank
+        self._corner, self._size = np.zeros((rank, len(stop)), np.int64), np.ones((rank, len(stop)), np.int64)
+        first = 0
+        for (writes, stored), own in zip(parts, boxes, strict=True):
+            here, first = slice(first, first + len(own)), first + len(own)
+            self._tensor[here], self._start[here], stop[here] = (
+                writes.tensors[own],
+                as_column(stored.starts),
+                as_column(stored.stops),
+            )
+            self._corner[: len(writes.offsets), here] = writes.offsets[:, own]
+            self._size[: len(writes.sizes), here] = writes.sizes[:, own]
+        self._nbytes = stop - self._start
+        self._order = np.argsort(self._tensor, kind="stable")
+        self._listed, self._heads, self._counts = np.unique(self._tensor[self._order], return_index=True, return_counts=True)
+        self._number = np.zeros(len(stop), np.int64)
+        self._number[self._order] = np.arange(len(stop)) - np.repeat(self._heads, self._counts)
+
+    def _rows(self, tensor: int) -> Ints:
+        """The boxes of a tensor."""
+        at = int(np.searchsorted(self._listed, tensor))
+        return self._order[self._heads[at] : self._heads[at] + self._counts[at]]
+
+    def tensors(self, records: _Records) -> dict[str, bytes]:
+        """What the index says of each tensor, by name."""
+        catalogue, grads = self._contents.catalogue, self._contents.grads
+        names, dtypes, shapes = catalogue.names, catalogue.dtypes, catalogue.shapes
+        # In one box a tensor is whole.
+        cuts = dict.fromkeys(self._listed.tolist(), b"")
+        for tensor in self._listed[self._counts > 1].tolist():
+            rows = self._rows(tensor)
+            cuts[tensor] = self._corner[:, rows].tobytes() + self._size[:, rows].tobytes()
+        given = [(names[tensor], tensor) for tensor in cuts]
+        given += [(alias, catalogue.positions[base]) for alias, base in self._contents.aliases.items()]
+        keys = [(dtypes[tensor], shapes[tensor], name in grads, cuts[tensor]) for name, tensor in given]
+        kinds = dict(zip(keys, [tensor for _, tensor in given], strict=True))
+        made = {key: records.made(partial(self._tensor_of, tensor, grad=key[2])) for key, tensor in kinds.items()}
+        return {name: made[key] for (name, _), key in zip(given, keys, strict=True)}
+
+    def _tensor_of(self, tensor: int, *, grad: bool) -> m.TensorStorageMetadata:
+        catalogue, rows = self._contents.catalogue, self._rows(tensor)
+        shape, dtype = catalogue.shapes[tensor], DTYPES.name(catalogue.dtypes[tensor])
+        assert dtype is not None  # the catalogue has looked it up
+        corners, sizes = (columns[: len(shape), rows].T.tolist() for columns in (self._corner, self._size))
+        chunks = [m.ChunkStorageMetadata(torch.Size(a), torch.Size(b)) for a, b in zip(corners, sizes, strict=True)]
+        properties = m.TensorProperties(dtype=torch_dtype(dtype), requires_grad=grad)
+        return m.TensorStorageMetadata(properties, torch.Size(shape), chunks)
+
+    def items(self, records: _Records, texts: Mapping[str, bytes]) -> list[bytes]:
+        """Where everything lies: values, boxes, and boxes of tensors under their other names."""
+        made: list[bytes] = []
+        for file in self._files:
+            if file.values:
+                cut = _cut(records.made(partial(_item, file.key, None, None)))
+                starts, stops = (np.array([one[side] for one in file.values], np.int64) for side in (1, 2))
+                names = [texts[name] for name, _, _ in file.values]
+                made += _filled([cut] * len(names), names, starts, stops - starts)
+        catalogue = self._contents.catalogue
+        ranks = np.fromiter(map(len, catalogue.shapes), np.int64, len(catalogue))
+        kinds, kind = np.unique(
+            np.vstack((self._file, self._number, ranks[self._tensor], self._corner)), axis=1, return_inverse=True
+        )
+        cuts = [
+            _cut(records.made(partial(_item, self._files[file].key, number, corner[:rank])))
+            for file, number, rank, *corner in kinds.T.tolist()
+        ]
+        each = [cuts[one] for one in kind.reshape(-1).tolist()]
+        made += _filled(each, [texts[catalogue.names[one]] for one in self._tensor.tolist()], self._start, self._nbytes)
+        for alias, base in self._contents.aliases.items():
+            # Tied tensors: the same items under another name. torch's reader loads each name by itself, and need not know.
+            rows = self._rows(catalogue.positions[base])
+            own = [each[row] for row in rows.tolist()]
+            made += _filled(own, [texts[alias]] * len(own), self._start[rows], self._nbytes[rows])
+        return made
+
+
+NAME, OFFSET, LENGTH = "\ue000name", 0x7E57F00D, 0x7E57BEEF
+"""What stands in the record of an item where it is filled in."""
+
+
+def _item(key: str, number: int | None, corner: Sequence[int] | None) -> tuple[m.MetadataIndex, _StorageInfo]:
+    """What the index says of an item. The text of its name is another object each time, as that of two items is."""
+    name = NAME[:1] + NAME[1:]
+    return m.MetadataIndex(name, None if corner is None else torch.Size(corner), number), _StorageInfo(key, OFFSET, LENGTH)
+
+
+def _cut(record: bytes) -> tuple[bytes, ...]:
+    """The record of an item, cut where its name, its first byte and its length are filled in. Its two objects are no tuple."""
+    (name,), (offset, length) = _texts([NAME]).values(), _numbers(np.array([OFFSET, LENGTH]))
+    before, rest = record.removesuffix(pickle.TUPLE2 + pickle.MEMOIZE).split(name)
+    middle, rest = rest.split(offset)
+    return before, middle, *rest.split(length)
+
+
+def _filled(cuts: Sequence[Sequence[bytes]], names: Sequence[bytes], starts: Ints, lengths: Ints) -> list[bytes]:
+    """Records of items."""
+    each = zip(cuts, names, _numbers(starts), _numbers(lengths), strict=True)
+    return [b"%b%b%b%b%b%b%b" % (a, name, b, start, c, length, d) for (a, b, c, d), name, start, length in each]
+
+
+def _texts(texts: Sequence[str]) -> dict[str, bytes]:
+    """Texts as opcodes, each with its entry in the memo."""
+    distinct = [*dict.fromkeys(texts)]
+    raws = [*map(str.encode, distinct)]
+    each = zip(distinct, raws, map(len, raws), strict=True)
+    return {
+        text: (b"%b%c%b\x94" % (pickle.SHORT_BINUNICODE, length, raw))
+        if length < 256
+        else pickle.BINUNICODE + struct.pack("<I", length) + raw + pickle.MEMOIZE
+        for text, raw, length in each
+    }
+
+
+WIDTHS = (1, 2, 4, 5, 6, 7, 8)
+OPENINGS = (pickle.BININT1, pickle.BININT2, pickle.BININT, *(pickle.LONG1 + bytes([width]) for width in WIDTHS[3:]))
+LIMITS = np.array([1 << 8, 1 << 16, 1 << 31, 1 << 39, 1 << 47, 1 << 55], np.int64)
+"""How many bytes pickle takes for a number, what stands before them, and the first number that takes the next width."""
+
+
+def _numbers(column: Ints) -> list[bytes]:
+    """Numbers that are not negative, as opcodes."""
+    raw, widths = column.astype("<i8").tobytes(), np.searchsorted(LIMITS, column, side="right").tolist()
+    return [OPENINGS[width] + raw[8 * at : 8 * at + WIDTHS[width]] for at, width in enumerate(widths)]
+
+
+TUPLES = (pickle.EMPTY_TUPLE, *(code + pickle.MEMOIZE for code in (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)))
+
+
+def _paths(paths: Mapping[str, Path], texts: Mapping[str, bytes]) -> list[bytes]:
+    """The name of everything, and its path."""
+    steps = {step for path in paths.values() for step in path}
+    made: dict[str | int, bytes] = dict(_texts([step for step in steps if isinstance(step, str)]).items())
+    numbers = [step for step in steps if isinstance(step, int)]
+    made |= dict(zip(numbers, _numbers(np.array(numbers, np.int64)), strict=True))
+    around: dict[Path, tuple[bytes, bytes]] = {}
+    for head in {path[:-1] for path in paths.values()}:
+        inside = b"".join([made[step] for step in head])
+        short = len(head) < len(TUPLES) - 1
+        around[head] = (inside, TUPLES[len(head) + 1]) if short else (pickle.MARK + inside, pickle.TUPLE + pickle.MEMOIZE)
+    return [
+        b"%b%b%b%b" % (texts[name], around[path[:-1]][0], made[path[-1]], around[path[:-1]][1]) if path else texts[name] + TUPLES[0]
+        for name, path in paths.items()
+    ]
+
+
+ENTRIES = 1000
+"""Of a dict that are set by one opcode, as pickle does it."""
+
+
+def _dict(entries: Sequence[bytes]) -> list[bytes]:
+    """A dict of these entries, each a key and its value."""
+    made = [DICT]
+    for first in range(0, len(entries), ENTRIES):
+        made += (pickle.MARK, *entries[first : first + ENTRIES], pickle.SETITEMS)
+    return made
 
 
 def pickled_index(metadata: m.Metadata) -> bytes:

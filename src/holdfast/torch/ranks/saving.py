@@ -38,7 +38,8 @@ from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, RankLost, RanksFailed
-from holdfast.formats.native.boxes import Boxes, as_bytes, as_column
+from holdfast.formats.native.boxes import Boxes
+from holdfast.formats.native.manifest import as_bytes, as_column
 from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.plan.table import table_of
@@ -46,7 +47,16 @@ from holdfast.ranks.files import NOTHING, RankOutput, Receipt, rank_files, unkep
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, message, put_together, with_sums
-from holdfast.ranks.write import AsStep, Publishing, check_opens, check_value, open_publishing, publish, write_files
+from holdfast.ranks.write import (
+    AsStep,
+    Publishing,
+    check_opens,
+    check_value,
+    open_publishing,
+    opens_containers,
+    publish,
+    write_files,
+)
 from holdfast.rewrite.base import open_base
 from holdfast.rewrite.state import tabulate_state
 from holdfast.torch.cuda.stage import Copies
@@ -209,24 +219,24 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
 
 
 def _message(state: State, table: Table, flat: FlatState, matched: list[str], *, format: str) -> tuple[bytes, RankState]:
-    tree: bytes | None = None
+    tree, usual = None, True
     digests = flat.digests() if format == "dcp" else {}
     problems = list(flat.problems)
     if format == "native" and not is_flat(state):
         encoded = encode_state(state, table)
         problems += encoded.problems
         tree = msgspec.json.encode(encoded.value)
+        usual = problems != [] or opens_containers(state)
     if format == "safetensors":
         kinds = ((name, type(value.raw).__name__) for name, value in flat.values.items())
         problems += [f"{name}: a {kind}; safetensors files hold tensors alone" for name, kind in kinds]
     problems += common_problems(state, table, flat)
     if problems:
         raise CannotHold("this state cannot be saved so", problems)
-    paths = {name: list(path) for name, path in flat.paths.items()}
     wanted = [kind.traits.requires_grad for kind in table.kinds]
     grads = [name for name, kind in zip(table.names, table.kind, strict=True) if wanted[kind]] if any(wanted) else []
     aliases = _aliases(table) if format != "safetensors" else []
-    description = Description(tree, dict(state.metadata), paths, list(flat.values), grads, matched)
+    description = Description(tree, dict(state.metadata), flat.paths, list(flat.values), grads, matched, usual)
     columns = RankState.of_table(table, values=digests, aliases=aliases)
     return message(description, columns), columns
 
@@ -281,7 +291,8 @@ def plan(described: Described) -> Planned:
         task = TASKS.decode(answer)
         numbers = as_column(task.boxes)
         boxes = _boxes(described, numbers)
-        own = [described.values[row] for row in described.columns.tensors[numbers].tolist()] if described.values else []
+        given = described.values
+        own = [given[row] for row in described.columns.tensors[numbers].tolist()] if given else []
         values = {name: described.archives.get(name) or described.flat.values[name].archive() for name in task.values}
         for name, archive in values.items():
             check_value(name, archive)
@@ -392,7 +403,6 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     receipts = write_files(
         rank_files(asked.format, planned.part, files=count, pack=pack, hashes=hashes, reuse=reuse, save=into.save),
         into,
-        boxes=planned.part.boxes,
         threads=threads,
         progress=asked.progress,
         block=block,

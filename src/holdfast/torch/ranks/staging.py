@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, itemgetter, ne, not_
 from typing import cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from holdfast.core.arrays import Bools, Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.protocols import Request, Store, by_source
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import ODD, Kind, Storages, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted, step
 from holdfast.core.value import Value, replace
@@ -31,7 +31,8 @@ from holdfast.engine.blocks import mapped_bytes
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
-from holdfast.plan.saves import Memory
+from holdfast.plan.saves import SMALL_NBYTES, Memory
+from holdfast.plan.table import segment_runs
 from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.stage import ROOM, Copies
@@ -64,8 +65,9 @@ def _note_versions(value: object, path: Path, found: Versions) -> None:
     elif isinstance(value, Mapping | list | tuple):
         inside = [*value.values()] if isinstance(value, Mapping) else value
         if PLAIN.issuperset(map(type, inside)) and not any(map(ATTRIBUTES, inside)):
-            # Nearly all are, and there may be very many.
-            tensors = cast("list[torch.Tensor]", [tensor for tensor in inside if not cast(torch.Tensor, tensor).is_inference()])
+            # Nearly all are, and there may be very many. Those of inference mode have no count.
+            counted = [*map(not_, map(torch.Tensor.is_inference, inside))]
+            tensors = [*compress(cast("Sequence[torch.Tensor]", inside), counted)]
             found += zip(tensors, map(VERSION, tensors), strict=True)
             return
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
@@ -101,70 +103,85 @@ def stage(
     `values` are the caller's own tensors, a row each, where they are known: those on a GPU are copied from there without waiting.
     Each piece of memory is copied once, however many tensors it is in. Those without bytes stay what they are.
     """
-    plain = np.flatnonzero(np.fromiter(table.storage, np.int64, len(table)) != ODD)
-    nbytes = table.nbytes_of(plain.tolist())
+    numbers, rows = _each_storage(table)
+    nbytes = table.storages.nbytes[numbers]
     starts = np.cumsum(nbytes + -nbytes % ALIGNMENT) - nbytes - -nbytes % ALIGNMENT
-    total = int(starts[-1] + nbytes[-1]) if len(plain) else 0
+    total = int(starts[-1] + nbytes[-1]) if len(numbers) else 0
     pieces = pieces_of(table.odd.values())
     tensors, places = [*pieces.values()], list[int]()
     for tensor in tensors:
         total += -total % ALIGNMENT
         places.append(total)
         total += tensor.nbytes
-    on_gpu = _on_gpu(values, plain) if len(values) == len(table) else np.zeros(len(plain), np.bool_)
+    on_gpu = _on_gpu(table, rows, values) if len(values) == len(table) else np.zeros(len(rows), np.bool_)
     gpu = bool(on_gpu.any()) or any(isinstance(tensor.source, GpuSource) for tensor in tensors)
     room = ROOM.take(total, gpu=gpu, max_host_memory=max_host_memory)
     copies = Copies(room)
     try:
         # GPUs first: they copy by themselves while the rest is copied here.
         direct = np.flatnonzero(on_gpu & (starts + nbytes <= room.locked_nbytes) & (nbytes > 0)).tolist()
-        copies.begin_rows([cast(torch.Tensor, values[plain[at]]) for at in direct], starts[direct], nbytes[direct])
+        own = rows[direct].tolist()
+        copies.begin_rows([cast(torch.Tensor, values[row]) for row in own], starts[direct], nbytes[direct])
         staged = _stage_pieces(tensors, places, copies, room, threads=threads)
         if direct:
             copies.unlocked_nbytes += int(nbytes[on_gpu].sum() - nbytes[direct].sum())
-        rest = np.ones(len(plain), np.bool_)
+        rest = np.ones(len(rows), np.bool_)
         rest[direct] = False
-        _copy_rows(table, plain[rest].tolist(), starts[rest], nbytes[rest], room, threads=threads)
-        torn = sum(tensor._version != version for tensor, version in before)
+        _copy_storages(table.storages, numbers[rest], starts[rest], nbytes[rest], room, threads=threads)
+        torn = sum(map(ne, map(VERSION, map(itemgetter(0), before)), map(itemgetter(1), before)))
         if torn:
             raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
     except BaseException:
         copies.wait()
         raise
     made = made_of(table.odd, dict(zip(pieces, staged, strict=True)))
-    storage = np.full(len(table), ODD, np.int64)
-    storage[plain] = np.arange(len(plain))
     kinds, kind = [*table.kinds], [*table.kind]
     for row, tensor in made.items():
         kind[row] = len(kinds)
         kinds.append(Kind.of(tensor))
+    storage = np.searchsorted(numbers, table.storage)
+    storage[[*table.odd]] = ODD
     copied = Table(table.names, kinds, kind, storage.tolist(), RoomStorages(room, starts, nbytes), made)
     return Staged(copied, total, copies)
 
 
-def _on_gpu(values: Sequence[object], rows: Ints) -> Bools:
-    """Whether the tensors of these rows are on a GPU."""
-    return np.array([isinstance(values[row], torch.Tensor) and values[row].is_cuda for row in rows.tolist()], np.bool_)
+def _each_storage(table: Table) -> tuple[Ints, Ints]:
+    """The numbers of the storages that a table has, ascending, and the first row of each."""
+    storage = np.array(table.storage, np.int64)
+    plain = np.flatnonzero(storage != ODD)
+    numbers, first = np.unique(storage[plain], return_index=True)
+    return numbers, plain[first]
 
 
-def _copy_rows(table: Table, rows: Sequence[int], starts: Ints, nbytes: Ints, room: HostBlock, *, threads: int) -> None:
-    """Copy rows of a table to their places, some megabytes at a time; between two of them is less than `ALIGNMENT`."""
-    stops = np.cumsum(nbytes)
+def _on_gpu(table: Table, rows: Ints, values: Sequence[object]) -> Bools:
+    """Whether the tensors of rows are torch's, on a GPU, and all of their storages."""
+    there = [kind.whole and kind.location.startswith("cuda") for kind in table.kinds]
+    found = np.array(there, np.bool_)[np.array(table.kind, np.int64)[rows]]
+    if found.any():
+        found &= np.array([kind in PLAIN for kind in map(type, [values[row] for row in rows.tolist()])], np.bool_)
+    return found
+
+
+def _copy_storages(storages: Storages, numbers: Ints, starts: Ints, nbytes: Ints, room: HostBlock, *, threads: int) -> None:
+    """Copy storages to their places: long ones each by itself, short ones some megabytes at a time."""
+    filled = np.flatnonzero(nbytes)
+    wanted, lengths, memory = numbers[filled].tolist(), nbytes[filled], room.array.data
+    ranges = [*zip(starts[filled].tolist(), (starts + nbytes)[filled].tolist(), strict=True)]
 
     def task(first: int, stop: int) -> Callable[[], None]:
         def run() -> None:
-            pieces = table.read(rows[first:stop])
-            for start, piece in zip(starts[first:stop].tolist(), pieces, strict=True):
-                if len(piece):
-                    room.array[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+            pieces = storages.read(wanted[first:stop])
+            if stop - first == 1:
+                # Without the interpreter lock.
+                np.copyto(room.array[slice(*ranges[first])], np.frombuffer(pieces[0], np.uint8))
+                return
+            for (start, end), piece in zip(ranges[first:stop], pieces, strict=True):
+                memory[start:end] = piece
 
         return run
 
-    edges = [0]
-    while edges[-1] < len(rows):
-        done = int(stops[edges[-1] - 1]) if edges[-1] else 0
-        edges.append(min(int(np.searchsorted(stops, done + LEAST_NBYTES)) + 1, len(rows)))
-    run_all([task(*edge) for edge in pairwise(edges)], threads)
+    long = np.flatnonzero(lengths > SMALL_NBYTES).tolist()
+    run_all([task(*edge) for edge in segment_runs(long, np.cumsum(lengths))], threads)
 
 
 class RoomStorages:
@@ -193,8 +210,8 @@ class RoomStorages:
         """A tensor over one of them."""
         (piece,) = self.read([number])
         storage = self._resident.memory(self._room.address + int(self._starts[number]), piece, owner=self._room)
-        strides = c_strides(kind.shape, kind.dtype.numpy.itemsize)
-        return self._resident.strided(storage, kind.dtype, kind.shape, strides, 0, kind.traits).renamed(name)
+        strides = tuple([stride // 8 for stride in kind.strides])
+        return self._resident.strided(storage, kind.dtype, kind.shape, strides, kind.offset // 8, kind.traits).renamed(name)
 
 
 def _stage_pieces(

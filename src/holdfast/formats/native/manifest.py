@@ -1,0 +1,313 @@
+"""The text of a manifest, whoever has written the data files: one process, a mesh, the ranks of a group.
+
+What a part has written is columns: which boxes, where each lies in a file (`StoredBoxes`). `lay_out_index` sorts all of them by
+tensor and makes the text by kind, a batch of tensors at a time. Its length is known before the checksums are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
+from operator import add
+
+import msgspec
+import numpy as np
+from msgspec import field
+
+from holdfast.core.arrays import Bools, Ints, shape_columns
+from holdfast.core.content_hash import HASH
+from holdfast.core.crc import crc32
+from holdfast.core.limits import DEFAULTS
+from holdfast.core.value import Value
+from holdfast.errors import CannotHold
+from holdfast.formats.native.chunks import sparse_in
+from holdfast.formats.native.schema import (
+    BESIDE_VERSION,
+    FORMAT,
+    HASHED_VERSION,
+    VERSION,
+    DataFile,
+    Manifest,
+    OtherFile,
+    StoredChunk,
+    StoredSparse,
+    StoredTensor,
+)
+from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST
+from holdfast.formats.safetensors.write import plain_index
+from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
+from holdfast.plan.saves import BATCH, FilePlan, Late, Literal
+
+INDEX = "model.safetensors.index.json"
+"""What `transformers` looks for."""
+
+CANNOT = "a native checkpoint cannot hold this state"
+
+
+class StoredBoxes(msgspec.Struct):
+    """Where boxes lie in a data file, as a rank says it: columns of 64-bit integers, little-endian."""
+
+    boxes: bytes
+    """Which they are: positions among the boxes of the rank."""
+    starts: bytes
+    """The first byte of each."""
+    stops: bytes
+    crcs: str = ""
+    """Eight digits each."""
+    tails: list[str] = field(default_factory=list)
+    """What the manifest says behind the checksum of each, as text: its hash, its head; nothing where there are none."""
+    packed: dict[int, StoredSparse] = field(default_factory=dict)
+    """How some of them are packed, by their positions here; the numbers of files are counted from that of this one."""
+
+    @classmethod
+    def of(cls, boxes: Sequence[int], chunks: Sequence[StoredChunk]) -> StoredBoxes:
+        """The same of chunks that are all in one file, but for parts of packed ones."""
+        spans = np.array([chunk.bytes for chunk in chunks], np.int64).reshape(-1, 2).T
+        hashed = [chunk for chunk in chunks if chunk.hash or chunk.head]
+        tails = [
+            ("" if chunk.hash is None else f',"hash":"{chunk.hash}"') + ("" if chunk.head is None else f',"head":"{chunk.head}"')
+            for chunk in (chunks if hashed else ())
+        ]
+        packed = {
+            at: sparse_in(chunk.sparse, partial(add, -chunk.file)) for at, chunk in enumerate(chunks) if chunk.sparse is not None
+        }
+        digits = "".join([chunk.crc32 for chunk in chunks])
+        return cls(as_bytes(boxes), as_bytes(spans[0]), as_bytes(spans[1]), digits, tails, packed)
+
+
+def as_bytes(column: Sequence[int] | Ints) -> bytes:
+    """A column of integers, as it travels."""
+    return np.asarray(column, "<i8").tobytes()
+
+
+def as_column(raw: bytes) -> Ints:
+    """The column again."""
+    return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
+
+
+class Outlines(Value, frozen=True, eq=False):
+    """The tensors of a manifest."""
+
+    names: Sequence[str]
+    kinds: Sequence[tuple[str, tuple[int, ...]]]
+    """Dtypes, by Holdfast's names, and shapes."""
+    kind: Sequence[int]
+    """Of each tensor, a position in `kinds`."""
+
+
+class FileBoxes(Value, frozen=True, eq=False):
+    """The boxes of one data file, and what they are boxes of."""
+
+    stored: StoredBoxes
+    """Of what is written later its places alone count."""
+    tensors: Ints
+    """Of each box of the rank: its tensor, as a position among the outlines."""
+    starts: Ints
+    """Of each box of the rank: its lowest corner, a row for each dimension of the tensor that has the most."""
+    sizes: Ints
+    tails_nbytes: int
+    """How long the texts of its hashes are, together."""
+
+
+Stored = Callable[[Mapping[str, int]], Sequence[StoredBoxes]]
+"""From the checksums of all data, by label, to the boxes in each file."""
+
+
+def are_whole(starts: Ints, sizes: Ints, extents: Ints) -> Bools:
+    """Whether boxes are all of their tensors, whose extents may have fewer dimensions or more."""
+    whole = np.ones(starts.shape[1], np.bool_)
+    for start, size, extent in zip(starts, sizes, extents, strict=False):
+        whole &= (start == 0) & (size == extent)
+    return whole
+
+
+def lay_out_index(
+    files: Sequence[DataFile],
+    outlines: Outlines,
+    parts: Sequence[FileBoxes],
+    *,
+    later: Stored | None = None,
+    fields: Mapping[str, object],
+    metadata: Mapping[str, str],
+    alone: bool = False,
+) -> tuple[FilePlan, ...]:
+    """What makes data files a native directory, in the order in which it is written: the manifest is last.
+
+    It lists the tensors that have boxes. With `later`, checksums and hashes are not known yet: the manifest is one late segment,
+    whose length does not depend on them. `fields` are those of `formats.recorded`. There is an index for `transformers` where it
+    could read the files: where every tensor is whole, in one file, and not packed; and not with `alone`, in an object store, where
+    the index would be the one name that two saves at once both write.
+
+    Raises `CannotHold` where the manifest would be longer than a reader takes.
+    """
+    chunks = _Chunks(parts, outlines)
+    others = [] if alone or not chunks.whole else [plain_index(INDEX, *chunks.weights([file.name for file in files]))]
+    version, hash = (HASHED_VERSION, HASH) if any(part.tails_nbytes for part in parts) else (VERSION, msgspec.UNSET)
+    version = BESIDE_VERSION if any("/" in file.name for file in files) else version
+    rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
+    manifest = Manifest(FORMAT, version, tuple(files), {}, dict(metadata), others=_other_files(others), hash=hash)
+    raw = msgspec.json.encode(msgspec.structs.replace(manifest, **rest))
+    at = raw.index(b'"tensors":{') + len(b'"tensors":{')
+    before, behind = raw[:at], raw[at:-1]
+    length, containers = chunks.measure()
+    nbytes = max(len(before) + length + len(behind) + SEAL_NBYTES, paid_nbytes(raw, containers))
+    most = DEFAULTS.index_nbytes
+    if nbytes > most:
+        raise CannotHold(CANNOT, [f"the manifest would have {nbytes:,} bytes, more than {most:,}"])
+
+    def make(crcs: Mapping[str, int]) -> bytes:
+        stored = [part.stored for part in parts] if later is None else later(crcs)
+        pieces = [before, *chunks.pieces(stored), behind]
+        crc, done = 0, 0
+        for piece in pieces:
+            crc, done = crc32(piece, crc), done + len(piece)
+        return b"".join([*pieces, sealing(crc, done, nbytes)])
+
+    return (*others, FilePlan(MANIFEST, (Literal(make({})) if later is None else Late(nbytes, make),)))
+
+
+def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
+    """The manifest's field about files that are known before any data is: their names, lengths and checksums."""
+    listed = []
+    for plan in plans:
+        crc = 0
+        for segment in plan.segments:
+            crc = crc32(segment.data, crc) if isinstance(segment, Literal) else crc
+        listed.append(OtherFile(plan.key, plan.nbytes, f"{crc:08x}"))
+    return tuple(listed) or msgspec.UNSET
+
+
+class _Chunks:
+    """All boxes of a manifest, sorted by tensor; those of one tensor in the order of their files."""
+
+    def __init__(self, parts: Sequence[FileBoxes], outlines: Outlines) -> None:
+        self._parts = parts
+        numbers = [as_column(part.stored.boxes) for part in parts]
+        rank = max((len(part.starts) for part in parts), default=0)
+        counts = [len(own) for own in numbers]
+        tensors, starts, stops = (np.zeros(sum(counts), np.int64) for _ in range(3))
+        corners, sizes = np.zeros((rank, len(tensors)), np.int64), np.ones((rank, len(tensors)), np.int64)
+        self._edges = np.cumsum([0, *counts]).tolist()
+        for part, own, (first, last) in zip(parts, numbers, pairwise(self._edges), strict=True):
+            tensors[first:last] = part.tensors[own]
+            starts[first:last], stops[first:last] = as_column(part.stored.starts), as_column(part.stored.stops)
+            corners[: len(part.starts), first:last], sizes[: len(part.sizes), first:last] = part.starts[:, own], part.sizes[:, own]
+        order = self._order = np.argsort(tensors, kind="stable")
+        owners = tensors[order]
+        self._files = np.repeat(np.arange(len(parts)), counts)[order]
+        self._starts, self._stops = starts[order], stops[order]
+        kinds = np.array(outlines.kind, np.int64)[owners]
+        extents = shape_columns([shape for _, shape in outlines.kinds])[:, kinds]
+        parted = np.flatnonzero(~are_whole(corners[:, order], sizes[:, order], extents)).tolist()
+        self._heads = np.flatnonzero(np.concatenate((np.ones(min(len(order), 1), np.bool_), np.diff(owners) != 0)))
+        self._names = [outlines.names[tensor] for tensor in owners[self._heads].tolist()]
+        self._kinds, self._kind = outlines.kinds, kinds[self._heads]
+        self._boxed = {}
+        for at, kind in zip(parted, kinds[parted].tolist(), strict=True):
+            rank = len(outlines.kinds[kind][1])
+            start = corners[:rank, order[at]]
+            self._boxed[at] = f',"start":{_listed(start)},"stop":{_listed(start + sizes[:rank, order[at]])}'
+
+    @property
+    def whole(self) -> bool:
+        """Whether every tensor lies whole in one file, as it is in memory."""
+        return not self._boxed and not any(part.stored.packed for part in self._parts)
+
+    def weights(self, files: Sequence[str]) -> tuple[list[str], list[str], int]:
+        """The names of all tensors in the order in which they lie in files, the file of each, and the bytes of all together."""
+        names = self._names
+        order = np.lexsort((self._stops, self._starts, self._files)).tolist()
+        if (self._starts == self._stops).any():
+            order.sort(key=lambda at: (self._files[at], self._starts[at], self._stops[at], names[at]))
+        numbers = self._files.tolist()
+        return [names[at] for at in order], [files[numbers[at]] for at in order], int((self._stops - self._starts).sum())
+
+    def measure(self) -> tuple[int, int]:
+        """How long the text will be, and how many lists and objects it will have; whatever the checksums are."""
+        quote, keys = as_keys(self._names)
+        every = "".join(keys)
+        around = [f"{quote}{quote}{_opening(*kind)}{ENDING}" for kind in self._kinds]
+        counts = np.bincount(self._kind, minlength=len(around)) if around else np.zeros(0, np.int64)
+        chunks, more = len(self._order), len(self._order) - len(keys)
+        texts = [*self._boxed.values(), *self._packed_texts([part.stored for part in self._parts]).values()]
+        length = len(every.encode()) + int(np.dot(counts, [len(text) for text in around])) + max(len(keys) - 1, 0)
+        length += chunks * len(CHUNK) + more * len(NEXT) + sum(map(len, texts)) + sum(part.tails_nbytes for part in self._parts)
+        length += sum(_digits(column) for column in (self._files, self._starts, self._stops))
+        brackets = int(np.dot(counts, [_brackets(text) for text in around])) + _brackets(every) + chunks + more
+        return length, brackets + sum(map(_brackets, texts))
+
+    def pieces(self, stored: Sequence[StoredBoxes]) -> Iterator[bytes]:
+        """The text, from the first name to the end of the last tensor."""
+        quote, keys = as_keys(self._names)
+        openings = [f"{quote}{_opening(*kind)}" for kind in self._kinds]
+        digits = "".join([one.crcs for one in stored])
+        hashed = any(one.tails for one in stored)
+        counts = [last - first for first, last in pairwise(self._edges)]
+        tails = [tail for one, count in zip(stored, counts, strict=True) for tail in one.tails or [""] * count] if hashed else []
+        beyond = {**self._boxed}
+        for at, text in self._packed_texts(stored).items():
+            beyond[at] = beyond.get(at, "") + text
+        places = sorted(beyond)
+        edges = [*self._heads.tolist(), len(self._order)]
+        for first in range(0, len(keys), BATCH):
+            low, high = edges[first], edges[min(first + BATCH, len(keys))]
+            order = self._order[low:high].tolist()
+            columns = (column[low:high].tolist() for column in (self._files, self._starts, self._stops))
+            chunks = [
+                f'{file},"bytes":[{start},{stop}],"crc32":"{digits[8 * at : 8 * at + 8]}"'
+                for file, start, stop, at in zip(*columns, order, strict=True)
+            ]
+            for at in places[int(np.searchsorted(places, low)) : int(np.searchsorted(places, high))] if places else ():
+                chunks[at - low] += beyond[at]
+            if hashed:
+                chunks = [f"{chunk}{tails[at]}" for chunk, at in zip(chunks, order, strict=True)]
+            if high - low > min(BATCH, len(keys) - first):
+                bounds = [edge - low for edge in edges[first : first + BATCH + 1]]
+                chunks = [NEXT.join(chunks[head:tail]) for head, tail in pairwise(bounds)]
+            each = zip(keys[first : first + BATCH], self._kind[first : first + BATCH].tolist(), chunks, strict=True)
+            text = f"{ENDING},{quote}".join([f"{key}{openings[kind]}{chunk}" for key, kind, chunk in each])
+            yield f"{',' * bool(first)}{quote}{text}{ENDING}".encode()
+
+    def _packed_texts(self, stored: Sequence[StoredBoxes]) -> dict[int, str]:
+        """What is said of chunks that are packed, by their places."""
+        if not any(one.packed for one in stored):
+            return {}
+        place = np.empty(len(self._order), np.int64)
+        place[self._order] = np.arange(len(self._order))
+        found = {}
+        for number, (one, first) in enumerate(zip(stored, self._edges, strict=False)):
+            for at, sparse in one.packed.items():
+                moved = sparse_in(sparse, partial(add, number))
+                found[int(place[first + at])] = f',"sparse":{msgspec.json.encode(moved).decode()}'
+        return found
+
+
+def _listed(numbers: Ints) -> str:
+    return f"[{','.join(map(str, numbers.tolist()))}]"
+
+
+def _brackets(text: str) -> int:
+    return text.count("[") + text.count("{")
+
+
+CHUNK = ',"bytes":[,],"crc32":"%s"' % ("0" * CRC_DIGITS)
+"""The text of a chunk behind the number of its file, without its two places."""
+
+NEXT, ENDING = '},{"file":', "}]}"
+"""What stands between two chunks of a tensor, and behind the last one."""
+
+POWERS = 10 ** np.arange(1, 19)
+"""The first number of two digits, of three, and so on."""
+
+
+def _digits(numbers: Ints) -> int:
+    """How many digits numbers have together."""
+    return len(numbers) + int(np.searchsorted(POWERS, numbers, side="right").sum())
+
+
+@lru_cache(1024)
+def _opening(dtype: str, shape: tuple[int, ...]) -> str:
+    """The text of a tensor behind its name, up to the number of its file."""
+    text = msgspec.json.encode(StoredTensor(dtype, shape, (StoredChunk(0, (0, 0), ""),))).decode()
+    return ":" + text[: text.rindex('"file":') + len('"file":')]
