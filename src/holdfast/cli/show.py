@@ -175,7 +175,7 @@ def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
 def _packed(found: Survey) -> Iterator[Line]:
     """How many tensors are stored packed, and what that saves."""
     sizes: dict[tuple[Storage, ...], tuple[int, int]] = {}
-    for tensor in found.apart.values():
+    for tensor in found.tensors.odd.values():
         packing = packing_of(tensor)
         if packing is not None:
             sizes[tensor.storages] = (packing.stored_nbytes, sum(storage.nbytes for storage in tensor.storages))

@@ -164,11 +164,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         wanted = [name for given in names for name in ([given] if isinstance(given, str) else patterns(given, "names="))]
         wanted = wanted if names else list(self)
         table = self._description.tensors
-        if isinstance(table, Table) and all(name in self for name in wanted):
-            arrays = table.arrays([table.rows[name] for name in wanted])
-        else:
-            arrays = read_tensors([self[name] for name in wanted])
-        return dict(zip(wanted, arrays, strict=True))
+        if not isinstance(table, Table):
+            return dict(zip(wanted, read_tensors([self[name] for name in wanted]), strict=True))
+        known = table.rows if names else {}
+        for name in wanted if names else ():
+            if not isinstance(name, Hashable) or name not in known:
+                self[name]  # raises
+        rows = [known[name] for name in wanted] if names else range(len(table))
+        return dict(zip(wanted, table.arrays(rows), strict=True))
 
     def digests(self) -> dict[str, Digest]:
         """What each tensor holds, independent of format, sharding and strides.

@@ -39,6 +39,18 @@ class DenseRows(Value, frozen=True):
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def some(self, wanted: Ints) -> DenseRows:
+        """Those at these positions."""
+        numbers, dtypes, shapes = self.numbers, self.dtypes, self.shapes
+        chosen = wanted.tolist()
+        return DenseRows(
+            [numbers[at] for at in chosen], [dtypes[at] for at in chosen], [shapes[at] for at in chosen], self.keys,
+            self.files[wanted], self.starts[wanted], self.nbytes[wanted], self.crcs[wanted],
+        )  # fmt: skip
+
+
+NO_ROWS = DenseRows((), (), (), (), *[np.zeros(0, np.int64)] * 4)
+
 
 def dense_rows(tensors: Sequence[LazyTensor], numbers: Sequence[int]) -> DenseRows:
     """The dense ones among the tensors of these numbers, which are of one source."""

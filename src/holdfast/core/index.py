@@ -21,7 +21,7 @@ class Take(Value, frozen=True, gc=False):
     at: int
 
 
-class Stretch(Value, frozen=True, gc=False):
+class StepRange(Value, frozen=True, gc=False):
     """`count` coordinates `start, start + step, …` of a dimension."""
 
     start: int
@@ -33,7 +33,7 @@ class NewAxis(Value, frozen=True, gc=False):
     """A dimension of length 1 that the input does not have."""
 
 
-Pick = Take | Stretch | NewAxis
+Pick = Take | StepRange | NewAxis
 
 
 class Selection(Value, frozen=True):
@@ -79,7 +79,7 @@ class Selection(Value, frozen=True):
         return Chunk(Box(tuple(starts), tuple(stops)), chunk.storage, offset, tuple(strides))
 
 
-def _overlap(pick: Stretch, low: int, high: int) -> tuple[int, int]:
+def _overlap(pick: StepRange, low: int, high: int) -> tuple[int, int]:
     """The positions i of the stretch whose coordinate `start + i·step` lies in [low, high), as a half-open range."""
     if pick.step > 0:
         first = -((pick.start - low) // pick.step)
@@ -116,7 +116,7 @@ def select(shape: Sequence[int], index: object) -> Selection:
             picks.append(NewAxis())
         elif part is Ellipsis:
             for _ in range(len(shape) - used):
-                picks.append(Stretch(0, 1, shape[dim]))
+                picks.append(StepRange(0, 1, shape[dim]))
                 dim += 1
         else:
             picks.append(_pick(part, shape[dim], dim))
@@ -124,13 +124,13 @@ def select(shape: Sequence[int], index: object) -> Selection:
     return Selection(tuple(picks))
 
 
-def _pick(part: object, length: int, dim: int) -> Take | Stretch:
+def _pick(part: object, length: int, dim: int) -> Take | StepRange:
     if isinstance(part, slice):
         try:
             start, stop, step = part.indices(length)
         except (TypeError, ValueError) as error:
             raise BadIndex(f"bad slice in dimension {dim}: {error}") from None
-        return Stretch(start, step, len(range(start, stop, step)))
+        return StepRange(start, step, len(range(start, stop, step)))
     # A bool is an int to Python and a mask to numpy; here it is neither.
     if not isinstance(part, bool):
         try:

@@ -21,7 +21,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides, in_c_order
-from holdfast.core.dense import DenseRows, read_tensors
+from holdfast.core.dense import NO_ROWS, DenseRows
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source, Store
 from holdfast.core.runtime import resting_collector
@@ -284,11 +284,11 @@ class Table(Mapping[str, LazyTensor]):
                 storage.append(ODD)
         return Table(names, kinds, kind, storage, self.storages, odd)
 
-    def dense(self, rows: Sequence[int]) -> tuple[Source, DenseRows] | None:
-        """Where the dense ones of these rows lie, and what reads them; None where no one source reads them."""
+    def dense(self, rows: Sequence[int]) -> list[tuple[Source, DenseRows]]:
+        """Where the dense ones of these rows lie in files, those of a source together."""
         storages, kinds = self.storages, self.kinds
-        if not isinstance(storages, FileColumns) or len({id(place.source) for place in storages.files}) != 1:
-            return None
+        if not isinstance(storages, FileColumns):
+            return []
         kind, storage = self.kind, self.storage
         numbers: Sequence[int] = range(len(rows))
         if self.odd or not all(one.dense for one in kinds):
@@ -300,21 +300,40 @@ class Table(Mapping[str, LazyTensor]):
         starts, nbytes, crcs = storages.start[where], storages.nbytes[where], storages.crc[where]
         if not all(one.whole for one in kinds if one.dense):
             places = np.array(own, np.int64)
-            starts = starts + np.array([one.offset // 8 for one in kinds], np.int64)[places]
-            nbytes = np.array([one.nbytes for one in kinds], np.int64)[places]
+            # Numbers of kinds that are not dense may be longer than a column has room for.
+            starts = starts + np.array([one.offset // 8 if one.dense else 0 for one in kinds], np.int64)[places]
+            nbytes = np.array([one.nbytes if one.dense else 0 for one in kinds], np.int64)[places]
             crcs = np.where(np.array([one.whole for one in kinds], np.bool_)[places], crcs, NO_CRC)
-        keys = [place.key for place in storages.files]
-        found = [dtypes[one] for one in own], [shapes[one] for one in own], keys, storages.file[where], starts, nbytes, crcs
-        return storages.files[0].source, DenseRows(numbers, *found)
+        keys, files = [place.key for place in storages.files], storages.file[where]
+        dense = DenseRows(numbers, [dtypes[one] for one in own], [shapes[one] for one in own], keys, files, starts, nbytes, crcs)
+        by: dict[Source, list[int]] = {}
+        for file, place in enumerate(storages.files):
+            by.setdefault(place.source, []).append(file)
+        if len(by) == 1:
+            return [(source, dense) for source in by]
+        return [(source, dense.some(np.flatnonzero(np.isin(files, own_files)))) for source, own_files in by.items()]
 
     def arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
         """Fresh arrays of these rows: in parallel, with neighbouring reads joined."""
-        found = self.dense(rows)
-        if found is None:
-            return read_tensors([self.view(row) for row in rows])
+        dense = dict(self.dense(rows))
+        wanted: dict[Source, Sequence[int]] = {source: found.numbers for source, found in dense.items()}
+        if sum(map(len, wanted.values())) < len(rows):
+            others: dict[Source, list[int]] = {}
+            for number in sorted({*range(len(rows))}.difference(*wanted.values())):
+                others.setdefault(self.view(rows[number]).source, []).append(number)
+            wanted |= {source: [*wanted.get(source, ()), *numbers] for source, numbers in others.items()}
+        arrays: dict[int, np.ndarray] = {}
         with resting_collector():
-            arrays = found[0].arrays(found[1], range(len(rows)), lambda number: self.view(rows[number]))
+            for source, numbers in wanted.items():
+                arrays |= source.arrays(dense.get(source, NO_ROWS), numbers, lambda number: self.view(rows[number]))
         return [arrays[number] for number in range(len(rows))]
+
+    def made(self) -> Table:
+        """The same rows with all lazy tensors made, each once."""
+        if self._views is not None:
+            return self
+        views = [self.view(row) for row in range(len(self.names))]
+        return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, views=views)
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.view(self.rows[name])

@@ -1,4 +1,8 @@
-"""How the elements of pairs of tensors differ: what is not the same byte for byte is read and counted, in bounded memory."""
+"""How the elements of pairs of tensors differ: what is not the same byte for byte is read and counted, in bounded memory.
+
+Of most tensors that two checkpoints have, the bytes in both files are those of an array (`DensePairs`). Whether they are the same
+is asked of columns, a million at a time, without making a tensor. All others are compared as pairs of tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,22 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from holdfast.core.dense import read_tensors
+import numpy as np
+
+from holdfast.core.arrays import Bools, Ints
+from holdfast.core.dense import DenseRows, read_tensors
 from holdfast.core.digest import canonical
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.protocols import Store
+from holdfast.core.table import Table
+from holdfast.core.tensor import NO_CRC, LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import Content, Tally, blocks, compare_arrays, compare_block
-from holdfast.engine.equal import same_bytes
+from holdfast.engine.equal import Located, same_bytes, same_ranges
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import HoldfastError, located
+from holdfast.plan.coalesce import Ranges
 
 SMALL_NBYTES = 16 << 10
 """Tensors up to this length are read by the hundred."""
@@ -49,6 +60,70 @@ def compare_tensors(pairs: Sequence[Pair], progress: Progress | None, *, threads
     if work:
         run_reads(work, threads or default_threads(), stores=[tensor.source.store for pair in pairs for tensor in pair])
     return [tally.content() for tally in counting.tallies]
+
+
+class DensePairs(Value, frozen=True, eq=False):
+    """Pairs of tensors of one dtype and shape, in one piece in C order on both sides; those of two sources."""
+
+    names: Sequence[str]
+    """All that both sides have."""
+    numbers: Ints
+    """Which of those these are, ascending."""
+    a: Ranges
+    b: Ranges
+    stores: tuple[Store, Store]
+    crcs: tuple[Ints, Ints]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both sides."""
+        return 2 * int(self.a.nbytes.sum())
+
+    def recorded_same(self) -> Bools:
+        """Of which both files record the same checksum; what has no bytes has that of nothing."""
+        a, b = self.crcs
+        return np.asarray(((a == b) & (a != NO_CRC)) | (self.a.nbytes == 0))
+
+    def some(self, wanted: Bools) -> DensePairs:
+        """Those that are wanted."""
+        crcs = self.crcs[0][wanted], self.crcs[1][wanted]
+        return DensePairs(self.names, self.numbers[wanted], self.a.some(wanted), self.b.some(wanted), self.stores, crcs)
+
+    def different(self, progress: Progress | None, *, threads: int | None) -> list[str]:
+        """The names of those that are not the same byte for byte. Reads all; progress is told of those that are."""
+
+        def name(number: int) -> str:
+            return self.names[self.numbers.item(number)]
+
+        a, b = (Located(store, ranges, name) for store, ranges in zip(self.stores, (self.a, self.b), strict=True))
+        same = same_ranges(a, b, progress, threads=threads)
+        return [self.names[number] for number in self.numbers[~same].tolist()]
+
+
+def dense_pairs(a: Table, b: Table, names: Sequence[str]) -> list[DensePairs]:
+    """The pairs of these names, which both sides have, that are dense on both sides; those of two sources together."""
+    rows = [a.rows[name] for name in names], [b.rows[name] for name in names]
+    kinds = [np.array([side.kind[row] for row in own], np.int64) for side, own in zip((a, b), rows, strict=True)]
+    # A pair of kinds is judged once.
+    codes, where = np.unique(kinds[0] * max(len(b.kinds), 1) + kinds[1], return_inverse=True)
+    judged = [(a.kinds[code // len(b.kinds)], b.kinds[code % len(b.kinds)]) for code in codes.tolist()]
+    alike = np.array([x.dtype is y.dtype and x.shape == y.shape for x, y in judged], np.bool_)[where]
+    found = []
+    for source, left in a.dense(rows[0]):
+        for other, right in b.dense(rows[1]):
+            own, theirs = np.asarray(left.numbers, np.int64), np.asarray(right.numbers, np.int64)
+            numbers, first, second = np.intersect1d(own, theirs, assume_unique=True, return_indices=True)
+            wanted = alike[numbers]
+            (one, crcs), (two, sums) = (_ranges(side, at[wanted]) for side, at in ((left, first), (right, second)))
+            found.append(DensePairs(names, numbers[wanted], one, two, (source.store, other.store), (crcs, sums)))
+    return found
+
+
+def _ranges(dense: DenseRows, at: Ints) -> tuple[Ranges, Ints]:
+    return Ranges(dense.keys, dense.files[at], dense.starts[at], dense.nbytes[at]), dense.crcs[at]
 
 
 class Counting:

@@ -38,8 +38,7 @@ from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import Content
 from holdfast.engine.digest import recorded_crc, tensor_crcs
-from holdfast.inspect.alike import Alike, find_alike
-from holdfast.inspect.compare_pairs import Pair, compare_tensors
+from holdfast.inspect.compare_pairs import DensePairs, Pair, compare_tensors, dense_pairs
 from holdfast.inspect.compare_values import ABSENT, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
@@ -237,12 +236,10 @@ class Comparison:
         left, right = a.tensors, b.tensors
         self._changes: dict[str, TensorChange] = {}
         self._pairs: dict[str, Pair] = {}
-        self._same = self._by_checksum = 0
+        self._same = self._by_checksum = self._differing = 0
         names = [name for name in left if name in right]
-        self._alike = find_alike(left, right, names)
-        self._differing: list[str] = []
-        """Names of alike ones that are not the same, once they have been read."""
-        for name in names if self._alike is None else self._plan_alike(self._alike):
+        self._dense: list[DensePairs] = []
+        for name in self._plan_dense(dense_pairs(left, right, names), names):
             self._plan_pair(name, (left[name], right[name]))
         if flat:
             self._trees = compare_trees(a.shell, b.shell)
@@ -256,7 +253,7 @@ class Comparison:
         self._candidates = _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
         lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
         self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(t.nbytes for t in lone)
-        self.nbytes += 0 if self._alike is None else self._alike.nbytes
+        self.nbytes += sum(dense.nbytes for dense in self._dense)
 
     def run(self, progress: Progress | None = None) -> Diff:
         """Read what has to be read, and say what differs."""
@@ -266,7 +263,7 @@ class Comparison:
                 changes[name] = _change(name, pair, content)
             elif name in self._a.tensors:
                 same += 1
-        same += 0 if self._alike is None else len(self._alike) - len(self._differing)
+        same += sum(map(len, self._dense)) - self._differing
         renamed = self._renames(progress)
         gone, come = {r.a for r in renamed}, {r.b for r in renamed}
         moved, notes = self._moved()
@@ -292,25 +289,26 @@ class Comparison:
         )
 
     def _contents(self, progress: Progress | None) -> Iterator[tuple[str, Pair, Content]]:
-        """How each pair differs that has to be read; not those that are alike and turn out to be the same."""
-        if self._alike is not None:
-            self._differing = self._alike.different(progress, threads=self._threads)
+        """How each pair differs that has to be read; not those that are dense and turn out to be the same."""
+        differing = [name for dense in self._dense for name in dense.different(progress, threads=self._threads)]
+        self._differing = len(differing)
         found = compare_tensors(list(self._pairs.values()), progress, threads=self._threads)
         yield from ((name, pair, content) for (name, pair), content in zip(self._pairs.items(), found, strict=True))
-        for at in range(0, len(self._differing), BATCH):
-            names = self._differing[at : at + BATCH]
+        for at in range(0, len(differing), BATCH):
+            names = differing[at : at + BATCH]
             pairs = [(self._a.tensors[name], self._b.tensors[name]) for name in names]
             yield from zip(names, pairs, compare_tensors(pairs, progress, threads=self._threads), strict=True)
 
-    def _plan_alike(self, alike: Alike) -> list[str]:
+    def _plan_dense(self, found: list[DensePairs], names: Sequence[str]) -> list[str]:
         """Count what is the same by its checksum, and keep the rest of them to be compared; the names of all others."""
-        left = np.ones(len(alike.names), np.bool_)
-        left[alike.numbers] = False
-        if not self._exact:
-            known = alike.recorded_same()
-            self._same = self._by_checksum = int(known.sum())
-            self._alike = alike.some(~known)
-        return [alike.names[number] for number in np.flatnonzero(left).tolist()]
+        left = np.ones(len(names), np.bool_)
+        for dense in found:
+            left[dense.numbers] = False
+            known = dense.recorded_same() & (not self._exact)
+            self._same += int(known.sum())
+            self._dense.append(dense.some(~known))
+        self._by_checksum = self._same
+        return [names[number] for number in np.flatnonzero(left).tolist()]
 
     def _compared_by_name(self, a: LazyTensor, b: LazyTensor) -> bool:
         """Whether tensors at one place are compared because of a name of theirs."""

@@ -14,10 +14,12 @@ from operator import eq
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.patterns import Renames, matcher, rename_problems, renamer, unmatched
 from holdfast.core.sharing import identity
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dotted, leaf_paths, refilled
 from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold, NoSuchTensor, Unsupported
+from holdfast.plan.files import tabulated
 
 
 class Side(Value, frozen=True):
@@ -25,7 +27,7 @@ class Side(Value, frozen=True):
 
     path: str
     format: str
-    tensors: Mapping[str, LazyTensor]
+    tensors: Table
     tree: object
     metadata: Mapping[str, str] | None
     """None where it is not compared."""
@@ -36,7 +38,7 @@ class Side(Value, frozen=True):
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Side:
         """All of a checkpoint."""
-        tensors = checkpoint.stored
+        tensors = tabulated(checkpoint.stored)
         tree = tensors if checkpoint.flat else checkpoint.tree
         return cls(checkpoint.path, checkpoint.format, tensors, tree, checkpoint.metadata, checkpoint.flat or _flat(tree, tensors))
 
@@ -47,8 +49,8 @@ class Side(Value, frozen=True):
 
     def made(self) -> Side:
         """The same with all tensors made, each once."""
-        tensors = self.tensors if type(self.tensors) is dict else dict(self.tensors)
-        return replace(self, tensors=tensors, tree=tensors if self.tree is self.tensors else self.tree)
+        tensors = self.tensors.made()
+        return replace(self, tensors=tensors, tree=dict(tensors) if self.tree is self.tensors else self.tree)
 
 
 def same_view(one: LazyTensor | None, other: LazyTensor) -> bool:
@@ -109,15 +111,16 @@ def _renamer(checkpoint: Checkpoint, rename: Renames) -> Callable[[str], str]:
 
 
 def _chosen(checkpoint: Checkpoint, new: Callable[[str], str], wanted: Callable[[str], bool]) -> Side:
-    tensors: dict[str, LazyTensor] = {}
+    table = tabulated(checkpoint.stored)
+    rows: dict[str, int] = {}
     twice: dict[str, None] = {}
-    for name, tensor in checkpoint.items():
+    for row, name in enumerate(table):
         now = new(name)
         if not wanted(now):
             continue
-        if now in tensors:
+        if now in rows:
             twice[now] = None
-        tensors[now] = tensor if now == name else tensor.renamed(now)
+        rows[now] = row
     if twice:
         raise CannotHold("these names cannot be changed so", [f"two tensors would be called {name!r}" for name in twice])
     values: dict[str, object] = {}
@@ -128,4 +131,4 @@ def _chosen(checkpoint: Checkpoint, new: Callable[[str], str], wanted: Callable[
         while name in values:
             name += "'"
         values[name] = value
-    return Side(checkpoint.path, checkpoint.format, tensors, values, checkpoint.metadata)
+    return Side(checkpoint.path, checkpoint.format, table.select([*rows.values()], [*rows]), values, checkpoint.metadata)

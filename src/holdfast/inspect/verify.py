@@ -20,12 +20,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from holdfast.core.arguments import understood
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size
 from holdfast.core.runtime import resting_collector
+from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Sweep
@@ -33,16 +35,21 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, detached, located
 from holdfast.formats.detect import describe, detect
+from holdfast.formats.npy.inflated import member_key
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.seal import SEAL, SUFFIX, Seal
 from holdfast.formats.torch.zip import TorchZip
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
-from holdfast.inspect.ranges import NPZ, Range, StorageRanges, add_records, find_storages, fold_into_records, gaps, ranges_of
 from holdfast.inspect.sealed import compared, seal_path
-from holdfast.plan.coalesce import Ranges
+from holdfast.plan.coalesce import Ranges, gaps
+from holdfast.plan.files import tabulated
+from holdfast.plan.stored import Piece, StoredRanges, parts_of, stored_ranges
+from holdfast.plan.stored import store_of as store_of_key
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at
+
+NPZ = "npz"
 
 SUFFIXES = (".bin", ".ckpt", ".gguf", ".npy", ".npz", ".pt", ".pt2", ".pth", ".pth.tar", ".safetensors", ".th")
 """Files in a directory that are checkpoints by their names."""
@@ -359,20 +366,23 @@ class Verification:
                     self.refuse(path, error, ours=True)
             self._tensors += len(tensors)
             self._own_sums |= check is not None
-            found = find_storages(tensors, source, rows=not archives)
-        for name, lost in found.lost:
-            self._lost(path, lost, name)
-        keys = found.keys(source.store) or list(source.store.list())[:1]
+            table = _located(tabulated(tensors))
+            lost: list[tuple[str, HoldfastError]] = []
+            stored = stored_ranges(table, _pieces(table, lost))
+        for name, broken in lost:
+            self._lost(path, broken, name)
+        found = CheckpointBytes(source, table, stored)
+        keys = found.keys() or list(source.store.list())[:1]
         if kind == "dcp":
             # Values that are no tensors may have a file to themselves, and items that do not open are in some file, too.
             keys = [key for key in source.store.list() if key.endswith(".distcp")]
         if archives:
-            keys = list(dict.fromkeys((*archives, *found.keys(source.store))))
+            keys = list(dict.fromkeys((*archives, *found.keys())))
         for key in archives or keys[:zipped]:
-            add_records(found, source, key, arrays=kind == NPZ)
+            found.add_records(key, arrays=kind == NPZ)
         if archives:
-            fold_into_records(found.others)
-        self._sweep(source, tensors, found, keys=keys, path=path)
+            found.fold_into_records()
+        self._sweep(found, keys=keys, path=path)
         self._formats.append(kind)
         place = place_at(path)
         self._files += [(os.path.basename(path) if place.file(key) == path else key, source.store.size(key)) for key in keys]
@@ -386,88 +396,167 @@ class Verification:
         else:
             self._problems.append(Problem(file, error.message, type(error).__name__, (name,)))
 
-    def _sweep(
-        self, source: OpenSource, tensors: Mapping[str, LazyTensor], found: StorageRanges, *, keys: list[str], path: str
-    ) -> None:
+    def _sweep(self, found: CheckpointBytes, *, keys: list[str], path: str) -> None:
         """Read all of these files, and enter what is not as it was written."""
-        store, rows = source.store, found.rows
-        known = [at for at in found.others.values() if at.content_nbytes is None and at.store is store]
-        packed = [at for at in found.others.values() if at.content_nbytes is not None]
-        spans = Ranges.of([(at.span.key, at.span.start, at.span.nbytes) for at in known])
-        filled = Ranges.joined([rows.ranges, spans])
+        store, stored = found.source.store, found.stored
+        near = stored.in_store(store)
+        near[[*found.packed]] = False
+        own, computed = np.flatnonzero(near), np.flatnonzero(~stored.in_store(store))
+        filled = stored.ranges.some(near)
         between = gaps(filled, {key: store.size(key) for key in keys})
-        unsummed = np.zeros(len(between), np.bool_)
-        summed = np.concatenate([rows.crcs != NO_CRC, np.array([at.span.summed for at in known], np.bool_), unsummed])
+        summed = np.append(stored.crcs[own] != NO_CRC, np.zeros(len(between), np.bool_))
         sweep = Sweep(store, Ranges.joined([filled, between]), summed=summed)
-        work = sweep.tasks(self._progress)
+        work, stores = sweep.tasks(self._progress), [store]
         # What is computed from the files (inflated items) is read through what computes it.
-        others = [at for at in found.others.values() if at.store is not store]
-        inflated = Sweep(others[0].store, [at.span for at in others]) if others else None
-        work += inflated.tasks(self._progress) if inflated is not None else []
+        inflated: Sweep | None = None
+        if len(computed):
+            stores.append(stored.stores[stored.ranges.files.item(computed.item(0))])
+            ranges, sums = stored.ranges.some(~stored.in_store(store)), stored.crcs[computed] != NO_CRC
+            inflated = Sweep(stores[-1], ranges, summed=sums)
+            work += inflated.tasks(self._progress)
         if work:
-            run_reads(work, self._threads, stores=[store, *(at.store for at in others)])
-        outcomes = [(at, sweep.outcome(number)) for number, at in enumerate(known, len(rows))]
-        self._settle_rows(sweep, tensors, found, outcomes=outcomes, path=path)
-        damaged = {name for damage in self._damaged for name in damage.tensors}
-        for number, at in enumerate(others):
+            run_reads(work, self._threads, stores=stores)
+        self._settle(found, own, sweep, path)
+        if inflated is not None:
             # What is unpacked from damaged parts says nothing new.
-            if damaged.isdisjoint(at.tensors):
-                self._settle(at, inflated.outcome(number) if inflated is not None else None, path, file=path)
-        for number in range(len(filled), len(filled) + len(between)) if sweep.errors else ():
-            missed = sweep.errors.get(number)
-            if missed is not None:
-                key = between.keys[between.files.item(number - len(filled))]
+            damaged = {name for damage in self._damaged for name in damage.tensors}
+            fresh = np.array([damaged.isdisjoint(found.names(number)) for number in computed.tolist()], np.bool_)
+            self._settle(found, computed, inflated, path, fresh=fresh, file=path)
+        for number, missed in sorted(sweep.errors.items()):
+            if number >= len(own):
+                key = between.keys[between.files.item(number - len(own))]
                 self._problems.append(Problem(place_at(path).file(key), missed.message, type(missed).__name__))
-        for at in packed:
-            outcome: int | HoldfastError | None
-            try:
-                outcome = inflated_crc(source, at.span.key, (at.span.start, at.span.stop), content_nbytes=at.content_nbytes or 0)
-            except HoldfastError as error:
-                outcome = detached(error)
-            self._settle(at, outcome, path)
+        for number, nbytes in found.packed.items():
+            self._settle_packed(found, number, nbytes, path)
 
-    def _settle_rows(
-        self,
-        sweep: Sweep,
-        tensors: Mapping[str, LazyTensor],
-        found: StorageRanges,
-        *,
-        outcomes: list[tuple[Range, int | HoldfastError]],
-        path: str,
+    def _settle(
+        self, found: CheckpointBytes, numbers: Ints, sweep: Sweep, path: str, *, fresh: Bools | None = None, file: str = ""
     ) -> None:
-        """Enter the outcomes of rows and those of other ranges, in the order of the tensors. What is wrong is told as objects."""
-        rows = found.rows
-        ranges, recorded = rows.ranges, rows.crcs != NO_CRC
-        wrong = recorded & (sweep.crcs()[: len(rows)] != rows.crcs)
-        wrong[[number for number in sweep.errors if number < len(rows)]] = True
-        self._checked += int(ranges.nbytes[recorded & ~wrong].sum())
-        for number in np.flatnonzero(wrong).tolist():
-            made, _ = ranges_of(tensors, found.names, [rows.positions.item(number)])
-            outcomes.append((made[ranges.place(number)], sweep.outcome(number)))
-        vouched = np.array([place_at(path).file(key) in self._vouched for key in ranges.keys], np.bool_)
-        unknown = ~recorded & ~wrong
-        unknown[unknown] = ~vouched[ranges.files[unknown]]
-        self._unchecked_nbytes += int(ranges.nbytes[unknown].sum())
-        waiting = rows.positions[unknown]
-        done = 0
-        for at, outcome in sorted(outcomes, key=lambda told: told[0].position):
-            before, done = done, int(np.searchsorted(waiting, at.position))
-            self._unchecked.update((found.names[position], None) for position in waiting[before:done].tolist())
-            self._settle(at, outcome, path)
-        self._unchecked.update((found.names[position], None) for position in waiting[done:].tolist())
+        """Enter what became of ranges (those of these numbers; `fresh` says which of them count) under their files, or this one."""
+        stored = found.stored
+        crcs, nbytes, sums = stored.crcs[numbers], stored.ranges.nbytes[numbers], sweep.crcs()[: len(numbers)]
+        counts = np.ones(len(numbers), np.bool_) if fresh is None else fresh
+        failed = np.zeros(len(numbers), np.bool_)
+        failed[[number for number in sweep.errors if number < len(numbers)]] = True
+        recorded = crcs != NO_CRC
+        self._checked += int(nbytes[counts & recorded & ~failed].sum())
+        for at in np.flatnonzero(counts & (failed | (recorded & (sums != crcs)))).tolist():
+            self._enter(found, numbers.item(at), sweep.outcome(at), file or found.file(numbers.item(at), path))
+        vouched = np.array([(file or place_at(path).file(key)) in self._vouched for key in stored.ranges.keys], np.bool_)
+        used = np.diff(stored.heads)[numbers] > 0
+        unknown = counts & ~recorded & ~failed & used & ~vouched[stored.ranges.files[numbers]]
+        self._unchecked_nbytes += int(nbytes[unknown].sum())
+        waiting = np.zeros(len(stored), np.bool_)
+        waiting[numbers[unknown]] = True
+        names = found.table.names
+        self._unchecked.update((names[row], None) for row in stored.rows[waiting[stored.owners]].tolist())
 
-    def _settle(self, at: Range, outcome: int | HoldfastError | None, path: str, *, file: str = "") -> None:
-        """Enter the outcome of one range into the report, under the file that it lies in, or the one that is given."""
-        file, names = file or place_at(path).file(at.span.key), tuple(at.tensors)
+    def _settle_packed(self, found: CheckpointBytes, number: int, content_nbytes: int, path: str) -> None:
+        """Enter what became of a compressed record."""
+        key, start, nbytes = found.stored.ranges.place(number)
+        outcome: int | HoldfastError | None
+        try:
+            outcome = inflated_crc(found.source, key, (start, start + nbytes), content_nbytes=content_nbytes)
+        except HoldfastError as error:
+            outcome = detached(error)
+        self._checked += 0 if isinstance(outcome, HoldfastError) else nbytes
+        if outcome != found.stored.crcs.item(number):
+            self._enter(found, number, outcome, found.file(number, path))
+
+    def _enter(self, found: CheckpointBytes, number: int, outcome: int | HoldfastError | None, file: str) -> None:
+        """Enter a range that cannot be read, or is not as it was written."""
+        names = found.names(number)
         if isinstance(outcome, HoldfastError):
             self._problems.append(Problem(file, outcome.message, type(outcome).__name__, names))
             return
-        if at.crc32 is None and file in self._vouched:
-            return
-        if at.crc32 is None:
-            self._unchecked.update(dict.fromkeys(names))
-            self._unchecked_nbytes += at.span.nbytes if names else 0
-            return
-        self._checked += at.span.nbytes
-        if outcome != at.crc32:
-            self._damaged.append(Damage(file, names, at.label, at.span.start, at.span.nbytes, at.crc32, outcome))
+        _, start, nbytes = found.stored.ranges.place(number)
+        crc = found.stored.crcs.item(number)
+        self._damaged.append(Damage(file, names, found.label(number), start, nbytes, crc, outcome))
+
+
+class CheckpointBytes:
+    """What a verification reads of one checkpoint: the storages of its tensors, and other records of archives."""
+
+    def __init__(self, source: OpenSource, table: Table, stored: StoredRanges) -> None:
+        self.source, self.table, self.stored = source, table, stored
+        self._labels: dict[int, str] = {}
+        """What archives call records that are no tensor's."""
+        self.packed: dict[int, int] = {}
+        """Records that are compressed, and their lengths after inflating."""
+
+    def keys(self) -> list[str]:
+        """The files that have bytes of tensors."""
+        ranges = self.stored.ranges
+        used = np.unique(ranges.files[self.stored.in_store(self.source.store)])
+        return sorted(ranges.keys[file] for file in used.tolist())
+
+    def file(self, number: int, path: str) -> str:
+        return place_at(path).file(self.stored.ranges.place(number)[0])
+
+    def names(self, number: int) -> tuple[str, ...]:
+        """Every tensor that uses a range."""
+        return tuple([self.table.names[row] for row in self.stored.rows_of(number)])
+
+    def label(self, number: int) -> str:
+        """What the file calls a range: that of the first tensor that is all of a storage there, or of the record."""
+        place = self.stored.ranges.place(number)
+        for row in () if number in self._labels else self.stored.rows_of(number):
+            for storage in parts_of(self.table.view(row)):
+                if (storage.key, storage.start, storage.nbytes) == place:
+                    return storage.label
+        return self._labels.get(number, "")
+
+    def add_records(self, key: str, *, arrays: bool) -> None:
+        """Add records of a zip that are no tensor's storage.
+
+        A tensor of an .npz ends its record, and its checksum covers that. One that is compressed is a file of its own.
+        """
+        store, stored = self.source.store, self.stored
+        archive = read_archive(self.source, key, fold_case=not arrays)
+        cut = len(archive.prefix) + 1 if archive.prefix and not arrays else 0
+        ranges = stored.ranges
+        own = stored.in_store(store)
+        own &= np.array([one == key for one in ranges.keys], np.bool_)[ranges.files]
+        starts, nbytes = ranges.starts[own], ranges.nbytes[own]
+        ends = set((starts + nbytes)[stored.crcs[own] != NO_CRC].tolist()) if arrays else set()
+        inflated = set(ranges.keys) if arrays else set()
+        left = [
+            record
+            for record in archive.besides(starts, nbytes)
+            if record.nbytes and record.crc32 is not None and record.stop not in ends and member_key(key, record) not in inflated
+        ]
+        self._labels |= {number: record.name[cut:] for number, record in enumerate(left, len(stored))}
+        self.packed |= {number: record.content_nbytes for number, record in enumerate(left, len(stored)) if not record.stored}
+        crcs = [NO_CRC if record.crc32 is None else record.crc32 for record in left]
+        places = [(record.start, record.nbytes) for record in left]
+        self.stored = stored.with_unused(places, crcs, store=store, key=key)
+
+    def fold_into_records(self) -> None:
+        """Let the record that a range without a checksum lies in stand for it: tensors may be cut from a row that is one record."""
+        hosts = (self.stored.crcs != NO_CRC) & self.stored.in_store(self.source.store)
+        hosts[[*self.packed]] = False
+        self.stored, left = self.stored.folded(hosts)
+        now = np.cumsum(left) - 1
+        self._labels = {now.item(number): label for number, label in self._labels.items()}
+        self.packed = {now.item(number): nbytes for number, nbytes in self.packed.items()}
+
+
+def _located(table: Table) -> Table:
+    """The table with its rows where they lie, as far as all of them can be found."""
+    try:
+        return table.located(range(len(table)))
+    except HoldfastError:
+        # What says where some row lies is damaged: each is asked by itself, so that the errors name them.
+        return table
+
+
+def _pieces(table: Table, lost: list[tuple[str, HoldfastError]]) -> Iterator[Piece]:
+    """The storages of odd rows. Tensors whose bytes cannot be found are `lost`, because what says where they are is damaged."""
+    for row, tensor in table.odd.items():
+        for storage in parts_of(tensor):
+            try:
+                storage.start  # noqa: B018  # what does not know its place yet looks for it now
+            except HoldfastError as error:
+                lost.append((table.names[row], detached(error)))
+            else:
+                yield row, storage, store_of_key(tensor.source, storage.key)

@@ -14,7 +14,7 @@ medium; they stand here side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -197,3 +197,25 @@ def join_files(ranges: Ranges, policy: Policy) -> list[Parts]:
         parts = join_parts(ranges.keys[file], starts, starts + ranges.nbytes[numbers], policy)
         found.append(replace(parts, owners=numbers[parts.owners]))
     return found
+
+
+def gaps(ranges: Ranges, sizes: Mapping[str, int]) -> Ranges:
+    """What ranges leave of files of these sizes: between them by their starts, then behind the last of each file."""
+    keys = list(sizes)
+    inner: list[tuple[Ints, Ints, Ints]] = []
+    tails: list[tuple[int, int, int]] = []
+    for number, key in enumerate(keys):
+        own = ranges.files == ranges.keys.index(key) if key in ranges.keys else np.zeros(len(ranges), np.bool_)
+        starts = ranges.starts[own]
+        order = np.argsort(starts, kind="stable")
+        starts, stops = starts[order], (starts + ranges.nbytes[own])[order]
+        reach = np.maximum.accumulate(np.append(0, stops))
+        open_at = np.flatnonzero(starts > reach[:-1])
+        inner.append((np.full(len(open_at), number), reach[open_at], starts[open_at] - reach[open_at]))
+        if reach[-1] < sizes[key]:
+            tails.append((number, int(reach[-1]), sizes[key] - int(reach[-1])))
+    files, starts, nbytes = (np.concatenate([np.zeros(0, np.int64), *columns]) for columns in zip(*inner, strict=True))
+    order = np.argsort(starts, kind="stable")
+    last = np.array(tails, np.int64).reshape(-1, 3).T
+    first = files[order], starts[order], nbytes[order]
+    return Ranges(keys, *(np.concatenate(pair) for pair in zip(first, last, strict=True)))

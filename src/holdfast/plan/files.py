@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
+from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Store
 from holdfast.core.table import ODD, Column, FileColumns, FilePlace, Kind, Table
-from holdfast.core.tensor import NO_CRC, FileRange, Layout, LazyTensor
+from holdfast.core.tensor import BEYOND, NO_CRC, FileRange, Layout, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HoldfastError, located
 from holdfast.plan.coalesce import MEMORY, coalesce
@@ -22,29 +25,85 @@ BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
 
 def tabulated(tensors: Mapping[str, LazyTensor]) -> Table:
-    """A table of lazy tensors that are there already. Those that are rows of one file are rows; all others are odd."""
+    """A table of lazy tensors that are there already. Those in one piece of one range of a file are rows; all others are odd."""
+    if isinstance(tensors, Table):
+        return tensors
     views = [*tensors.values()]
-    storages = next((view.position.storages for view in views if isinstance(view.position, FileRow)), NO_FILES)
     kinds: list[Kind] = []
-    positions: dict[tuple[int, int], int] = {}
+    positions: dict[object, int] = {}
     kind, storage = array("q"), array("q")
     odd: dict[int, LazyTensor] = {}
+    parts: dict[int, tuple[int, FileStorages]] = {}
+    single: dict[object, tuple[int, Storage, LazyTensor]] = {}
+    count = 0
     for row, view in enumerate(views):
         place, traits = view.position, view.traits
-        if not isinstance(place, FileRow) or place.storages is not storages:
-            odd[row] = view
-            kind.append(len(kinds))
-            storage.append(ODD)
-            kinds.append(Kind(view.dtype, view.shape, traits, view.nbytes))
-            continue
-        like = id(place.kind), id(traits)
-        found = positions.get(like)
-        if found is None:
-            found = positions[like] = len(kinds)
-            kinds.append(place.kind if place.kind.traits is traits else place.kind.marked(traits))
-        kind.append(found)
-        storage.append(place.number)
-    return Table([*tensors], kinds, kind, storage, storages, odd, views=views)
+        like: tuple[object, ...]
+        if isinstance(place, FileRow):
+            own = place.storages
+            if id(own) not in parts:
+                parts[id(own)] = count, own
+                count += len(own)
+            like = id(place.kind), id(traits)
+            storage.append(parts[id(own)][0] + place.number)
+        else:
+            found = _one_range(view)
+            if found is None:
+                odd[row] = view
+                like = id(view.dtype), view.shape, id(traits)
+                storage.append(ODD)
+            else:
+                one, offset, strides = found
+                like = id(view.dtype), view.shape, strides, offset, one.nbytes, one.byteorder, one.location, id(traits)
+                # Storages that are no row of a column yet have numbers below `ODD` until all of them are known. What has no bytes
+                # shares them with nobody.
+                storage.append(single.setdefault(one if one.nbytes else row, (ODD - 1 - len(single), one, view))[0])
+        position = positions.get(like)
+        if position is None:
+            position = positions[like] = len(kinds)
+            kinds.append(_kind_of(view, is_odd=row in odd))
+        kind.append(position)
+    columns = [part for _, part in parts.values()]
+    if not single:
+        storages = columns[0] if len(columns) == 1 else JoinedStorages(columns) if columns else NO_FILES
+        return Table([*tensors], kinds, kind, storage, storages, odd, views=views)
+    storages = JoinedStorages([*columns, _storages_of([(one, view) for _, one, view in single.values()])])
+    numbers = np.asarray(storage, np.int64)
+    later = np.flatnonzero(numbers < ODD)
+    numbers[later] = storages.numbers_from(count)[ODD - 1 - numbers[later]]
+    return Table([*tensors], kinds, kind, numbers.tolist(), storages, odd, views=views)
+
+
+def _one_range(view: LazyTensor) -> Layout | None:
+    """Where a tensor lies in one range of a file; None where it has several pieces, is computed, or is yet to be found."""
+    layout = view.layout()
+    if layout is None or type(layout[0]) is not Storage:
+        return None
+    storage, offset, _ = layout
+    inside = 0 <= storage.start < BEYOND and storage.nbytes < BEYOND and 0 <= offset <= 8 * storage.nbytes
+    return layout if inside and view.nbytes < BEYOND else None
+
+
+def _kind_of(view: LazyTensor, *, is_odd: bool) -> Kind:
+    place, traits = view.position, view.traits
+    if isinstance(place, FileRow):
+        return place.kind if place.kind.traits is traits else place.kind.marked(traits)
+    return Kind(view.dtype, view.shape, traits, view.nbytes) if is_odd else Kind.of(view)
+
+
+def _storages_of(single: Sequence[tuple[Storage, LazyTensor]]) -> FileStorages:
+    """Storages one by one, each with a tensor over it, as columns."""
+    files: dict[tuple[int, int, str], int] = {}
+    places: list[FilePlace] = []
+    rows: list[tuple[int, int, int, int]] = []
+    for storage, view in single:
+        key = id(view.source), id(storage.home), storage.key
+        if key not in files:
+            files[key] = len(places)
+            places.append(FilePlace(view.source, storage.key, storage.home))
+        rows.append((files[key], storage.start, storage.nbytes, NO_CRC if storage.crc32 is None else storage.crc32))
+    names, labels = [view.name for _, view in single], [storage.label for storage, _ in single]
+    return FileStorages(places, *np.array(rows, np.int64).reshape(-1, 4).T, names=names, labels=labels)
 
 
 class FileRow(Value, frozen=True, eq=False):
@@ -84,6 +143,9 @@ class FileStorages(FileColumns):
         """Of a tensor of each, for messages."""
         self._labels = names if labels is None else labels
         """What the file calls each."""
+
+    def __len__(self) -> int:
+        return len(self.names)
 
     def file_of(self, number: int) -> int:
         return int(self._file[number])
@@ -168,6 +230,39 @@ class FileStorages(FileColumns):
         """The bytes of a long one, a block at a time."""
         nbytes = int(self.nbytes[number])
         return Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self.names[number]), label) if nbytes else b""
+
+
+class JoinedStorages(FileStorages):
+    """Columns of several files, one behind the other."""
+
+    def __init__(self, parts: Sequence[FileStorages]) -> None:
+        files: dict[tuple[int, int, str], tuple[int, FilePlace]] = {}
+        file: list[Ints] = []
+        for part in parts:
+            own = [((id(place.source), id(place.home), place.key), place) for place in part.files]
+            numbers = [files.setdefault(key, (len(files), place))[0] for key, place in own]
+            file.append(np.array(numbers, np.int64)[part.file] if len(part) else part.file)
+        columns = [np.concatenate(column) for column in zip(*((one.start, one.nbytes, one.crc) for one in parts), strict=True)]
+        names = [name for part in parts for name in part.names]
+        super().__init__([place for _, place in files.values()], np.concatenate(file), *columns, names=names)
+        self._parts = parts
+        self._edges = [*accumulate(len(part) for part in parts)]
+
+    def label_of(self, number: int) -> str:
+        part = bisect_right(self._edges, number)
+        return self._parts[part].label_of(number - (self._edges[part - 1] if part else 0))
+
+    def numbers_from(self, first: int) -> Ints:
+        """The numbers from one on; in the place of one whose storage is there before it, that storage's number."""
+        numbers = np.arange(first, len(self))
+        columns = self.file, self.start, self.nbytes, self.crc
+        before = np.flatnonzero(np.isin(self.start[:first], self.start[first:]) & (self.nbytes[:first] > 0))
+        places = zip(*(column[before].tolist() for column in columns), strict=True)
+        known = dict(zip(places, before.tolist(), strict=True))
+        if known:
+            later = zip(*(column[first:].tolist() for column in columns), strict=True)
+            numbers = np.array([known.get(place, number) for place, number in zip(later, numbers.tolist(), strict=True)])
+        return numbers
 
 
 NO_FILES = FileStorages([], (), (), (), (), names=())

@@ -9,56 +9,55 @@ llama.cpp splits large models into files that say in their values which of how m
 from __future__ import annotations
 
 import re
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
-from holdfast.core.chunk import Storage
-from holdfast.core.dtype import DType
+from holdfast.core.chunk import c_strides
 from holdfast.core.protocols import Description, Source
-from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import replace
+from holdfast.core.table import FilePlace, Kind, Table
+from holdfast.core.tensor import NO_CRC, PLAIN, Traits
 from holdfast.errors import HeaderError, StoreError
-from holdfast.formats.gguf.schema import MAGIC, GgufHeader, TensorInfo, read_gguf_header
+from holdfast.formats.gguf.schema import MAGIC, GgufHeader, read_gguf_header
+from holdfast.plan.files import FileStorages
 
 PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
-class GgufTensors(Mapping[str, LazyTensor]):
-    """The tensors of one file or of several. Each is made when it is asked for; iterating over names makes none."""
-
-    def __init__(self, headers: Sequence[GgufHeader], source: Source) -> None:
-        self._source = source
-        self._places: dict[str, tuple[TensorInfo, GgufHeader]] = {}
-        for header in headers:
-            for name, place in header.places.items():
-                if name in self._places:
-                    other = self._places[name][1].key
-                    raise HeaderError(f"the tensor is in {other!r} as well", file=header.key, tensor=name)
-                self._places[name] = place, header
-
-    def __getitem__(self, name: str) -> LazyTensor:
-        place, header = self._places[name]
-        storage = Storage(header.key, place.start, place.nbytes, header.byteorder, label=name, home=self._source.store)
-        tensor = LazyTensor.contiguous(name, place.dtype, place.shape, storage, self._source)
-        return tensor if place.blocks is None else replace(tensor, traits=replace(tensor.traits, blocks=place.blocks))
-
-    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        place, _ = self._places[name]
-        return place.dtype, place.shape
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __repr__(self) -> str:
-        return f"<{len(self):,} tensors of {self._source.store.name!r}>"
+def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
+    """The tensors of one file or of several."""
+    rows: dict[str, int] = {}
+    kinds: list[Kind] = []
+    positions: dict[tuple[object, ...], int] = {}
+    kind, file, start, nbytes = array("q"), array("q"), array("q"), array("q")
+    traits = {blocks: Traits(blocks=blocks) for header in headers for blocks in {one.blocks for one in header.places.values()}}
+    for number, header in enumerate(headers):
+        for name, place in header.places.items():
+            if name in rows:
+                other = headers[file[rows[name]]].key
+                raise HeaderError(f"the tensor is in {other!r} as well", file=header.key, tensor=name)
+            like = id(place.dtype), place.shape, place.nbytes, header.byteorder, place.blocks
+            position = positions.get(like)
+            if position is None:
+                position = positions[like] = len(kinds)
+                strides, own = c_strides(place.shape, place.dtype.bits), PLAIN if place.blocks is None else traits[place.blocks]
+                kinds.append(
+                    Kind.strided(
+                        place.dtype, place.shape, strides, offset=0, storage_nbytes=place.nbytes, traits=own,
+                        byteorder=header.byteorder,
+                    )
+                )  # fmt: skip
+            rows[name] = len(rows)
+            kind.append(position)
+            file.append(number)
+            start.append(place.start)
+            nbytes.append(place.nbytes)
+    names = [*rows]
+    places = [FilePlace(source, header.key, source.store) for header in headers]
+    storages = FileStorages(places, file, start, nbytes, array("q", [NO_CRC]) * len(names), names=names)
+    return Table(names, kinds, kind, range(len(names)), storages, {})
 
 
 class GgufFile:
@@ -78,7 +77,7 @@ class GgufFile:
         if count > 1:
             number = (header.values.number(NUMBER) or 0) + 1
             notes.append(f"file {number:,} of {count:,}; what is in the others is not seen here: open their folder")
-        tensors = GgufTensors([header], source)
+        tensors = _table([header], source)
         return Description(self.name, tensors, tensors, notes=tuple(notes), metadata=header.values)
 
 
@@ -106,7 +105,7 @@ class GgufDirectory:
         headers = [read_gguf_header(source, key) for key in parts]
         for number, header in enumerate(headers):
             _check_part(header, number, len(headers))
-        tensors = GgufTensors(headers, source)
+        tensors = _table(headers, source)
         total = headers[0].values.number(TENSORS)
         if total is not None and total != len(tensors):
             message = f"the first file says {total:,} tensors, and all of them have {len(tensors):,}"

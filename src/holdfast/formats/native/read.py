@@ -7,6 +7,7 @@ for a verification (check.py): it costs a read of every file, and no tensor depe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -132,20 +133,17 @@ def check_names(
 def check_tensors(manifest: Parsed, limits: Limits) -> None:
     """Check every tensor, and that no two lie over each other. Written for the honest file; `_explain` says what is wrong."""
     ends = [file.nbytes for file in manifest.files]
-    count_files, most_rank = len(ends), limits.rank
+    count_files = len(ends)
     ranges: list[tuple[int, int, int]] = []
+    judged: dict[str, dict[tuple[int, ...], int | None]] = {}
     for name, stored in manifest.tensors.items():
         shape, chunks = stored.shape, stored.chunks
-        bits = BITS.get(stored.dtype, 0)
         several = len(chunks) > 1
-        if not bits or len(shape) > most_rank or not chunks:
-            _explain(name, stored, limits)
-        count = bits
-        for n in shape:
-            if not 0 <= n <= ADDRESSABLE:
-                _explain(name, stored, limits)
-            count *= n
-        if count > ADDRESSABLE or (not count and not addressable(shape, bits)):
+        try:
+            count = judged[stored.dtype][shape]
+        except KeyError:
+            count = judged.setdefault(stored.dtype, {})[shape] = _bits_of(stored.dtype, shape, limits)
+        if count is None or not chunks:
             _explain(name, stored, limits)
         for number, chunk in enumerate(chunks):
             start, stop = chunk.bytes
@@ -153,7 +151,7 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             if chunk.start is None and chunk.stop is None and not several:
                 whole = (count + 7) // 8
             else:
-                whole = _box_nbytes(name, stored, number, bits=bits)
+                whole = _box_nbytes(name, stored, number, bits=BITS[stored.dtype])
             if chunk.hash is not None or chunk.head is not None:
                 digits, head = chunk.hash, chunk.head
                 wrong = (digits is not None and not HASH.match(digits)) or (head is not None and not CRC.match(head))
@@ -170,6 +168,15 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
         if several and not tiles(Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)):
             _lie(name, f"{len(chunks):,} chunks do not cover {list(shape)} exactly once", "chunks")
     _check_apart(ranges, manifest)
+
+
+def _bits_of(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
+    """Bits of a tensor of a dtype and shape; None where there can be no such tensor."""
+    bits = BITS.get(dtype, 0)
+    # The rank before the product: that of a million long dimensions would take hours.
+    if not bits or len(shape) > limits.rank or not all(0 <= n <= ADDRESSABLE for n in shape) or not addressable(shape, bits):
+        return None
+    return bits * math.prod(shape)
 
 
 def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> int:

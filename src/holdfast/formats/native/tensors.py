@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain, count
+from operator import attrgetter
 
 import numpy as np
 
@@ -23,6 +25,8 @@ from holdfast.formats.native.chunks import UnpackedStore, sparse_storage
 from holdfast.formats.native.schema import DataFile, OtherFile, Parsed, StoredChunk, StoredTensor
 from holdfast.formats.strict_json import quoted
 from holdfast.plan.files import FileStorages
+
+BYTES_OF, CRC_OF, FILE_OF = attrgetter("bytes"), attrgetter("crc32"), attrgetter("file")
 
 WHOLE = {row.name for row in DTYPES.rows if not row.packed}
 """Dtypes whose elements fill whole bytes, which lie in a file as in memory."""
@@ -44,42 +48,43 @@ class Stored(Value, frozen=True, eq=False):
 
 def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     """The rows of a manifest that was checked."""
-    entries: dict[str, StoredTensor] = {}
-    odd: dict[int, LazyTensor] = {}
+    names, tensors = [*manifest.tensors], [*manifest.tensors.values()]
+    # The manifest was checked: a chunk that has no box is the whole tensor, and has as many bytes as its elements take.
+    rows = [row for row, stored in enumerate(tensors) if _is_odd(stored)]
+    entries = {names[row]: tensors[row] for row in rows}
     made = OddTensors(manifest, source)
+    odd = {row: made.tensor(names[row], tensors[row]) for row in rows}
+    labels, plain, storage = names, tensors, array("q", range(len(names)))
+    if odd:
+        labels, plain = [name for name in names if name not in entries], [one for one in tensors if not _is_odd(one)]
+        counter = count()
+        storage = array("q", [ODD if row in odd else next(counter) for row in range(len(names))])
     kinds: list[Kind] = []
-    positions: dict[tuple[str, tuple[int, ...]], int] = {}
-    kind, storage, files, starts, stops = array("q"), array("q"), array("q"), array("q"), array("q")
-    digits: list[str] = []
-    names = [*manifest.tensors]
-    for row, (name, stored) in enumerate(manifest.tensors.items()):
-        # The manifest was checked: a chunk that has no box is the whole tensor, and has as many bytes as its elements take.
-        (chunk, *others) = stored.chunks
-        if others or chunk.start is not None or chunk.sparse is not None or stored.dtype not in WHOLE:
-            entries[name] = stored
-            odd[row] = made.tensor(name, stored)
+    kind = array("q")
+    positions: dict[str, dict[tuple[int, ...], int]] = {}
+    for stored in tensors:
+        try:
+            kind.append(positions[stored.dtype][stored.shape])
+        except KeyError:
+            positions.setdefault(stored.dtype, {})[stored.shape] = len(kinds)
             kind.append(len(kinds))
-            kinds.append(Kind.of(odd[row]))
-            storage.append(ODD)
-            continue
-        like = stored.dtype, stored.shape
-        position = positions.get(like)
-        if position is None:
-            position = positions[like] = len(kinds)
             kinds.append(Kind.plain(dtype_named(stored.dtype), stored.shape))
-        kind.append(position)
-        storage.append(len(digits))
-        files.append(chunk.file)
-        starts.append(chunk.bytes[0])
-        stops.append(chunk.bytes[1])
-        digits.append(chunk.crc32)
-    start = np.frombuffer(starts, np.int64)
-    crcs = np.frombuffer(bytes.fromhex("".join(digits)), ">u4").astype(np.int64)
+    for row, tensor in odd.items():
+        kind[row] = len(kinds)
+        kinds.append(Kind.of(tensor))
+    chunks = [stored.chunks[0] for stored in plain]
+    starts, stops = np.fromiter(chain.from_iterable(map(BYTES_OF, chunks)), np.int64, 2 * len(chunks)).reshape(-1, 2).T
+    crcs = np.frombuffer(bytes.fromhex("".join(map(CRC_OF, chunks))), ">u4").astype(np.int64)
     places = [FilePlace(source, file.name, source.store) for file in manifest.files]
-    labels = [name for row, name in enumerate(names) if row not in odd] if odd else names
-    storages = FileStorages(places, files, start, np.frombuffer(stops, np.int64) - start, crcs, names=labels)
+    storages = FileStorages(places, array("q", map(FILE_OF, chunks)), starts, stops - starts, crcs, names=labels)
     table = Table(names, kinds, kind, storage, storages, odd)
     return Stored(table, storages, entries, manifest.files, manifest.others, manifest.version, source)
+
+
+def _is_odd(stored: StoredTensor) -> bool:
+    """Whether a tensor is split or packed, or its elements share bytes."""
+    first = stored.chunks[0]
+    return first.start is not None or first.sparse is not None or len(stored.chunks) > 1 or stored.dtype not in WHOLE
 
 
 class OddTensors:

@@ -37,6 +37,11 @@ FREE_NBYTES = 16 << 20
 """What a member may become whatever its packed size."""
 
 
+def member_key(key: str, record: ZipRecord) -> str:
+    """The name of a member of an archive as a file of its own."""
+    return f"{key}@{record.start}"
+
+
 class InflatedMembers(Virtual):
     """The store of an archive, with its compressed members as further files, which are not listed."""
 
@@ -58,7 +63,7 @@ class InflatedMembers(Virtual):
             )  # fmt: skip
         nbytes, read = record.content_nbytes, partial(Sent(self._read), key, record)
         entry = VirtualFile(nbytes, read, partial(Sent(self._stamp), key, record), read_nbytes=record.nbytes)
-        return self.put(entry, f"{key}@{record.start}")
+        return self.put(entry, member_key(key, record))
 
     def __getstate__(self) -> object:
         state = super().__getstate__()

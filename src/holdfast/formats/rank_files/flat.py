@@ -63,7 +63,7 @@ class FlatRow:
             start, at = until, at + 1
 
 
-class Stretch(Value, frozen=True):
+class FlatSlice(Value, frozen=True):
     """Elements of a row."""
 
     row: FlatRow
@@ -71,7 +71,7 @@ class Stretch(Value, frozen=True):
     stop: int
 
 
-def cut(shape: tuple[int, ...], stretches: Iterable[Stretch], dtype: DType, *, source: Source) -> LazyTensor:
+def cut(shape: tuple[int, ...], stretches: Iterable[FlatSlice], dtype: DType, *, source: Source) -> LazyTensor:
     """The tensor whose elements, in C order, are these stretches one after the other. It has no name yet."""
     chunks: list[Chunk] = []
     strides, at = c_strides(shape, dtype.bits), 0

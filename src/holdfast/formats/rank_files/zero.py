@@ -33,7 +33,7 @@ from holdfast.core.value import replace
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, read_rank
 from holdfast.formats.rank_files.beside import Moving, free_key
-from holdfast.formats.rank_files.flat import FlatRow, Stretch, cut
+from holdfast.formats.rank_files.flat import FlatRow, FlatSlice, cut
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
 from holdfast.formats.rank_files.steps import chosen_step
 from holdfast.formats.rank_files.zero_parts import FlatGroups, Optimizer, flat_groups, optimizer_of, shapes_of
@@ -269,7 +269,7 @@ class _Step:
                 f"{size:,}",
                 expected=step, found=tuple(part.size for part in parts[:5]),
             )  # fmt: skip
-        return cut(shape, [Stretch(row, 0, size)], row.dtype, source=self.own)
+        return cut(shape, [FlatSlice(row, 0, size)], row.dtype, source=self.own)
 
     def _named(self, masters: Mapping[str, LazyTensor], frozen: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """Every name of the module with its tensor: of full precision, frozen, tied to one of these, or as the module has it."""

@@ -29,7 +29,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import RankFile
-from holdfast.formats.rank_files.flat import FlatRow, Stretch, cut
+from holdfast.formats.rank_files.flat import FlatRow, FlatSlice, cut
 from holdfast.formats.torch.tensors import brief, checked_shape
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -144,7 +144,7 @@ class FlatGroups:
         if not self.split:
             row = FlatRow(parts)
             return {
-                at.name: cut(at.shape, [Stretch(row, at.start, at.start + at.size)], row.dtype, source=source)
+                at.name: cut(at.shape, [FlatSlice(row, at.start, at.start + at.size)], row.dtype, source=source)
                 for at in self.places[group]
             }
         rows = [FlatRow([part]) for part in parts]
@@ -154,7 +154,7 @@ class FlatGroups:
         for at in self.places[group]:
             step = -(-at.size // world)
             counts = [min(step, max(0, at.size - rank * step)) for rank in range(world)]
-            stretches = [Stretch(row, at.start, at.start + count) for row, count in zip(rows, counts, strict=True)]
+            stretches = [FlatSlice(row, at.start, at.start + count) for row, count in zip(rows, counts, strict=True)]
             made[at.name] = cut(at.shape, stretches, rows[0].dtype, source=source)
         return made
 

@@ -20,7 +20,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import MetadataError, located
 from holdfast.formats.rank_files.assemble import Assembly, RankFile, read_rank
 from holdfast.formats.rank_files.beside import Moving
-from holdfast.formats.rank_files.flat import FlatRow, Stretch, cut
+from holdfast.formats.rank_files.flat import FlatRow, FlatSlice, cut
 from holdfast.formats.torch.tensors import brief
 
 FILE = re.compile(r"zero/(?P<name>[^/]+)/(?P<what>\w{1,64})\.pt")
@@ -72,4 +72,4 @@ def _shaped(tensor: LazyTensor, shape: tuple[int, ...] | None, source: Source) -
         raise MetadataError(
             f"it has {tensor.size:,} elements, and param_shapes says {list(shape)}", expected=shape, found=tensor.shape
         )
-    return cut(shape, [Stretch(FlatRow([tensor]), 0, tensor.size)], tensor.dtype, source=source)
+    return cut(shape, [FlatSlice(FlatRow([tensor]), 0, tensor.size)], tensor.dtype, source=source)

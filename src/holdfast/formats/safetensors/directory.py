@@ -73,7 +73,7 @@ class SafetensorsDirectory:
                 notes.append(f"{index!r} does not name {some(others)}; not read")
         notes += other_copies(keys)
         metadata = _common_metadata(headers.values(), notes)
-        stored = header_table(places.items(), source)
+        stored = header_table([*headers.values()], source, places)
         with located(file=index):
             record = HeaderRecord()
             if listed is not None:
@@ -149,6 +149,7 @@ def _places(headers: Mapping[str, Header], source: Source) -> dict[str, Header |
     for header in headers.values():
         for name in header.entries:
             owners.setdefault(name, []).append(header)
+    crcs = {key: header.crc_by_name() if offsets[key] else {} for key, header in headers.items()}
     places: dict[str, Header | LazyTensor] = {}
     for name, holding in owners.items():
         if len(holding) == 1 and not any(offsets[holding[0].key].get(name, ())):
@@ -157,7 +158,7 @@ def _places(headers: Mapping[str, Header], source: Source) -> dict[str, Header |
         pieces = [(header, begin) for header in holding if (begin := offsets[header.key].get(name)) is not None]
         if len(pieces) != len(holding):
             raise claimed_twice(name, [header.key for header in holding])
-        places[name] = join(name, pieces, source)
+        places[name] = join(name, pieces, source, crcs=crcs)
     return places
 
 

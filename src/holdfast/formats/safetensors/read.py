@@ -7,10 +7,12 @@ Opening costs one read of the header. A file of 100,000 tensors has a header of 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain, count
+from operator import attrgetter
 from typing import NoReturn
 
-from msgspec import field
+import numpy as np
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
@@ -21,8 +23,15 @@ from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, HeaderRecord, read_record, saved_offsets
-from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry, check_layout, parse_document
-from holdfast.plan.files import FileStorages
+from holdfast.formats.safetensors.schema import (
+    PREFIX_NBYTES,
+    HeaderColumns,
+    HeaderEntry,
+    Outline,
+    check_layout,
+    parse_document,
+)
+from holdfast.plan.files import NO_FILES, FileStorages, JoinedStorages
 
 SMALLEST_NBYTES = 2
 """A header of `{}`."""
@@ -52,7 +61,10 @@ class Header(Value, frozen=True):
     metadata: dict[str, str]
     """The file's `__metadata__`, without the record."""
 
-    record: HeaderRecord = field(default_factory=HeaderRecord)
+    columns: HeaderColumns
+    """The entries, column by column."""
+
+    record: HeaderRecord
     """What Holdfast noted in this file when it wrote it."""
 
     def dtype(self, name: str) -> DType:
@@ -61,59 +73,53 @@ class Header(Value, frozen=True):
             raise HeaderError("a dtype that is not in the table", file=self.key, tensor=name)
         return dtype
 
-    def storage(self, name: str, home: Store) -> Storage:
+    def crc_by_name(self) -> dict[str, int]:
+        """The recorded CRC-32 of each tensor."""
+        return dict(zip(self.entries, self.record.crcs, strict=False))
+
+    def storage(self, name: str, home: Store, crc32: int | None) -> Storage:
         """Where the bytes of a tensor lie in the store that the header was read from."""
         begin, end = self.entries[name].data_offsets
-        return Storage(self.key, self.data_start + begin, end - begin, crc32=self.record.crcs.get(name), label=name, home=home)
-
-    def tensor(self, name: str, source: Source) -> LazyTensor:
-        """A tensor as it lies in this file."""
-        return LazyTensor.contiguous(name, self.dtype(name), self.entries[name].shape, self.storage(name, source.store), source)
+        return Storage(self.key, self.data_start + begin, end - begin, crc32=crc32, label=name, home=home)
 
 
-def header_table(places: Iterable[tuple[str, Header | LazyTensor]], source: Source) -> Table:
-    """The tensors of checked headers: by name the header that has one whole, or a tensor that was joined from pieces."""
-    names: list[str] = []
+def header_table(headers: Sequence[Header], source: Source, places: Mapping[str, Header | LazyTensor] | None = None) -> Table:
+    """The tensors of checked headers: all of one file, or those whose `places` are given.
+
+    A place is the header that has a tensor whole, or a tensor that was joined from pieces.
+    """
     kinds: list[Kind] = []
-    positions: dict[tuple[str, tuple[int, ...]], int] = {}
-    files: dict[int, tuple[int, FilePlace]] = {}
-    kind, storage, file, start, nbytes, crc = array("q"), array("q"), array("q"), array("q"), array("q"), array("q")
-    labels: list[str] = []
-    odd: dict[int, LazyTensor] = {}
-    before: Header | None = None
-    number = data_start = 0
-    crcs: Mapping[str, int] = {}
-    for name, place in places:
-        if isinstance(place, LazyTensor):
-            odd[len(names)] = place
-            kind.append(len(kinds))
-            kinds.append(Kind.of(place))
-            storage.append(ODD)
-            names.append(name)
-            continue
-        if place is not before:
-            before, data_start, crcs = place, place.data_start, place.record.crcs
-            found = files.get(id(place))
-            if found is None:
-                found = files[id(place)] = len(files), FilePlace(source, place.key, source.store)
-            number = found[0]
-        entry = place.entries[name]
-        like = entry.dtype, entry.shape
-        position = positions.get(like)
-        if position is None:
-            position = positions[like] = len(kinds)
-            kinds.append(Kind.plain(ROWS[entry.dtype], entry.shape))
-        begin, end = entry.data_offsets
-        kind.append(position)
-        storage.append(len(labels))
-        file.append(number)
-        start.append(data_start + begin)
-        nbytes.append(end - begin)
-        crc.append(crcs.get(name, NO_CRC) if crcs else NO_CRC)
-        names.append(name)
-        labels.append(name)
-    held = [place for _, place in files.values()] or [FilePlace(source, source.store.name, source.store)]
-    return Table(names, kinds, kind, storage, FileStorages(held, file, start, nbytes, crc, names=labels if odd else names), odd)
+    positions: dict[Outline, int] = {}
+    kind = array("q")
+    for header in headers:
+        for code, shape in header.columns.outlines:
+            if positions.setdefault((code, shape), len(kinds)) == len(kinds):
+                kinds.append(Kind.plain(ROWS[code], shape))
+        own = [positions[outline] for outline in header.columns.outlines]
+        kind.extend(map(own.__getitem__, header.columns.outline))
+    parts = [_storages(header, source) for header in headers]
+    storages = parts[0] if len(parts) == 1 else JoinedStorages(parts) if parts else NO_FILES
+    if places is None:
+        return Table(storages.names, kinds, kind, range(len(storages)), storages, {})
+    edges = accumulate(map(len, parts), initial=0)
+    numbers = {id(header): dict(zip(header.entries, count(first))) for header, first in zip(headers, edges, strict=False)}
+    storage = [ODD if isinstance(place, LazyTensor) else numbers[id(place)][name] for name, place in places.items()]
+    odd = {row: place for row, place in enumerate(places.values()) if isinstance(place, LazyTensor)}
+    chosen = [kind[number] for number in storage]
+    for row, place in odd.items():
+        chosen[row] = len(kinds)
+        kinds.append(Kind.of(place))
+    return Table([*places], kinds, chosen, storage, storages, odd)
+
+
+def _storages(header: Header, source: Source) -> FileStorages:
+    """The tensors of one file as ranges, in the order of the header."""
+    names, crcs = [*header.entries], header.record.crcs
+    offsets = chain.from_iterable(map(attrgetter("data_offsets"), header.entries.values()))
+    begins, ends = np.fromiter(offsets, np.int64, 2 * len(names)).reshape(-1, 2).T
+    column = crcs if len(crcs) else np.full(len(names), NO_CRC)
+    place = FilePlace(source, header.key, source.store)
+    return FileStorages([place], np.zeros(len(names), np.int64), begins + header.data_start, ends - begins, column, names=names)
 
 
 def read_header(source: Source, key: str) -> Header:
@@ -139,14 +145,14 @@ def read_header(source: Source, key: str) -> Header:
         )
     data_start = PREFIX_NBYTES + length
     document = parse_document(source.bytes(key, PREFIX_NBYTES, data_start), source.limits, file=key)
-    check_layout(document.entries, size - data_start, source.limits, file=key)
+    columns = check_layout(document.entries, size - data_start, source.limits, file=key)
     metadata = {name: text for name, text in document.metadata.items() if name != RECORD}
     with located(file=key):
         about = About(document.entries, metadata, document.entries)
         record = read_record(document.metadata.get(RECORD), about, source.limits)
         if record.changed is not None:
             record.changed.file = key
-    return Header(key, data_start, document.entries, metadata, record)
+    return Header(key, data_start, document.entries, metadata, columns, record)
 
 
 def begins_like_safetensors(source: Source, key: str) -> bool:
@@ -187,9 +193,7 @@ class SafetensorsFile:
         if pieces:
             notes.append(f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory")
         with located(file=header.key):
-            tensors, tree = restore(
-                header_table(((name, header) for name in header.entries), source), header.record.recorded, source
-            )
+            tensors, tree = restore(header_table([header], source), header.record.recorded, source)
         changed = () if header.record.changed is None else (header.record.changed,)
         return Description(self.name, tensors, tree, notes=tuple(notes), metadata=header.metadata, changed=changed)
 

@@ -34,6 +34,7 @@ last offset of such a piece is to be doubled.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -97,8 +98,8 @@ OTHER_TEXTS = (
 class HeaderRecord(Value, frozen=True):
     """A checked record."""
 
-    crcs: Mapping[str, int] = field(default_factory=dict)
-    """CRC-32 of the bytes of each tensor."""
+    crcs: Sequence[int] = ()
+    """CRC-32 of the bytes of each tensor, in the order of the header; none where they are not recorded."""
     recorded: Recorded = field(default_factory=Recorded)
     notes: tuple[str, ...] = ()
     rest: str | None = None
@@ -221,7 +222,7 @@ def _read(raw: bytes, about: About, limits: Limits) -> HeaderRecord:
     rest, texts = document.get("rest"), document.get("texts")
     if not isinstance(rest, str | None):
         raise HeaderError(f"at {pointer('rest')}: expected text, found {kind(rest)}")
-    crcs = {} if about.names is None else _checksums(document.get("crc32"), about.names)
+    crcs = () if about.names is None else _checksums(document.get("crc32"), about.names)
     recorded = parse_recorded(document)
     if version >= SEALED_VERSION and texts != (now := texts_fingerprint(about.texts)):
         return replace(_changed(OTHER_TEXTS, texts, now), crcs=crcs, recorded=recorded, rest=rest)
@@ -246,12 +247,11 @@ def _look_elsewhere(about: About) -> None:
             )
 
 
-def _checksums(digits: object, names: Mapping[str, object]) -> dict[str, int]:
+def _checksums(digits: object, names: Mapping[str, object]) -> array[int]:
     if not isinstance(digits, str) or len(digits) != CRC_DIGITS * len(names) or not HEX.issuperset(digits):
         expected = f"{CRC_DIGITS} digits for each of {len(names):,} tensors"
         raise HeaderError(f"at {pointer('crc32')}: expected {expected}, found {kind(digits)}")
-    numbers = np.frombuffer(bytes.fromhex(digits), ">u4").tolist()
-    return dict(zip(names, numbers, strict=True))
+    return array("q", np.frombuffer(bytes.fromhex(digits), ">u4").astype(np.int64).tobytes())
 
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -283,8 +283,10 @@ def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
     return {name: _offsets(header, name, value) for name, value in info.items()}
 
 
-def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: Source) -> LazyTensor:
-    """One tensor out of its pieces: pairs of a header and the place where that file's piece begins.
+def join(
+    name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: Source, *, crcs: Mapping[str, Mapping[str, int]]
+) -> LazyTensor:
+    """One tensor out of its pieces: pairs of a header and the place where that file's piece begins; `crcs` by file and name.
 
     Raises `MetadataError` where the pieces differ in dtype or rank, or do not cover a box exactly once.
     """
@@ -303,7 +305,8 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
                 file=header.key,
                 tensor=name,
             )
-        chunks.append(Chunk(Box.at(offsets, shape), header.storage(name, source.store), 0, c_strides(shape, dtype.bits)))
+        storage = header.storage(name, source.store, crcs[header.key].get(name))
+        chunks.append(Chunk(Box.at(offsets, shape), storage, 0, c_strides(shape, dtype.bits)))
     whole = Box.whole([max(chunk.box.stop[d] for chunk in chunks) for d in range(rank)])
     if not addressable(whole.shape, dtype.bits) or not tiles(whole, (chunk.box for chunk in chunks)):
         stored = sum(chunk.box.count for chunk in chunks)

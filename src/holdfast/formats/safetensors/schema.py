@@ -18,6 +18,7 @@ overlap.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -26,6 +27,7 @@ import msgspec
 
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, Truncated
 from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
@@ -182,6 +184,8 @@ FIRST_OBJECT = json.JSONDecoder(object_pairs_hook=Pairs)
 """Parses `__metadata__` where it comes first."""
 
 
+Outline = tuple[str, tuple[int, ...]]
+
 BITS = {row.safetensors: row.bits for row in DTYPES.rows if row.safetensors is not None}
 """Bits of an element, by the code in the header."""
 
@@ -203,32 +207,42 @@ def addressable(shape: Sequence[int], bits: int) -> bool:
     return True
 
 
-def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: Limits, *, file: str | None = None) -> None:
+class HeaderColumns(Value, frozen=True):
+    """The entries of a checked header, in their order."""
+
+    outlines: Sequence[Outline]
+    """Dtypes and shapes, each pair once."""
+    outline: Sequence[int]
+    """Of each entry, a position in `outlines`."""
+
+
+def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: Limits, *, file: str | None = None) -> HeaderColumns:
     """Check every entry, and that together they tile the data section of `data_nbytes` bytes exactly.
 
     Raises `HeaderError`, `LimitExceeded` for the rank, or `Truncated` where the data section is shorter than they say.
 
-    All arithmetic is on Python's integers, which do not overflow. One pass checks every entry; it is written for the
-    honest file, where the tensors lie in the order of the header, and leaves saying what is wrong to a second look.
+    All arithmetic is on Python's integers, which do not overflow. A dtype and shape is judged once. One pass checks all; it is
+    written for the honest file, where the tensors lie in the order of the header, and leaves saying what is wrong to a second look.
     """
+    outlines: list[Outline] = []
+    judged: dict[str, dict[tuple[int, ...], tuple[int, int | None]]] = {}
+    outline: list[int] = []
+    note = outline.append
     position = 0
     in_order = True
     for name, entry in entries.items():
         begin, end = entry.data_offsets
-        shape = entry.shape
-        bits = BITS.get(entry.dtype, 0)
-        # The rank before the product: that of a million long dimensions would take hours.
-        if not bits or len(shape) > limits.rank or begin < 0 or end > ADDRESSABLE:
-            _explain(name, entry, limits, file=file)
-        count = bits
-        for n in shape:
-            if n < 0:
+        try:
+            number, nbytes = judged[entry.dtype][entry.shape]
+        except KeyError:
+            number, nbytes = len(outlines), _outline_nbytes(entry.dtype, entry.shape, limits)
+            judged.setdefault(entry.dtype, {})[entry.shape] = number, nbytes
+            outlines.append((entry.dtype, entry.shape))
+        note(number)
+        if begin != position or end - begin != nbytes or end > ADDRESSABLE:
+            if begin < 0 or end - begin != nbytes or end > ADDRESSABLE:
                 _explain(name, entry, limits, file=file)
-            count *= n
-        # Equality also says that the elements fill whole bytes and that begin <= end.
-        if count != (end - begin) * 8 or (not count and not addressable(shape, bits)):
-            _explain(name, entry, limits, file=file)
-        in_order = in_order and begin == position
+            in_order = False
         position = end
     if not in_order:
         position = _check_sorted(entries, file)
@@ -243,6 +257,17 @@ def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: L
         raise HeaderError(
             f"{data_nbytes - position:,} bytes follow the last tensor", file=file, expected=position, found=data_nbytes
         )
+    return HeaderColumns(outlines, outline)
+
+
+def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
+    """Bytes of a tensor of a dtype and shape; None where there can be no such tensor."""
+    bits = BITS.get(dtype, 0)
+    # The rank before the product: that of a million long dimensions would take hours.
+    if not bits or len(shape) > limits.rank or any(n < 0 for n in shape) or (0 in shape and not addressable(shape, bits)):
+        return None
+    count = bits * math.prod(shape)
+    return None if count % 8 else count // 8
 
 
 def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:

@@ -35,7 +35,7 @@ from holdfast.formats.zip.layout import (
     MAX32,
     STORED,
     UTF8,
-    Places,
+    FieldOffsets,
     Sizes,
     find_zip64,
     gather,
@@ -49,7 +49,7 @@ SHOWN = 80
 """Characters of a hostile name that an error message repeats."""
 
 
-def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: Places, *, fold_case: bool = True) -> list[str]:
+def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: FieldOffsets, *, fold_case: bool = True) -> list[str]:
     """The names as text, in the same order. A folder's name keeps its final slash.
 
     All names are checked together, as one text with NUL before, between and behind them: a hundred thousand names cost a
@@ -265,7 +265,7 @@ def read_entries(raw: bytes, tail: Tail, *, key: str, start: int, fold_case: boo
     """Parse and check a central directory; `start` is where the archive begins in the file."""
     place = start + tail.directory
     positions, raw_names = _walk(raw, tail.count, key=key, place=place)
-    places = Places(key, positions + place)
+    places = FieldOffsets(key, positions + place)
     fields = gather(raw, positions, ENTRY)
     places.require(fields["signature"] == ENTRY_SIGNATURE, "no entry where one should be in the directory")
     sizes, packed, offsets = _resolve(raw, positions, fields, places=places)
@@ -319,7 +319,7 @@ def _walk(raw: bytes, count: int, *, key: str, place: int) -> tuple[Ints, list[b
     return np.array(positions, np.int64), names
 
 
-def _resolve(raw: bytes, positions: Ints, fields: np.ndarray, *, places: Places) -> tuple[Sizes, Sizes, Sizes]:
+def _resolve(raw: bytes, positions: Ints, fields: np.ndarray, *, places: FieldOffsets) -> tuple[Sizes, Sizes, Sizes]:
     """Sizes, packed sizes and offsets, with saturated fields taken from the zip64 blocks."""
     starts = positions + ENTRY.itemsize + fields["name_nbytes"]
     bodies, nbytes = find_zip64(raw, starts, starts + fields["extra_nbytes"], known=CENTRAL_BLOCKS, places=places)
@@ -338,7 +338,7 @@ def _resolve(raw: bytes, positions: Ints, fields: np.ndarray, *, places: Places)
     return size, packed, offset
 
 
-def _check_kinds(fields: np.ndarray, flags: Ints, methods: Ints, *, places: Places) -> None:
+def _check_kinds(fields: np.ndarray, flags: Ints, methods: Ints, *, places: FieldOffsets) -> None:
     """Flags, methods and the fields that must be empty."""
     places.require(fields["disk"] == 0, "a record on another disk")
     places.require(fields["comment_nbytes"] == 0, "a record with a comment")
@@ -348,7 +348,7 @@ def _check_kinds(fields: np.ndarray, flags: Ints, methods: Ints, *, places: Plac
     places.require(flags & ~allowed == 0, "a record with flags for encryption or other features")
 
 
-def _check_sizes(crcs: np.ndarray, methods: Ints, sizes: Sizes, *, packed: Sizes, places: Places) -> None:
+def _check_sizes(crcs: np.ndarray, methods: Ints, sizes: Sizes, *, packed: Sizes, places: FieldOffsets) -> None:
     """A stored record is as long as its content; a deflated one cannot claim more than deflate can hold."""
     stored = methods == STORED
     places.require(~stored | (sizes == packed), "a stored record of two different sizes")
@@ -357,7 +357,7 @@ def _check_sizes(crcs: np.ndarray, methods: Ints, sizes: Sizes, *, packed: Sizes
     places.require((sizes > 0) | (crcs == 0), "an empty record with a checksum")
 
 
-def _check_attributes(attributes: np.ndarray, folders: Bools, places: Places) -> None:
+def _check_attributes(attributes: np.ndarray, folders: Bools, places: FieldOffsets) -> None:
     """Only plain files, and folders under a folder's name."""
     kinds = attributes >> 16 & KINDS
     plain = (kinds == 0) | (kinds == np.where(folders, FOLDER, PLAIN))

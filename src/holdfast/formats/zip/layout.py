@@ -112,7 +112,7 @@ def refused(message: str, *, key: str, offset: int, expected: object = None, fou
     )
 
 
-class Places(Value, frozen=True):
+class FieldOffsets(Value, frozen=True):
     """Where the things in a column are in the file, so that a refusal can point at the one that breaks a rule."""
 
     key: str
@@ -124,9 +124,9 @@ class Places(Value, frozen=True):
         if np.count_nonzero(good) != good.size:
             raise refused(message, key=self.key, offset=int(self.offsets[np.argmin(good)]))
 
-    def of(self, rows: Ints) -> Places:
+    def of(self, rows: Ints) -> FieldOffsets:
         """The places of some of the things."""
-        return Places(self.key, self.offsets[rows])
+        return FieldOffsets(self.key, self.offsets[rows])
 
 
 ZIP64 = 0x0001
@@ -149,7 +149,7 @@ MAX_BLOCKS = 8
 BLOCK = np.dtype([("id", "<u2"), ("nbytes", "<u2")])
 
 
-def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: Places) -> tuple[Ints, Ints]:
+def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: FieldOffsets) -> tuple[Ints, Ints]:
     """Check many extra fields at once; give the start and length of each one's zip64 body, (-1, 0) where there is none.
 
     `starts` and `stops` are positions in `raw`.
@@ -263,8 +263,10 @@ class Records(Mapping[str, ZipRecord]):
         rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
         own, lengths = self._columns[0][rows], self._columns[1][rows]
         order = np.argsort(starts, kind="stable")
-        near = order[np.minimum(np.searchsorted(starts[order], own), len(order) - 1)]
-        others = (starts[near] != own) | (nbytes[near] != lengths)
+        others = np.ones(len(rows), np.bool_)
+        if len(order):
+            near = order[np.minimum(np.searchsorted(starts[order], own), len(order) - 1)]
+            others = (starts[near] != own) | (nbytes[near] != lengths)
         return map(self.__getitem__, compress(self._rows, others.tolist()))
 
     def __contains__(self, name: object) -> bool:
@@ -297,6 +299,13 @@ class Archive(Value, frozen=True):
     def get(self, name: str) -> ZipRecord | None:
         """The record of a name without the prefix, or None. Case matters here; no two names differ in case alone."""
         return self.records.get(f"{self.prefix}/{name}" if self.prefix else name)
+
+    def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
+        """The records that are none of these ranges of the file."""
+        if isinstance(self.records, Records):
+            return self.records.besides(starts, nbytes)
+        ranges = {*zip(starts.tolist(), nbytes.tolist(), strict=True)}
+        return (record for record in self.records.values() if (record.start, record.nbytes) not in ranges)
 
     def places(self, folder: str) -> Callable[[str], Place | None]:
         """What finds records by their names in a folder, many of them."""

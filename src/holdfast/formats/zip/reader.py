@@ -39,7 +39,7 @@ from holdfast.formats.zip.layout import (
     NARROW,
     WIDE,
     Archive,
-    Places,
+    FieldOffsets,
     Records,
     ZipRecord,
     find_zip64,
@@ -193,7 +193,7 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
         raise refused(f"{edges[0]} bytes before the first record", key=key, offset=start, found=int(edges[0]))
     fixed = LOCAL.itemsize + np.fromiter(map(len, entries.raw_names), np.int64, count)
     rooms = edges[1:] - edges[:-1] - entries.packed - fixed
-    headers = Places(key, entries.offsets + start)
+    headers = FieldOffsets(key, entries.offsets + start)
     headers.require(rooms >= 0, "a record that overlaps the next or the directory")
     headers.require(rooms <= MAX16 + WIDE.itemsize, "bytes that belong to no record after this one")
 
@@ -236,7 +236,7 @@ class _Check:
     def _headers(self, raw: bytes, rows: slice) -> None:
         entries = self.entries
         offsets = entries.offsets[rows]
-        headers = Places(self.key, offsets + self.start)
+        headers = FieldOffsets(self.key, offsets + self.start)
         positions = offsets + self.shifts[:-1][rows]
         fields = gather(raw, positions, LOCAL)
         headers.require(fields["signature"] == LOCAL_SIGNATURE, "no local header where the directory says")
@@ -277,7 +277,7 @@ class _Check:
                 & (fields["size"] == self.entries.sizes[chosen].astype(np.uint64))
             )
             offsets = ends - dtype.itemsize + self.start
-            Places(self.key, offsets).require(good, "a data descriptor that disagrees with the directory")
+            FieldOffsets(self.key, offsets).require(good, "a data descriptor that disagrees with the directory")
 
 
 def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice, bodies: Ints, nbytes: Ints) -> Bools:
