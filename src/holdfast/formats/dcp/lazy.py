@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -426,9 +426,13 @@ def _item_storage(tensor: LazyTensor) -> ItemStorage | None:
     return None if storage.item.transforms else storage
 
 
+_box_at = lru_cache(1024)(Box.at)
+"""Boxes are few: of many tensors most begin at zero, and have one of a dozen shapes."""
+
+
 def chunk_of(piece: SavedChunk, name: str, dtype: DType, *, items: Items) -> Chunk:
     """The chunk of one piece of a tensor."""
-    box = Box.at(piece.offsets, piece.sizes)
+    box = _box_at(piece.offsets, piece.sizes)
     if 0 in piece.sizes:
         # There is nothing to find.
         return Chunk(box, Storage(piece.item.file, piece.item.offset, 0, home=items.source.store), 0, (0,) * len(piece.sizes))

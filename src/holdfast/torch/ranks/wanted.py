@@ -51,12 +51,9 @@ class Leaf(Value, frozen=True):
     """Something in the state that is a tensor or a value, and a way to replace it."""
 
     path: Path
+    name: str
     value: object
-    put: Put | None
-
-    @property
-    def name(self) -> str:
-        return dotted(self.path)
+    put: Put | None = None
 
 
 class Share(NamedTuple):
@@ -166,11 +163,16 @@ class Matching:
         if is_stateful(inner) and id(inner) not in above:
             self._enter(cast(Stateful, inner), at, inside, found=found)
         elif isinstance(inner, Mapping):
-            asked = dict.fromkeys(stateful_keys(inner))
+            others = {key: item for key, item in inner.items() if type(item) not in PLAIN}
+            asked = dict.fromkeys(stateful_keys(others))
             for key in asked:
                 self._walk(inner[key], (*at, _step(key)), inside, found=found)
+            under = dotted((*at, ""))
             for key, item in inner.items():
-                if key not in asked:
+                if key not in others:
+                    step = _step(key)
+                    found.append(Leaf((*at, step), f"{under}{step}", item))
+                elif key not in asked:
                     setter = _setter(inner, key) if hasattr(inner, "__setitem__") else None
                     self._walk(item, (*at, _step(key)), inside, found=found, put=setter)
         elif isinstance(inner, list | tuple) and _entered(inner):
@@ -180,9 +182,9 @@ class Matching:
             if type(inner) is tuple and put is not None:
                 self._wanted.tuples.append((put, inner, items))
         elif isinstance(inner, np.ndarray) and (tensor := _over(inner)) is not None:
-            found.append(Leaf(at, tensor, put))
+            found.append(Leaf(at, dotted(at), tensor, put))
         else:
-            found.append(Leaf(at, inner, put))
+            found.append(Leaf(at, dotted(at), inner, put))
 
     # The checkpoint.
 
