@@ -17,9 +17,8 @@ SHORT_NBYTES = 64 << 10
 """What takes about as long as a hand-over of that lock between threads."""
 
 
-def crc32(data: bytes | memoryview | bytearray, start: int = 0) -> int:
-    """The CRC-32 of a buffer (that of zip, gzip and PNG), continued from `start`. Releases the interpreter lock."""
-    return isal_zlib.crc32(data, start)
+crc32 = isal_zlib.crc32
+"""The CRC-32 of a buffer (that of zip, gzip and PNG), continued from a second argument. Releases the interpreter lock."""
 
 
 def crc32_each(pieces: Sequence[bytes | memoryview]) -> list[int]:

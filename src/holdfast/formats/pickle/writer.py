@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import PurePath
 
@@ -170,6 +170,16 @@ FACTORIES: dict[object, Global] = {
 """What a `defaultdict` may be filled by."""
 
 
+@lru_cache(1024)
+def _global_line(module: str, name: str) -> bytes:
+    """The opcode of a global; empty where its name has no place in a pickle."""
+    text = module + name
+    if "\n" in text or (not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text)):
+        return b""
+    old = OLD_MODULES.get(module, module), OLD_NAMES.get((module, name), name)
+    return b"c%b\n%b\n" % (old[0].encode(), old[1].encode())
+
+
 class PickleWriter:
     """One pickle at work. `write` one value, then take it from `finish`, unless there are `problems`."""
 
@@ -180,7 +190,7 @@ class PickleWriter:
         """What has no form in this pickle, each with its path."""
         self.notes: list[str] = []
         """What a reader may stumble over."""
-        self.mentioned: dict[Global, str] = {}
+        self.mentioned: dict[Global, Sequence[object]] = {}
         """Every global that the pickle names, and the path where it does first."""
         self.count = 0
         """Numbers of the memo that are taken."""
@@ -239,9 +249,10 @@ class PickleWriter:
         self.problems.append(f"{self.where()}: {what}")
         self.out.append(b"N")
 
-    def where(self) -> str:
-        """The path of the value at work, for people."""
-        return dotted(tuple(k if isinstance(k, str | int) else f"<{type(k).__name__}>" for k in self.path)) or "the state"
+    def where(self, path: Sequence[object] | None = None) -> str:
+        """A path, that of the value at work unless another is given, for people."""
+        steps = self.path if path is None else path
+        return dotted(tuple(k if isinstance(k, str | int) else f"<{type(k).__name__}>" for k in steps)) or "the state"
 
     # For rows.
 
@@ -266,13 +277,12 @@ class PickleWriter:
         if found is not None:
             self.out.append(found)
             return
-        text = module + name
-        if "\n" in text or (not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text)):
+        line = _global_line(module, name)
+        if not line:
             self.refuse(f"the global {module[:80]!r} {name[:80]!r}, whose name has no place in a pickle")
             return
-        self.mentioned.setdefault(Global(module, name), self.where())
-        old = OLD_MODULES.get(module, module), OLD_NAMES.get((module, name), name)
-        self.out.append(b"c%b\n%b\n" % (old[0].encode(), old[1].encode()))
+        self.mentioned.setdefault(Global(module, name), [*self.path])
+        self.out.append(line)
         number = self.put()
         self._references[module, name] = get(number)
 

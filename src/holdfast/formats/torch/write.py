@@ -425,7 +425,7 @@ def first_bytes(data: Payload) -> bytes:
 
 def _notes(pickled: TorchPickle) -> list[str]:
     """What a person should know about the file."""
-    refused = [f"{what} ({where})" for what, where in pickled.mentioned.items() if what not in LOADED]
+    refused = [f"{what} ({pickled.where(path)})" for what, path in pickled.mentioned.items() if what not in LOADED]
     notes = list(pickled.notes)
     if refused:
         shown = ", ".join(refused[:8]) + (f" and {len(refused) - 8} more" if len(refused) > 8 else "")

@@ -313,25 +313,24 @@ class TorchPickle(PickleWriter):
         self.memo[id(value)] = self.count - 1
 
     def _by_opcodes(self, kind: PickledKind, record: int) -> None:
-        out, references = self.out, self._references
+        references, write = self._references, self.out.append
         if kind.named and kind.joined is None:
             kind.joined = self._joined(kind)
         for opcode in kind.joined or kind.opcodes:
             if type(opcode) is bytes:
-                out.append(opcode)
+                write(opcode)
             elif opcode is REMEMBER:
                 number = self.count
                 self.count = number + 1
-                out.append(PUT1[number] if number <= SHORT else LONG_PUT(b"r", number))
+                write(PUT1[number] if number <= SHORT else LONG_PUT(b"r", number))
             elif opcode is RECORD_KEY:
                 self._key(record)
-            elif (found := references.get(opcode)) is not None:
-                out.append(found)
+            elif opcode in references:
+                write(references[opcode])
             elif type(opcode) is str:
-                self._str(opcode)
-                references[opcode] = get(self.memo[id(opcode)])
+                self._shared(opcode)
             else:
-                self.name(*cast("tuple[str, str]", opcode))
+                self.name(*opcode)  # type: ignore[misc]  # the name of a global
         kind.named = True
 
     def _joined(self, kind: PickledKind) -> tuple[object, ...]:
@@ -492,16 +491,17 @@ class TorchPickle(PickleWriter):
             self.out.append(get(self._keys[record]))
             return
         key = str(record)
-        if record >= ONE_DIGIT:
-            # Nobody else has this text.
+        number = self.memo.get(id(key)) if record < ONE_DIGIT else None
+        if number is not None:
+            self.out.append(get(number))
+        else:
             number = self.count
             self.count = number + 1
             self.out += (KEY_TEXTS[len(key)], key.encode(), put(number))
-            self._keys.append(number)
-            return
-        self.keep(key)
-        self._str(key)
-        self._keys.append(self.memo[id(key)])
+            if record < ONE_DIGIT:
+                self.keep(key)
+                self.memo[id(key)] = number
+        self._keys.append(number)
 
     def _location(self, location: str) -> None:
         if self._anew and location != "cpu":

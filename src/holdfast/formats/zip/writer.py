@@ -118,6 +118,7 @@ SHORT_ENTRY = struct.Struct("<16s3IH12sI")
 offset."""
 FILLED, EMPTY = (struct.pack("<I6H", ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0) for flags in (UTF8 | DESCRIBED, UTF8))
 """What an entry begins with, of a record with content and without."""
+NO_BLOCK = bytes(12)
 FIXED = HEADER.size + 4
 """Bytes of a header without name and zip64 block, with how the padding begins."""
 SHORT_DESCRIPTOR = struct.Struct("<IIII")
@@ -316,15 +317,17 @@ class _Forward:
         `own` is the checksum, where it is known.
         """
         raw = self.prefix + name.encode("utf-8")
-        if len(raw) > MAX16:
-            raise ValueError(f"a record's name of {len(raw):,} bytes")
+        length = len(raw)
+        if length > MAX16:
+            raise ValueError(f"a record's name of {length:,} bytes")
         at, large = self.at, nbytes >= MAX32
         far = at >= MAX32
-        block = again = b""
+        block, again, size, place, behind = b"", b"", nbytes, at, NO_BLOCK
         if large or far:
             block = _zip64([nbytes, 0] * large + [at] * far)
             again = _zip64([nbytes, nbytes] * large + [at] * far)
-        begin = at + FIXED + len(raw) + len(block)
+            size, place, behind = min(nbytes, MAX32), min(at, MAX32), len(again).to_bytes(12, "little")
+        begin = at + FIXED + length + len(block)
         pad = -begin % self.alignment
         self.known.append(_padded(raw, bool(nbytes), pad, block))
         self.at = begin + pad
@@ -332,10 +335,8 @@ class _Forward:
             self.places.append(self.directory + ENTRY_CRC)
             if not isinstance(payload, Late):
                 self.labels.append(payload.label)
-        size, place = min(nbytes, MAX32), min(at, MAX32)
-        begins = FILLED if nbytes else EMPTY
-        self.entries += SHORT_ENTRY.pack(begins, own, size, size, len(raw), len(again).to_bytes(12, "little"), place) + raw + again
-        self.directory += SHORT_ENTRY.size + len(raw) + len(again)
+        self.entries += SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, size, size, length, behind, place) + raw + again
+        self.directory += SHORT_ENTRY.size + length + len(again)
         return large or far
 
     def _flush(self) -> None:
