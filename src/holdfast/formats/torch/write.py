@@ -353,7 +353,10 @@ def lay_out_container(
         ("version", b"3\n"),
         *(() if order_first else order),
     ]
-    return lay_out_zip(name, [*records, (SERIALIZATION_ID, Late(NBYTES, Identity(records, crc=crc)))], alignment=alignment, crc=crc)
+    identity = Identity(records, crc=crc)
+    known = all(isinstance(record, tuple) and isinstance(record[1], bytes) for record in records)
+    records.append((SERIALIZATION_ID, identity({}) if known else Late(NBYTES, identity)))
+    return lay_out_zip(name, records, alignment=alignment, crc=crc)
 
 
 class Identity:
@@ -362,7 +365,7 @@ class Identity:
     __slots__ = ("crc", "records")
 
     def __init__(self, records: Records, *, crc: bool) -> None:
-        self.records = records
+        self.records = tuple(records)
         self.crc = crc
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:

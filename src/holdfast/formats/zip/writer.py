@@ -243,38 +243,65 @@ class _Forward:
         self.entries += tail(self.count, self.at, self.directory)
         blank = bytes(self.entries)
         self.entries.clear()
-        ending = Ending(blank, labels=self.labels, places=self.places, crc=self.crc)
-        if self.late is not None:
-            ending.payload, ending.wide = self.late
         if self.labels or self.late is not None:
+            ending = Ending(blank, labels=self.labels, places=self.places, crc=self.crc)
+            if self.late is not None:
+                ending.payload, ending.wide = self.late
             self.segments.append(Late(ending.nbytes, ending))
         else:
-            self._literal(ending({}))
+            self._literal(blank)
         return tuple(self.segments)
 
     def _record(self, name: str, payload: Payload) -> None:
+        """One record: its header to what is known, its payload, its entry to the directory."""
+        raw = self.prefix + name.encode("utf-8")
+        length = len(raw)
+        if length > MAX16:
+            raise ValueError(f"a record's name of {length:,} bytes")
+        known = isinstance(payload, bytes)
+        nbytes = len(payload) if known else payload.nbytes  # type: ignore[arg-type, union-attr]  # of bytes, and of all others
+        own = crc32(payload) if known and nbytes and self.crc else 0
+        at = self.at
+        wide = nbytes >= MAX32 or at >= MAX32
+        block, again, size, place, extra = b"", b"", nbytes, at, NO_BLOCK
+        if wide:
+            large, far = nbytes >= MAX32, at >= MAX32
+            block = _zip64([nbytes, 0] * large + [at] * far)
+            again = _zip64([nbytes, nbytes] * large + [at] * far)
+            size, place, extra = min(nbytes, MAX32), min(at, MAX32), len(again).to_bytes(12, "little")
+        begin = at + FIXED + length + len(block)
+        pad = -begin % self.alignment
+        self.known.append(_padded(raw, bool(nbytes), pad, block))
+        self.entries += SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, size, size, length, extra, place) + raw + again
         self.count += 1
-        if isinstance(payload, bytes):
-            nbytes = len(payload)
-            own = crc32(payload) if self.crc and nbytes else 0
-            wide = self._header(name, payload, nbytes, own=own)
-            if nbytes:
-                behind = (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes)
+        self.at = begin + pad
+        if nbytes:
+            pack = LONG_DESCRIPTOR.pack if wide else SHORT_DESCRIPTOR.pack
+            behind = pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes)
+            self.at += nbytes + len(behind)
+            if isinstance(payload, bytes):
                 self.known += (payload, behind)
-                self.at += nbytes + len(behind)
-            return
-        nbytes = payload.nbytes
-        wide = self._header(name, payload, nbytes, own=0)
-        self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
+            else:
+                self._later(payload, nbytes, wide, behind)
+        elif isinstance(payload, Late):
+            self.late = payload, wide
+        self.directory = len(self.entries)
+
+    def _later(self, payload: Data | Memory | Hole | Late, nbytes: int, wide: bool, behind: bytes) -> None:
+        """A payload that is not known yet; `behind` is its descriptor without a checksum."""
+        if self.crc and not isinstance(payload, Hole):
+            self.places.append(self.directory + ENTRY_CRC)
+            if not isinstance(payload, Late):
+                self.labels.append(payload.label)
         if isinstance(payload, Late):
             self.late = payload, wide
-        elif nbytes:
-            self._flush()
-            self.segments.append(payload)
-            if self.crc and not isinstance(payload, Hole):
-                self.waiting = payload.label, nbytes, wide
-            else:
-                self.known.append((LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
+            return
+        self._flush()
+        self.segments.append(payload)
+        if self.crc and not isinstance(payload, Hole):
+            self.waiting = payload.label, nbytes, wide
+        else:
+            self.known.append(behind)
 
     def _folder(self, records: RecordFolder) -> None:
         """Numbered records: each that stands alone by itself, and those between them together."""
@@ -310,34 +337,6 @@ class _Forward:
         self.at = laid.stops[-1]
         self.count += count
         return first + count
-
-    def _header(self, name: str, payload: Payload, nbytes: int, *, own: int) -> bool:
-        """Add a record's header to what is known and its entry to the directory; whether it has a zip64 block.
-
-        `own` is the checksum, where it is known.
-        """
-        raw = self.prefix + name.encode("utf-8")
-        length = len(raw)
-        if length > MAX16:
-            raise ValueError(f"a record's name of {length:,} bytes")
-        at, large = self.at, nbytes >= MAX32
-        far = at >= MAX32
-        block, again, size, place, behind = b"", b"", nbytes, at, NO_BLOCK
-        if large or far:
-            block = _zip64([nbytes, 0] * large + [at] * far)
-            again = _zip64([nbytes, nbytes] * large + [at] * far)
-            size, place, behind = min(nbytes, MAX32), min(at, MAX32), len(again).to_bytes(12, "little")
-        begin = at + FIXED + length + len(block)
-        pad = -begin % self.alignment
-        self.known.append(_padded(raw, bool(nbytes), pad, block))
-        self.at = begin + pad
-        if nbytes and self.crc and not isinstance(payload, (bytes, Hole)):
-            self.places.append(self.directory + ENTRY_CRC)
-            if not isinstance(payload, Late):
-                self.labels.append(payload.label)
-        self.entries += SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, size, size, length, behind, place) + raw + again
-        self.directory += SHORT_ENTRY.size + length + len(again)
-        return large or far
 
     def _flush(self) -> None:
         """Make a segment of what is known since the last data."""
