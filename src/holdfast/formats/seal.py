@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 
 import msgspec
 
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, located
 from holdfast.formats.strict_json import HEX, check_seal, kind, paid_nbytes, parse_own, pointer, quoted
 from holdfast.formats.strict_json import SEAL as SELF
@@ -160,6 +161,22 @@ def parse_seal(raw: bytes, limits: Limits) -> Seal:
     Raises `Corrupted` where it has not its own checksum, `HeaderError`, `UnsafePath` for a name that leads out of the directory,
     `LimitExceeded`, or `Unsupported` for an unknown version or digest.
     """
+    if len(raw) > KNOWN_NBYTES:
+        return _parsed(raw, limits)
+    seal = _known(raw, limits)
+    return replace(seal, metrics=dict(seal.metrics))
+
+
+KNOWN_NBYTES = 16 << 10
+"""Of a seal that is remembered: a run that saves reads its last seals again and again."""
+
+
+@lru_cache(64)
+def _known(raw: bytes, limits: Limits) -> Seal:
+    return _parsed(raw, limits)
+
+
+def _parsed(raw: bytes, limits: Limits) -> Seal:
     with located(file=SEAL):
         if len(raw) > limits.index_nbytes:
             raise LimitExceeded(

@@ -60,6 +60,8 @@ class Catalogue:
     """Names of rows of `DTYPES`."""
     shapes: tuple[tuple[int, ...], ...]
     """Of the whole tensors, not of anybody's part."""
+    encoded: bytes = field(init=False, repr=False)
+    """The catalogue as JSON. Equal catalogues give equal bytes."""
     digest: bytes = field(init=False, repr=False)
     """blake2b of `encoded`."""
     positions: Mapping[str, int] = field(init=False, repr=False)
@@ -85,14 +87,12 @@ class Catalogue:
                 raise MetadataError(f"{shape} is no shape that a tensor can have", tensor=name, found=shape)
         object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "extents", shape_columns(self.shapes))
-        object.__setattr__(self, "digest", hashlib.blake2b(self.encoded(), digest_size=16).digest())
-
-    def encoded(self) -> bytes:
-        """The catalogue as JSON. Equal catalogues give equal bytes."""
         try:
-            return msgspec.json.encode({"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes})
+            encoded = msgspec.json.encode({"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes})
         except UnicodeEncodeError as error:
             raise MetadataError(f"a tensor's name holds half a surrogate pair: {error.object!r}") from error
+        object.__setattr__(self, "encoded", encoded)
+        object.__setattr__(self, "digest", hashlib.blake2b(encoded, digest_size=16).digest())
 
     @property
     def rank(self) -> int:
@@ -262,7 +262,7 @@ HEADERS = msgspec.json.Decoder(Header)
 
 def encode(state: RankState) -> bytes:
     """A rank's state as bytes; `decode` gives it back."""
-    catalogue = state.catalogue.encoded()
+    catalogue = state.catalogue.encoded
     try:
         header = msgspec.json.encode(Header(state.count, _pairs(state.values), state.aliases))
     except UnicodeEncodeError as error:
@@ -298,9 +298,9 @@ def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankStat
     return RankState(catalogue, tensors, offsets.reshape(form), sizes.reshape(form), _digests(header.values), header.aliases)
 
 
-def decode_all(described: Iterable[bytes]) -> list[RankState]:
-    """The states of all ranks, in order; those with the same tensors share one catalogue."""
-    known: dict[bytes, Catalogue] = {}
+def decode_all(described: Iterable[bytes], own: Catalogue | None = None) -> list[RankState]:
+    """The states of all ranks, in order; those with the same tensors share one catalogue, or that of whoever asks (`own`)."""
+    known = {} if own is None else {own.digest: own}
     return [decode(data, known) for data in described]
 
 

@@ -95,6 +95,8 @@ class Proving:
         self._credit = 0
         self._reading = "", 0
         """The file that is being read, and how far."""
+        self._quiet_until = 0.0
+        """Before this nothing is old: no file of the newest step, of those that were there when it was looked at last."""
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._process = os.getpid()
@@ -176,7 +178,7 @@ class Proving:
         with self._turn:
             self._credit = min(self._credit + step.nbytes // SHARE, step.nbytes)
             if (
-                (shares or self.is_doubted(step))
+                ((shares and time.time() >= self._quiet_until) or self.is_doubted(step))
                 and not self._stop.is_set()
                 and (self._thread is None or not self._thread.is_alive())
             ):
@@ -230,6 +232,8 @@ class Proving:
             self._files = times
         due = sorted((at, identity) for identity, at in times.items() if now - at >= OLD_S)
         if not due:
+            every = [known.get(identity) or place.written(step, name) for name, identity in own.items()]
+            self._quiet_until = min(every, default=now) + OLD_S
             return False
         identity = self._reading[0] if self._reading[0] in times else due[0][1]
         wrong = self._read(step, shared[identity], identity)

@@ -214,8 +214,10 @@ class _Parts(Value, frozen=True, eq=False):
 
     def inside(self, files: Collection[int]) -> Bools:
         """Whether each tensor lies in these files alone."""
+        chosen = np.zeros(1 + max([*files, int(self.file.max(initial=0))]), np.bool_)
+        chosen[[*files]] = True
         inside = np.ones(self.count, np.bool_)
-        inside[self.owner[~np.isin(self.file, [*files])]] = False
+        inside[self.owner[~chosen[self.file]]] = False
         return inside
 
 

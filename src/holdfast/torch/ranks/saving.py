@@ -120,11 +120,13 @@ class Described(Value, frozen=True):
     """What this rank has."""
 
     job: Job
-    told: bytes | Exception
-    """What it has to say when it is planned: its description, or what went wrong."""
+    told: Description | Exception
+    """What it has to say beside its tensors when it is planned; or what went wrong."""
     state: State = field(default_factory=lambda: State({}, {}, {}))
-    columns: RankState = field(default_factory=lambda: RankState.of([]))
-    """Its tensors and boxes."""
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+    """DCP: a hash of each value that is no tensor."""
+    aliases: Sequence[tuple[str, str]] = ()
+    """Names of one and the same memory, each with the first of them."""
     flat: FlatState = field(default_factory=FlatState)
     notes: tuple[str, ...] = ()
     archives: Mapping[str, bytes] = field(default_factory=dict)
@@ -211,16 +213,18 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
             table = table_of(found)
             if flat.pickled:
                 table = table.with_entries([row for row, name in enumerate(table.names) if name not in flat.pickled], {})
-            found = replace(found, tensors=table)
-            told, columns = _message(found, table, flat, matched, format=job.asked.format)
-            return Described(job, told, found, columns, flat, unkept_notes(found, job.asked.format))
+            found, format = replace(found, tensors=table), job.asked.format
+            digests = flat.digests() if format == "dcp" else {}
+            told = _description(found, table, flat, matched, format=format)
+            aliases = _aliases(table) if format != "safetensors" else []
+            return Described(job, told, found, digests, aliases, flat, unkept_notes(found, format))
     except Exception as error:
         return Described(job, error)
 
 
-def _message(state: State, table: Table, flat: FlatState, matched: list[str], *, format: str) -> tuple[bytes, RankState]:
+def _description(state: State, table: Table, flat: FlatState, matched: list[str], *, format: str) -> Description:
+    """What is said of a state beside its tensors. Raises `CannotHold` with everything that stands in the way."""
     tree, usual = None, True
-    digests = flat.digests() if format == "dcp" else {}
     problems = list(flat.problems)
     if format == "native" and not is_flat(state):
         encoded = encode_state(state, table)
@@ -235,10 +239,7 @@ def _message(state: State, table: Table, flat: FlatState, matched: list[str], *,
         raise CannotHold("this state cannot be saved so", problems)
     wanted = [kind.traits.requires_grad for kind in table.kinds]
     grads = [name for name, kind in zip(table.names, table.kind, strict=True) if wanted[kind]] if any(wanted) else []
-    aliases = _aliases(table) if format != "safetensors" else []
-    description = Description(tree, dict(state.metadata), flat.paths, list(flat.values), grads, matched, usual)
-    columns = RankState.of_table(table, values=digests, aliases=aliases)
-    return message(description, columns), columns
+    return Description(tree, dict(state.metadata), flat.paths, list(flat.values), grads, matched, usual)
 
 
 def _aliases(table: Table) -> list[tuple[str, str]]:
@@ -269,10 +270,11 @@ def plan(described: Described) -> Planned:
     """Plan together, and know what this rank writes."""
     job, asked = described.job, described.job.asked
     publishing: list[Publishing] = []
+    columns, said = _columns(described)
 
     def decide(messages: list[bytes]) -> list[bytes]:
         with resting_collector():
-            together = put_together(messages, values=asked.values, per_rank=asked.per_rank)
+            together = put_together(messages, values=asked.values, per_rank=asked.per_rank, own=columns.catalogue)
             check_opens(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
         opened = open_publishing(
             job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step
@@ -284,15 +286,15 @@ def plan(described: Described) -> Planned:
         tasks = (RankTask(told, as_bytes(writes.boxes), list(writes.values), notes, whole) for writes in together.writes)
         return [msgspec.msgpack.encode(task) for task in tasks]
 
-    answer = job.ranks.agree(_with_sums(described), decide)
+    answer = job.ranks.agree(said, decide)
     part = RankOutput(job.ranks.rank, job.ranks.size, NO_BOXES, described.state.metadata)
     planned = Planned(job, part, publishing[0] if publishing else None, described.notes, staged=described.staged)
     try:
         task = TASKS.decode(answer)
         numbers = as_column(task.boxes)
-        boxes = _boxes(described, numbers)
+        boxes = _boxes(table_of(described.state), columns, numbers)
         given = described.values
-        own = [given[row] for row in described.columns.tensors[numbers].tolist()] if given else []
+        own = [given[row] for row in columns.tensors[numbers].tolist()] if given else []
         values = {name: described.archives.get(name) or described.flat.values[name].archive() for name in task.values}
         for name, archive in values.items():
             check_value(name, archive)
@@ -304,30 +306,33 @@ def plan(described: Described) -> Planned:
         return replace(planned, failed=error)
 
 
-def _boxes(described: Described, numbers: Ints) -> Boxes:
+def _boxes(table: Table, columns: RankState, numbers: Ints) -> Boxes:
     """The boxes of this rank that have these numbers. A tensor without elements is written as a whole."""
-    columns = described.columns
     tensors, starts, sizes = columns.tensors[numbers], columns.offsets[:, numbers], columns.sizes[:, numbers]
     extents = columns.catalogue.extents[:, tensors]
     empty = (extents == 0).any(axis=0)
     if empty.any():
         starts, sizes = np.where(empty, 0, starts), np.where(empty, extents, sizes)
-    return Boxes.cut(table_of(described.state), tensors.tolist(), starts, sizes)
+    return Boxes.cut(table, tensors.tolist(), starts, sizes)
 
 
-def _with_sums(described: Described) -> bytes | Exception:
-    """What this rank has to say, behind the checksums of what others may have as well: of the copies, where there are any."""
-    job, sums = described.job, b""
+def _columns(described: Described) -> tuple[RankState, bytes | Exception]:
+    """The tensors and boxes of this rank, and what it has to say: behind the checksums of what others may have as well."""
+    job, sums, columns = described.job, b"", RankState.of([])
     if isinstance(described.told, Exception):
-        return described.told
+        return columns, described.told
     try:
+        with resting_collector():
+            table = table_of(described.state)
+            columns = RankState.of_table(table, values=described.digests, aliases=described.aliases)
+            told = message(described.told, columns)
         if job.asked.check_replicas and job.ranks.size > 1:
             if described.staged is not None:
-                described.staged.copies.wait()
-            sums = replica_sums(table_of(described.state), threads=job.count_threads())
+                described.staged.copies.wait()  # sums are those of the copies
+            sums = replica_sums(table, threads=job.count_threads())
     except Exception as error:
-        return error
-    return with_sums(sums, described.told)
+        return columns, error
+    return columns, with_sums(sums, told)
 
 
 def stage_planned(planned: Planned, copy: Copy) -> Planned:

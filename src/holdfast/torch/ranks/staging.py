@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress
-from operator import attrgetter, itemgetter, ne, not_
+from operator import attrgetter, itemgetter, ne
 from typing import cast
 
 import numpy as np
@@ -65,10 +64,15 @@ def _note_versions(value: object, path: Path, found: Versions) -> None:
     elif isinstance(value, Mapping | list | tuple):
         inside = [*value.values()] if isinstance(value, Mapping) else value
         if PLAIN.issuperset(map(type, inside)) and not any(map(ATTRIBUTES, inside)):
-            # Nearly all are, and there may be very many. Those of inference mode have no count.
-            counted = [*map(not_, map(torch.Tensor.is_inference, inside))]
-            tensors = [*compress(cast("Sequence[torch.Tensor]", inside), counted)]
-            found += zip(tensors, map(VERSION, tensors), strict=True)
+            # Nearly all are, and there may be very many.
+            tensors = cast("list[torch.Tensor]", inside)
+            try:
+                counts = [*map(VERSION, tensors)]
+            except RuntimeError:
+                # Those of inference mode have no count.
+                tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+                counts = [*map(VERSION, tensors)]
+            found += zip(tensors, counts, strict=True)
             return
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             _note_versions(inner, (*path, step(key)), found)
