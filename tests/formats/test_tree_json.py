@@ -100,8 +100,7 @@ FORMS = [
 def test_the_documented_forms(value, form):
     encoded = encode_tree(value, {})
     assert encoded.problems == ()
-    assert encoded.value == form
-    assert_same(type(encoded.value), type(form))
+    assert msgspec.json.encode(encoded.value) == msgspec.json.encode(form)
 
 
 def test_a_state_dict_keeps_its_versions():
@@ -176,7 +175,7 @@ def test_nesting_is_bounded_on_both_sides():
 def test_shared_containers_are_written_for_each_place_and_never_without_end():
     shared = [1]
     encoded = encode_tree({"a": shared, "b": shared}, {})
-    assert encoded.value == {"a": [1], "b": [1]}
+    assert msgspec.json.encode(encoded.value) == b'{"a":[1],"b":[1]}'
     assert encoded.notes
     bomb: object = [1]
     for _ in range(50):

@@ -46,11 +46,8 @@ GROWTH = 1.1
 
 OPEN: dict[str, tuple[float, ...]] = {
     # case: times the calls of the plain save, with 64 and 2,000 tensors and for each more
-    "save native, nested": (4.4, 15.8, 19.4),
-    "save native, tied": (5.5, 32.2, 40.6),
-    "save safetensors, nested": (7.0, 21.8, 25.7),
-    "save safetensors, tied": (9.2, 45.3, 54.5),
-    "save pt, nested": (2.0, 3.1, 10.8),
+    "save safetensors, nested": (3.3, 2.3, 2.2),
+    "save pt, nested": (2.7, 7.6, 8.7),
     "convert native to native": (3.0, 8.4, 9.8),
     "convert native to safetensors": (4.1, 10.7, 12.0),
     "convert native to pt": (1.6, 2.7, 6.5),
@@ -88,20 +85,7 @@ OPEN: dict[str, tuple[float, ...]] = {
 
 OPEN_ODD: dict[str, float] = {
     # format, kind: times the calls of a save without it
-    "native, composite": 4.45,
-    "native, tied": 1.75,
-    "native, strided": 1.75,
-    "native, conjugated": 2.16,
-    "safetensors, tied": 1.68,
-    "safetensors, strided": 2.01,
-    "safetensors, conjugated": 2.56,
-    "pt, composite": 1.72,
-    "pt, strided": 1.24,
-    "pt, conjugated": 1.32,
     "sharded, composite": 2.79,
-    "sharded, tied": 1.12,
-    "pt, tied": 1.12,
-    "sharded, conjugated": 1.11,
 }
 """Odd tensors that cost more than themselves."""
 

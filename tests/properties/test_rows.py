@@ -157,13 +157,13 @@ PATHS = {"torch-zip": "a.pt", "safetensors": "a.safetensors", "native": "a"}
 FORMATS = sorted(PATHS)
 
 
-NO_RANGES = FileStorages([], *np.zeros((4, 0), np.int64), names=[])
+NO_ROWS = table.Tabulated((), (), (), (), FileStorages([], *np.zeros((4, 0), np.int64), names=[]), lambda: ())
 
 
 def assert_same(state, path, **options):
     with (
         mock.patch.object(save, "tabulate_state", describe_state),
-        mock.patch.object(table, "_file_storages", return_value=([], NO_RANGES)),
+        mock.patch.object(table, "tabulate_lazy", return_value=NO_ROWS),
     ):
         slow = outcome(state, path, **options)
     assert outcome(state, path, **options) == slow
@@ -208,17 +208,15 @@ def plain(count=FEW):
     return {f"t.{n}": np.full(n % 5 + 1, n, "f4") if n % 2 else torch.full((2, n % 3 + 1), n) for n in range(count)}
 
 
-TAKEN = {
-    "long", "no such dtype", "a parameter", "wants a gradient", "a number", "a scalar", "nested", "a key that is no text",
-    "the name of the metadata",
-}  # fmt: skip
+LEFT = {"meta", "no dtype at all", "objects"}
+"""What is no row of a storage, or is refused."""
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("odd", sorted(ODD))
-def test_what_is_odd_is_not_taken_for_ordinary(tmp_path, odd, format):
+def test_what_is_not_ordinary_is_taken_as_rows(tmp_path, odd, format):
     state = ODD[odd](plain())
-    assert is_taken(state) == (odd in TAKEN)
+    assert is_taken(state) == (odd not in LEFT)
     assert_same(state, tmp_path / PATHS[format])
 
 
@@ -246,12 +244,12 @@ def nested():
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_model_and_its_optimizer(tmp_path, format):
     state = nested()
-    # What stands in two places has a name for each: for tables the other walk finds them.
-    assert tabulate_state(state).leaves is None
+    # What stands in two places has a name for each.
+    assert is_taken(state)
     assert_same(state, tmp_path / PATHS[format], keep_tree=True)
     state["own"]["lists"].pop()
     del state["own"]["lists"][0]
-    assert tabulate_state(state).leaves is not None
+    assert is_taken(state)
     assert_same(state, tmp_path / PATHS[format], keep_tree=True)
 
 
@@ -262,7 +260,9 @@ def test_the_state_dict_of_a_module_is_taken_as_rows(tmp_path, format):
     module[1].weight = module[3].weight
     state = module.state_dict()
     assert tabulate_state(state).leaves is not None
-    assert len(tabulate_state(state).tensors.odd) == 2
+    found = tabulate_state(state).tensors
+    assert not found.odd
+    assert len({*found.storage}) == len(found) - 1
     slow = assert_same(state, tmp_path / PATHS[format])
     assert ("1 name is a second name of a tensor; the bytes are written once" in slow[1]) == (format != "torch-zip")
     with holdfast.open(tmp_path / PATHS[format]) as ckpt:
@@ -280,7 +280,6 @@ def test_long_names_are_taken_as_rows(tmp_path, format):
 def test_attributes_of_containers_hold_no_tensors(tmp_path):
     state = nested()
     state["model"]._metadata["own"] = torch.ones(2)
-    assert not is_taken(state)
     assert_same(state, tmp_path / "a.pt")
 
 
@@ -288,7 +287,8 @@ def test_attributes_of_containers_hold_no_tensors(tmp_path):
 def test_an_array_and_a_tensor_over_its_memory_are_tied(tmp_path, format):
     array = np.ones(3, "f4")
     state = plain() | {"array": array, "tensor": torch.from_numpy(array)}
-    assert not is_taken(state)
+    found = tabulate_state(state).tensors
+    assert found.storage[found.rows["array"]] == found.storage[found.rows["tensor"]]
     assert_same(state, tmp_path / PATHS[format])
 
 

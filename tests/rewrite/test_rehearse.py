@@ -25,6 +25,7 @@ from holdfast.formats.safetensors.read import SafetensorsFile
 from holdfast.formats.strict_json import parse_parts
 from holdfast.formats.torch.zip import TorchZip
 from holdfast.plan.saves import Data, FilePlan, Late, Literal
+from holdfast.rewrite import formats
 from holdfast.rewrite.reshard import reshard
 
 STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}
@@ -62,7 +63,8 @@ def dst(tmp_path: Path) -> Path:
 
 
 def patch_readers(monkeypatch: pytest.MonkeyPatch, found) -> None:
-    """Every reader gives `found` of what it describes, where that is a plan."""
+    """Every reader gives `found` of what it describes, where that is a plan. What was opened before is opened again."""
+    monkeypatch.setattr(formats, "OPENED", set())
     for reader in READERS:
 
         def describe(self, source, before=reader.describe) -> Description:

@@ -1,31 +1,36 @@
 """`Leaves`: the tensors of a nested state, found by one walk, with their names; the containers stay as they are.
 
-A dict of fifty thousand tensors is looked at as a whole: the types of its values, its keys, its values. The walk knows the usual
-containers (dicts, lists and tuples of exactly these classes), keys that are text or integers, and plain values. Whoever wants it
-says which types are tensors, and what becomes of any other leaf (`convert`).
+A container is looked at as a whole: the types of its keys, the types of its values. No function is called for a tensor, and few for
+a container. The walk knows the usual containers (dicts, lists and tuples of exactly these classes) and plain values. Whoever wants
+it says which types are tensors, and what becomes of any other leaf (`convert`).
 
-Some states are left to the walk that knows everything (`rewrite.state.StateWalk`), which rebuilds them: other kinds of containers,
-tensors in a container that stands in two places, two tensors of one name, names of immense length, great depth.
+Names are those of `core.tree.name_tensors`: a container that stands in two places is walked in both, and of two tensors that would
+have one name the second gets a number.
+
+Some states are left to the walk that knows everything (`rewrite.state.StateWalk`), which rebuilds them, or refuses them: other
+kinds of containers, a container inside of itself or in very many places, names of immense length, great depth.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from typing import cast
 
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import FREE_CHARACTERS, HELD_NBYTES, NAME_CHARACTERS_A_BYTE, Path
+from holdfast.core.tree import FREE_CHARACTERS, HELD_NBYTES, NAME_CHARACTERS_A_BYTE, Path, step
 from holdfast.errors import Unsupported
 
 PLAIN = frozenset({type(None), bool, int, float, str})
+TEXT = frozenset({str})
 KEYS = frozenset({str, int})
-CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+DICTS = frozenset({dict, OrderedDict})
+CONTAINERS = DICTS | {list, tuple}
 
-DEPTH = 16
-"""Of containers that this walk enters."""
+AGAIN = 100_000
+"""Steps through containers with tensors that stand in several places, beyond the first of each."""
 
 SAMPLED = 16
 """Values of a container that stand for all of them."""
@@ -58,8 +63,6 @@ class Leaves:
         self._convert = convert
         self._like: dict[tuple[type, frozenset[type], frozenset[type]], object] = {}
         """A container of each kind."""
-        self._walked: dict[int, bool] = {}
-        """Containers, and whether they may be met again."""
 
     @property
     def flat(self) -> bool:
@@ -74,86 +77,124 @@ class Leaves:
         """Put the parts of composites in the places of the tensors of these numbers, which only look like plain ones."""
         names: list[str] = []
         values: list[object] = []
-        for number, (name, value) in enumerate(zip(self.names, self.values, strict=True)):
-            whole = wholes.get(number)
-            if whole is None:
-                names.append(name)
-                values.append(value)
-                continue
+        done = 0
+        for number, whole in sorted(wholes.items()):
+            name, value = self.names[number], self.values[number]
             self.converted[id(value)] = value, whole
-            for part, tensor in whole.children():
-                names.append(f"{name}.{part}")
-                values.append(tensor)
-        self.names, self.values, self.nested = names, values, True
+            names += (*self.names[done:number], *[f"{name}.{part}" for part in whole.parts])
+            values += (*self.values[done:number], *whole.parts.values())
+            done = number + 1
+        self.names, self.values, self.nested = [*names, *self.names[done:]], [*values, *self.values[done:]], True
 
     def described(self, value: object) -> object:
         """What was made of a leaf of another type, or of an odd tensor; any other value as it is."""
         found = self.converted.get(id(value))
         return self.odd.get(id(value), value) if found is None else found[1]
 
-    def through(self, value: object, prefix: str, path: Path) -> bool:
-        """Walk on from here. False where the state is for the other walk."""
-        kind = type(value)
-        if kind in PLAIN:
-            self.beyond = True
-            return True
-        if kind not in CONTAINERS:
-            return self._leaf(value, prefix, path)
-        if len(path) >= DEPTH:
-            return False
-        if id(value) in self._walked:
-            return self._walked[id(value)]
-        self._walked[id(value)] = False
-        before = len(self.values)
+    def walk(self, state: object, depth: int) -> bool:
+        """Walk through a state of containers that nest less than so deep. False where it is for the other walk."""
+        kinds, simple = self.kinds, self.kinds | PLAIN
+        names, values, like = self.names, self.values, self._like
+        walked: dict[int, bool] = {}
+        """Containers, and whether there are tensors in them."""
+        pending: list[tuple[Iterator[tuple[object, object]], str, object, int, int]] = []
+        """Those that are entered: what is left around each, the name of what is around it, its key there, its identity, and how
+        many tensors came before it."""
+        level = again = 0
+        inside: Iterator[tuple[object, object]] = iter([("", state)])
+        prefix = ""
         keys: Collection[object]
-        inside: Collection[object]
-        if isinstance(value, dict):
-            keys, inside = value, value.values()
-        else:
-            inside = cast("list[object] | tuple[object, ...]", value)
-            keys = range(len(inside))
-        named = {*map(type, keys)}
-        if not named <= KEYS:
-            return False
-        types = {*map(type, inside)}
-        self.nested |= bool(path)
-        self.beyond |= kind is not dict or int in named
-        self._like.setdefault((kind, frozenset(named), frozenset(types)), value)
-        if types and types <= self.kinds:
-            self.names += map(str, keys) if not prefix else [f"{prefix}{key}" for key in keys]
-            self.values += inside
-        elif types <= PLAIN:
-            self.beyond |= bool(types)
-        else:
-            for key, item in zip(keys, inside, strict=True):
-                if type(item) in self.kinds:
-                    self.names.append(f"{prefix}{key}")
-                    self.values.append(item)
-                elif not self.through(item, f"{prefix}{key}.", (*path, cast("str | int", key))):
+        content: Collection[object]
+        while True:
+            for key, item in inside:
+                kind = type(item)
+                if kind in kinds:
+                    names += (f"{prefix}{key}",)
+                    values += (item,)
+                    continue
+                if kind in PLAIN:
+                    continue
+                if kind not in CONTAINERS:
+                    if not self._leaf(item, f"{prefix}{key}.", (*[one[2] for one in pending[1:]], key)):  # type: ignore[arg-type]
+                        return False
+                    continue
+                ident = id(item)
+                if kind in DICTS:
+                    keys, content = item, item.values()  # type: ignore[assignment, attr-defined]  # a cast is a call
+                else:
+                    content = item  # type: ignore[assignment]
+                    keys = range(len(content))
+                if ident in walked:
+                    if not walked[ident]:
+                        continue
+                    again += 1 + len(content)
+                    if again > AGAIN or any(ident == one[3] for one in pending):
+                        return False
+                if level >= depth:
                     return False
-        self._walked[id(value)] = len(self.values) == before
-        return True
+                named, types = {*map(type, keys)}, {*map(type, content)}
+                if not named <= KEYS:
+                    keys = [str(step(one)) for one in keys]
+                self.nested |= level > 0
+                self.beyond |= kind is not dict or not named <= TEXT or bool(types & PLAIN)
+                sort = kind, frozenset(named), frozenset(types)
+                if sort not in like:
+                    like[sort] = item
+                below = f"{prefix}{key}." if level else ""
+                if types <= kinds:
+                    walked[ident] = bool(types)
+                    names += [f"{below}{one}" for one in keys] if below else map(str, keys)
+                    values += content
+                elif types <= simple:
+                    walked[ident] = bool(types & kinds)
+                    for one, value in zip(keys, content, strict=True) if walked[ident] else ():
+                        if type(value) in kinds:
+                            names += (f"{below}{one}",)
+                            values += (value,)
+                else:
+                    walked[ident] = True
+                    pending.append((inside, prefix, key, ident, len(values)))
+                    inside, prefix = zip(keys, content, strict=True), below
+                    level += 1
+                    break
+            else:
+                if not pending:
+                    return True
+                inside, prefix, _, ident, before = pending.pop()
+                walked[ident] = len(values) > before
+                level -= 1
+
+    def number_names(self) -> None:
+        """Give a number to the second tensor of a name, and to those behind it."""
+        seen: set[str] = set()
+        doubles: dict[str, int] = {}
+        for row, base in enumerate(self.names):
+            name, count = base, doubles.get(base, 1)
+            while name in seen:
+                count += 1
+                name = f"{base}#{count}"
+            if count > 1:
+                doubles[base] = count
+            seen.add(name)
+            self.names[row] = name
 
     def _leaf(self, value: object, prefix: str, path: Path) -> bool:
         if isinstance(value, Mapping | Opaque):
             return False
         found = self.converted.get(id(value))
-        if found is not None and isinstance(found[1], LazyTensor | Composite):
-            # In two places: the other walk gives each a name.
-            return False
         try:
-            made = self._convert(value, path)
+            made = self._convert(value, path) if found is None else found[1]
         except Unsupported:
             return False
         self.converted[id(value)] = value, made
         name = prefix[:-1]
+        if found is None and isinstance(made, LazyTensor | Composite):
+            self.places.append((name, value))
         if isinstance(made, LazyTensor):
             self.names.append(name)
             self.values.append(made)
-            self.places.append((name, value))
         elif isinstance(made, Composite):
             self.nested = True
-            self.places.append((name, value))
             for part, tensor in made.children():
                 self.names.append(f"{prefix}{part}")
                 self.values.append(tensor)
@@ -164,6 +205,10 @@ class Leaves:
     def others(self) -> list[object]:
         """Leaves that are neither tensors nor plain values."""
         return [value for value, made in self.converted.values() if not isinstance(made, LazyTensor | Composite)]
+
+    def composites(self) -> list[Composite]:
+        """Tensors that are several rows each."""
+        return [made for _, made in self.converted.values() if isinstance(made, Composite)]
 
     def samples(self) -> list[object]:
         """A container of each kind, with some of its plain values."""
@@ -183,22 +228,13 @@ def _sample(container: object, *, plain: bool) -> object:
     return made
 
 
-def find_leaves(state: object, kinds: Collection[type], convert: Convert) -> Leaves | None:
+def find_leaves(state: object, kinds: Collection[type], convert: Convert, depth: int) -> Leaves | None:
     """The tensors of a state, of these types, under names of which none is another's; None where it is for the other walk."""
     leaves = Leaves(kinds, convert)
-    if type(state) not in CONTAINERS or not leaves.through(state, "", ()):
+    if type(state) not in CONTAINERS or not leaves.walk(state, depth):
         return None
-    # A name that two have gets a number; names that are no Unicode, or very much longer than the keys, are refused: by the other
-    # walk.
-    apart = leaves.flat or len({*leaves.names}) == len(leaves.names)
+    if not leaves.flat and len({*leaves.names}) < len(leaves.names):
+        leaves.number_names()
+    # Names that are very much longer than the keys are refused: by the other walk.
     room = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * HELD_NBYTES * len(leaves.names)
-    every = "".join(leaves.names)
-    return leaves if apart and len(every) <= room and _is_unicode(every) else None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return leaves if len("".join(leaves.names)) <= room else None

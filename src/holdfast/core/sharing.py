@@ -4,6 +4,7 @@ A storage is equal to another when both are the same bytes (`Storage.home`), so 
 
     groups     by storage, the names over it: tied weights, views of one buffer
     twins      names of one and the same view: the same elements of the same bytes, with the same meaning
+    tied       the same of the rows of a table, by the numbers of their storages
     islands    ranges of one storage that hang together, because they overlap or touch
     overlaps   pairs of them that have a byte in common
 
@@ -21,8 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
@@ -79,6 +83,40 @@ def twins(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
         if first != name:
             found[name] = first
     return found
+
+
+def tied(table: Table) -> dict[int, int]:
+    """Rows that are the same view of a storage as an earlier row, in order, each with the first such row.
+
+    Rows of one view have one dtype and shape, one place in one storage, and one meaning of its bytes. What has no bytes is no view.
+    """
+    found: dict[int, int] = {}
+    if len({*table.storage}) < len(table):
+        views: dict[object, int] = {}
+        for kind in table.kinds:
+            views.setdefault(_view(kind), len(views))
+        view = np.array([views[_view(kind)] for kind in table.kinds], np.int64)
+        storage = np.array(table.storage, np.int64)
+        rows = np.flatnonzero(storage != ODD)
+        rows = rows[table.storages.nbytes[storage[rows]] > 0]
+        same = storage[rows] * len(views) + view[np.array(table.kind, np.int64)[rows]]
+        _, first, place = np.unique(same, return_index=True, return_inverse=True)
+        firsts = rows[first[place]]
+        again = firsts != rows
+        found = dict(zip(rows[again].tolist(), firsts[again].tolist(), strict=True))
+    if len(table.odd) < 2:
+        return found
+    row_of = {table.names[row]: row for row in sorted(table.odd)}
+    for name, other in twins({name: table.odd[row] for name, row in row_of.items()}).items():
+        found[row_of[name]] = row_of[other]
+    return dict(sorted(found.items()))
+
+
+def _view(kind: Kind) -> tuple[object, ...]:
+    """What all rows of one view have in common, beside their storage."""
+    traits = kind.traits
+    place = (0, ()) if 0 in kind.shape else (kind.offset, kind.strides)
+    return kind.dtype, kind.shape, *place, traits.conj, traits.neg
 
 
 def islands(spans: Iterable[Span[T]], *, touching: bool = False) -> list[Island[T]]:

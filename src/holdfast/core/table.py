@@ -209,6 +209,7 @@ class Table(Mapping[str, LazyTensor]):
         self.odd = odd
         """The tensors of odd rows, by row."""
         self._rows: dict[str, int] | None = None
+        self._apart: dict[int, None] | None = None
         self._views = views
 
     @property
@@ -222,6 +223,15 @@ class Table(Mapping[str, LazyTensor]):
         if self._rows is None:
             self._rows = dict(zip(self.names, range(len(self.names)), strict=True))
         return self._rows
+
+    @property
+    def apart(self) -> Mapping[int, None]:
+        """Rows that are not all bytes of a storage, in order: views and odd ones. Each is written by its lazy tensor (`view`)."""
+        if self._apart is None:
+            odd, views = self.odd, {number for number, kind in enumerate(self.kinds) if not kind.whole}
+            rows = [row for row, one in enumerate(self.kind) if one in views or row in odd] if odd or views else ()
+            self._apart = dict.fromkeys(rows)
+        return self._apart
 
     def view(self, row: int) -> LazyTensor:
         """The row as a lazy tensor."""

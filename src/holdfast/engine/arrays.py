@@ -74,8 +74,14 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
     positions: dict[tuple[AnyDType, tuple[int, ...]], int] = {}
     kind = [positions.setdefault(one, len(positions)) for one in zip(dtypes, map(SHAPE, arrays), strict=True)]
     kinds = [Kind.plain(row, shape) for dtype, shape in positions if (row := known[dtype]) is not None]
+    storage: Sequence[int] = range(len(arrays))
+    numbers = dict(zip(map(id, reversed(arrays)), reversed(storage), strict=True))
+    if len(numbers) < len(arrays):
+        firsts = sorted(numbers.values())
+        numbers = {id(arrays[first]): number for number, first in enumerate(firsts)}
+        storage, arrays = [*map(numbers.__getitem__, map(id, arrays))], [arrays[first] for first in firsts]
     held = ArrayStorages(arrays)
-    return Tabulated(rows, kinds, kind, range(len(arrays)), held, held.addresses)
+    return Tabulated(rows, kinds, kind, storage, held, held.addresses)
 
 
 def _plain_dtype(dtype: AnyDType) -> DType | None:
@@ -91,16 +97,16 @@ class Resident:
         self._storages: dict[tuple[int, int], Storage] = {}
 
     @cached_property
-    def _store(self) -> MemoryStore:
+    def store(self) -> MemoryStore:
         return MemoryStore({}, name="<memory>")
 
     @cached_property
     def _source(self) -> OpenSource:
-        return OpenSource(self._store, mapped=True)
+        return OpenSource(self.store, mapped=True)
 
-    def addresses(self) -> set[int]:
-        """Where the memory of each storage begins that has any."""
-        return {address for address, nbytes in self._storages if nbytes}
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Address and length of each storage that has bytes, by its key."""
+        return {storage.key: place for place, storage in self._storages.items() if place[1]}
 
     def array(self, array: np.ndarray) -> LazyTensor:
         """A numpy array as a lazy tensor over the buffer that owns its memory."""
@@ -128,8 +134,8 @@ class Resident:
         found = self._storages.get((address, content.nbytes))
         if found is None:
             key = f"{address:x}+{content.nbytes:x}"
-            self._store.add(key, content, owner=owner)
-            found = Storage(key, 0, content.nbytes, location=location, home=self._store)
+            self.store.add(key, content, owner=owner)
+            found = Storage(key, 0, content.nbytes, location=location, home=self.store)
             self._storages[address, content.nbytes] = found
         return found
 

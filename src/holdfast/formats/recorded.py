@@ -10,15 +10,17 @@ The notes stand in a JSON document (safetensors `__metadata__`, an index, a mani
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
-from msgspec import Struct, field
+import numpy as np
+from msgspec import field
 
-from holdfast.core.chunk import in_c_order
+from holdfast.core.chunk import Storage, in_c_order
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
-from holdfast.core.sharing import groups, twins
-from holdfast.core.table import Kind, Table
+from holdfast.core.sharing import tied
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, MetadataError
@@ -40,14 +42,14 @@ class ViewGroup(Value, frozen=True):
     """Offset and strides of each, in bits of the storage."""
 
 
-class Sharing(Struct):
-    """What is written, and what is noted beside it."""
+class Shared(Value, frozen=True, eq=False):
+    """Which rows of a table are written, and what is noted beside them."""
 
-    written: dict[str, LazyTensor] = field(default_factory=dict)
-    """The tensors that get bytes, in the order of the state. Those of the meta device have none."""
-    aliases: dict[str, str] = field(default_factory=dict)
+    rows: Sequence[int]
+    """Those that get bytes, in the order of the table. Those of the meta device have none."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of these tensors."""
-    groups: list[ViewGroup] = field(default_factory=list)
+    groups: Sequence[ViewGroup] = ()
 
     def notes(self) -> list[str]:
         """Sentences about it for people."""
@@ -62,34 +64,8 @@ class Sharing(Struct):
         return notes
 
 
-class Shared(Value, frozen=True, eq=False):
-    """Which rows of a table are written, and what is noted beside them."""
-
-    rows: Sequence[int]
-    """Those that get bytes, in the order of the table."""
-    sharing: Sharing = field(default_factory=Sharing)
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        return self.sharing.aliases
-
-    def notes(self) -> list[str]:
-        """Sentences about it for people."""
-        return self.sharing.notes()
-
-
 def share(table: Table) -> Shared:
-    """Compare where the odd rows of a table lie (`find_sharing`); a plain row shares with nobody."""
-    if not table.odd:
-        return Shared(range(len(table)))
-    names = table.names
-    found = find_sharing({names[row]: table.odd[row] for row in sorted(table.odd)})
-    dropped = {row for row in table.odd if names[row] not in found.written}
-    return Shared([row for row in range(len(names)) if row not in dropped] if dropped else range(len(names)), found)
-
-
-def find_sharing(tensors: Mapping[str, LazyTensor]) -> Sharing:
-    """Compare where the tensors of a state lie. Nothing is read, and nothing is taken for shared that only looks equal.
+    """Compare where the rows of a table lie. Nothing is read, and nothing is taken for shared that only looks equal.
 
     1. Names of one and the same view (tied weights) are written once; the others are *aliases* of the first.
     2. Different views of one storage (a slice, a transpose) are written as copies, and where each lay in the storage is noted, so
@@ -98,57 +74,88 @@ def find_sharing(tensors: Mapping[str, LazyTensor]) -> Sharing:
 
     A tensor that comes out of a file with such notes (`Traits.alias`) still belongs to its storage of old.
     """
-    found = Sharing()
-    found.written = {name: tensor for name, tensor in tensors.items() if tensor.chunks}
-    distinct: dict[str, LazyTensor] = {}
-    """The first name of each view that may be worth a note."""
-    for storage, names in groups(found.written).items():
-        if not storage.nbytes or (len(names) == 1 and _plain(found.written[names[0]])):
-            continue
-        members = {name: found.written[name] for name in names if name in found.written}
-        again = twins(members)
-        found.aliases |= again
-        for name in again:
-            del found.written[name]
-        distinct |= {name: tensor for name, tensor in members.items() if name not in again}
-    for storage, names in groups(distinct, noted=True).items():
-        group = _group(storage.nbytes, names, found.written)
-        if group is not None:
-            found.groups.append(group)
+    names, count = table.names, len(table)
+    again = tied(table)
+    noted = {number for number, kind in enumerate(table.kinds) if _has_view(kind)}
+    if not again and not noted and not table.odd and len({*table.storage}) == count:
+        return Shared(range(count))
+    meta = {row for row, tensor in table.odd.items() if not tensor.chunks}
+    rows = [row for row in range(count) if row not in again and row not in meta] if again or meta else range(count)
+    first = _first_rows(table)
+    ordered = sorted(again, key=first.__getitem__) if again else ()
+    aliases = {names[row]: names[again[row]] for row in ordered}
+    return Shared(rows, aliases, _view_groups(table, rows, first, noted))
+
+
+def _has_view(kind: Kind) -> bool:
+    """Whether tensors of a kind may be worth a note where they are alone; most are in C order and have none."""
+    if kind.whole or len(kind.strides) < len(kind.shape):
+        return kind.traits.alias is not None
+    return kind.traits.alias is not None or not in_c_order(kind.shape, kind.strides, kind.dtype.bits)
+
+
+def _first_rows(table: Table) -> list[int]:
+    """Of each row, the first one over its storage; of one in several pieces, over the first of them."""
+    storage = np.array(table.storage, np.int64)
+    _, first, place = np.unique(storage, return_index=True, return_inverse=True)
+    found: list[int] = first[place].tolist()
+    seen: dict[Storage, int] = {}
+    for row in sorted(table.odd):
+        chunks = table.odd[row].chunks
+        found[row] = min([seen.setdefault(chunk.storage, row) for chunk in chunks], default=row)
     return found
 
 
-def _plain(tensor: LazyTensor) -> bool:
-    """Whether a tensor that is alone in its storage needs no note; most are in C order and have none."""
-    return tensor.traits.alias is None and in_c_order(tensor.shape, tensor.chunks[0].strides, tensor.dtype.bits)
+def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], noted: Collection[int]) -> list[ViewGroup]:
+    """The storages of which rows are views that are worth a note."""
+    storage, kind = table.storage, table.kind
+    written = np.array(rows, np.int64)
+    several = np.bincount(np.array(first, np.int64)[written], minlength=len(table)) > 1 if len(rows) else ()
+    some = [row for row in rows if several[first[row]] or kind[row] in noted or row in table.odd]
+    groups: dict[object, list[tuple[str, Kind]]] = {}
+    nbytes: dict[object, int] = {}
+    for row in sorted(some, key=lambda row: (first[row], row)):
+        own, place, length = table.kind_of(row), object(), 0
+        if storage[row] != ODD and own.traits.alias is None:
+            place, length = storage[row], own.storage_nbytes
+        else:
+            tensor = table.view(row)
+            if len(tensor.chunks) > 1 or not tensor.chunks[0].storage.nbytes:
+                continue
+            (old,) = tensor.shared_storages
+            own, place, length = Kind.of(tensor), old, old.nbytes
+        if length:
+            groups.setdefault(place, []).append((table.names[row], own))
+            nbytes[place] = length
+    made = (_group(nbytes[place], members) for place, members in groups.items())
+    return [group for group in made if group is not None]
 
 
-def _group(nbytes: int, names: list[str], tensors: Mapping[str, LazyTensor]) -> ViewGroup | None:
+def _group(nbytes: int, members: Sequence[tuple[str, Kind]]) -> ViewGroup | None:
     """The views of one storage, where they are worth a note."""
     views: dict[str, tuple[int, tuple[int, ...]]] = {}
-    for name in names:
-        tensor = tensors[name]
-        if len(tensor.chunks) > 1 or tensor.traits.conj or tensor.traits.neg:
+    kinds: list[Kind] = []
+    for name, one in members:
+        if one.traits.conj or one.traits.neg:
             # Conjugated elements are written as what they stand for: not the bytes of the storage any more.
             continue
-        (chunk,) = tensor.chunks
-        view = tensor.traits.alias or chunk
+        view = one.traits.alias or one
         if min(view.strides, default=0) >= 0:
-            views[name] = (view.offset, view.strides)
+            views[name] = (0, (0,) * len(one.shape)) if view is one and 0 in one.shape else (view.offset, view.strides)
+            kinds.append(one)
     if len(views) == 1:
-        (name,) = views
-        return ViewGroup(nbytes, views) if _strided(tensors[name], views[name][1], nbytes) else None
-    kinds = {tensors[name].dtype for name in views}
-    if len(kinds) > 1 and any(tensors[name].chunks[0].storage.byteorder != "little" for name in views):
+        ((_, strides),) = views.values()
+        return ViewGroup(nbytes, views) if _strided(kinds[0], strides, nbytes) else None
+    if len({one.dtype for one in kinds}) > 1 and any(one.byteorder != "little" for one in kinds):
         # Elements of several widths over the same big-endian bytes: little-endian, no storage has them all.
         return None
     return ViewGroup(nbytes, views) if views else None
 
 
-def _strided(tensor: LazyTensor, strides: tuple[int, ...], nbytes: int) -> bool:
-    if tensor.size < 2 or nbytes > LARGEST_STORAGE_RATIO * tensor.nbytes:
+def _strided(kind: Kind, strides: tuple[int, ...], nbytes: int) -> bool:
+    if math.prod(kind.shape) < 2 or nbytes > LARGEST_STORAGE_RATIO * kind.nbytes:
         return False
-    return not in_c_order(tensor.shape, strides, tensor.dtype.bits)
+    return not in_c_order(kind.shape, strides, kind.dtype.bits)
 
 
 FIELDS = ("aliases", "views", "dtypes", "tree")
@@ -179,12 +186,11 @@ class Recorded(Value, frozen=True):
 
 def sharing_fields(shared: Shared) -> dict[str, object]:
     """The fields `aliases` and `views` of a document; only those that say something."""
-    sharing = shared.sharing
     fields: dict[str, object] = {}
-    if sharing.aliases:
-        fields["aliases"] = sharing.aliases
-    if sharing.groups:
-        fields["views"] = [{"nbytes": group.nbytes, "names": group.names} for group in sharing.groups]
+    if shared.aliases:
+        fields["aliases"] = shared.aliases
+    if shared.groups:
+        fields["views"] = [{"nbytes": group.nbytes, "names": group.names} for group in shared.groups]
     return fields
 
 

@@ -191,7 +191,7 @@ class FileStorages(FileColumns):
             heads = coalesce(starts, stops, MEMORY)
             for first, last in zip(heads.tolist(), [*heads[1:].tolist(), len(places)], strict=True):
                 begin = int(starts[first])
-                data = self._span(rows[first:last].tolist(), begin, int(stops[last - 1]))
+                data = self._span(rows[first:last].tolist(), begin, int(stops[first:last].max()))
                 cut = zip(places[first:last].tolist(), starts[first:last].tolist(), stops[first:last].tolist(), strict=True)
                 for place, start, stop in cut:
                     pieces[place] = data[start - begin : stop - begin]

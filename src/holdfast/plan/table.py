@@ -1,8 +1,8 @@
 """A table on its way to a file: tables of lazy tensors, and the segments that rows become.
 
-A row is *plain* where its elements are all bytes of its storage, in C order, and no other row shares that storage. Plain rows are
-read many together, by whoever made them: memory, a GPU, a file. Every other row is *odd* and has a lazy tensor, which says where
-its elements are: a view, a tensor in several pieces, one that is computed, one that is tied to another.
+Rows that are all bytes of their storages are read many together, by whoever made them: memory, a GPU, a file. Every other row
+stands *apart* (`Table.apart`) and is written by its lazy tensor, which says where its elements are: a view of a storage, or an odd
+row, a tensor in several pieces or one that is computed.
 
 Every layout takes a table (`core/table.py`). Two functions make one to be saved: `rewrite.state.tabulate_state` of a caller's
 memory, `table_of` of lazy tensors.
@@ -17,14 +17,15 @@ from typing import Protocol
 
 import numpy as np
 
-from holdfast.core.arrays import Bools, Ints
+from holdfast.core.arrays import Ints
+from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
-from holdfast.core.protocols import State, Store
+from holdfast.core.protocols import Source, State
 from holdfast.core.table import ODD, FilePlace, Kind, Piece, Table
-from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.tensor import BEYOND, NO_CRC, PLAIN, LazyTensor
 from holdfast.core.value import Value
 from holdfast.plan import saves
-from holdfast.plan.files import FileRow, FileStorages
+from holdfast.plan.files import FileStorages
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Memory, Segment
 
 MEASURE = 1 << 20
@@ -45,7 +46,7 @@ class MemoryBytes(Protocol):
 
 
 class Tabulated(Value, frozen=True, eq=False):
-    """Tensors of one library that are plain, as columns."""
+    """Tensors of one library that are in one piece, as columns."""
 
     rows: Sequence[int]
     """Which of the tensors that were given."""
@@ -53,21 +54,21 @@ class Tabulated(Value, frozen=True, eq=False):
     kind: Sequence[int]
     """Of each row, a position in `kinds`."""
     storage: Sequence[int]
-    """Of each row, the number of its storage."""
+    """Of each row, the number of its storage. Rows of one storage have one number."""
     storages: MemoryBytes
     addresses: Callable[[], Sequence[int]]
-    """Where the storage of each row begins in this process."""
+    """Where each storage begins in this process; 0 where that is not known."""
 
 
 class StateStorages:
-    """The storages of a state, those of one library behind those of another. `view` makes the lazy tensor of one."""
+    """The storages of a state, those of one library behind those of another. `view` makes a tensor over memory."""
 
-    def __init__(self, parts: Sequence[MemoryBytes], view: Callable[[int], LazyTensor]) -> None:
+    def __init__(self, parts: Sequence[MemoryBytes], view: Callable[[int, Kind, str], LazyTensor]) -> None:
         self._parts, self._view = parts, view
         self._edges = [*accumulate((len(part.nbytes) for part in parts), initial=0)]
         columns = [part.nbytes for part in parts]
         self.nbytes: Ints = columns[0] if len(parts) == 1 else np.concatenate(columns or [np.zeros(0, np.int64)])
-        self.stores: tuple[Store, ...] = ()
+        self.stores = tuple(store for part in parts if isinstance(part, FileStorages) for store in part.stores)
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
         if len(self._parts) == 1:
@@ -87,7 +88,11 @@ class StateStorages:
         return self._parts[side].alone(number - self._edges[side], label)
 
     def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
-        return self._view(number).renamed(name)
+        side = bisect_right(self._edges, number) - 1
+        part = self._parts[side]
+        return (
+            part.view(number - self._edges[side], kind, name) if isinstance(part, FileStorages) else self._view(number, kind, name)
+        )
 
 
 def table_of(state: State | Mapping[str, LazyTensor]) -> Table:
@@ -97,111 +102,107 @@ def table_of(state: State | Mapping[str, LazyTensor]) -> Table:
 
 
 def lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
-    """A table of lazy tensors; rows whose bytes are one range of a file, and nobody else's, are plain."""
-    kinds: list[Kind] = []
-    positions: dict[object, int] = {}
-    kind: list[int] = []
-    plain, storages = _file_storages(tensors)
-    storage = [ODD] * len(tensors)
-    for number, row in enumerate(plain):
-        storage[row] = number
-    for tensor, number in zip(tensors, storage, strict=True):
-        place = _storage_of(tensor)[1] if number != ODD else None
-        key = tensor.dtype, tensor.shape, id(tensor.traits), place
-        found = positions.get(key)
-        if found is None:
-            found = positions[key] = len(kinds)
-            kinds.append(Kind.of(tensor))
-        kind.append(found)
-    odd = {row: tensors[row] for row, number in enumerate(storage) if number == ODD} if len(plain) < len(tensors) else {}
-    return Table(names, kinds, kind, storage, storages, odd)
+    """A table of lazy tensors; rows that are in one piece in a file have the number of their storage."""
+    found = tabulate_lazy(tensors)
+    kinds, kind, storage, odd = [*found.kinds], [0] * len(tensors), [ODD] * len(tensors), dict[int, LazyTensor]()
+    for row, one, number in zip(found.rows, found.kind, found.storage, strict=True):
+        kind[row], storage[row] = one, number
+    for row, number in enumerate(storage) if len(found.rows) < len(tensors) else ():
+        if number == ODD:
+            odd[row], kind[row] = tensors[row], len(kinds)
+            kinds.append(Kind.of(tensors[row]))
+    assert isinstance(found.storages, FileStorages)
+    return Table(names, kinds, kind, storage, found.storages, odd)
 
 
-def _file_storages(tensors: Sequence[LazyTensor]) -> tuple[list[int], FileStorages]:
-    """The rows of tensors that are all bytes of a range of a file which no other has, and those ranges."""
-    files: dict[tuple[int, str], int] = {}
-    places: list[FilePlace] = []
-    near: dict[int, bool] = {}
-    rows: list[int] = []
-    ranges: list[tuple[int, int, int, int]] = []
-    names: list[tuple[str, str]] = []
-    others: list[LazyTensor] = []
+def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
+    """The lazy tensors that are in one piece in a file, as rows over ranges of files.
+
+    Left out is what a store computes or has to ask for, what shares a storage with a tensor that is left out, and what was a view
+    of another storage before it was saved (`Traits.alias`).
+    """
+    found = _FileRanges()
     for row, tensor in enumerate(tensors):
-        traits = tensor.traits
-        source = tensor.source
+        found.add(row, tensor)
+    return found.tabulated()
+
+
+class _FileRanges:
+    """Ranges of files, as tensors come that lie in them."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[int, str], int] = {}
+        self._places: list[FilePlace] = []
+        self._near: dict[int, bool] = {}
+        self._ranges: dict[tuple[int, int, int, int, str], int] = {}
+        """File, first byte, length, checksum and byte order of each storage, and its number."""
+        self._names: list[tuple[str, str]] = []
+        self._kinds: list[Kind] = []
+        self._positions: dict[tuple[object, ...], int] = {}
+        self._rows: list[tuple[int, int, int]] = []
+        """Row, kind and storage of each tensor."""
+        self._others: list[LazyTensor] = []
+
+    def add(self, row: int, tensor: LazyTensor) -> None:
+        traits, source = tensor.traits, tensor.source
         store = source.store
-        if id(store) not in near:
-            near[id(store)] = not (store.requests or store.in_order or store.block_nbytes)
-        place = tensor.file_range() if near[id(store)] and (traits is PLAIN or traits.alias is None) else None
-        if place is None or place[2] != _storage_of(tensor)[0]:
-            others.append(tensor)
-            continue
-        key, start, nbytes, crc = place
-        home = _home_of(tensor)
-        file = files.get((id(home), key))
+        if id(store) not in self._near:
+            self._near[id(store)] = not (store.requests or store.in_order or store.block_nbytes)
+        noted = traits is not PLAIN and (traits.alias is not None or traits.meta)
+        layout = None if noted or not self._near[id(store)] else tensor.layout()
+        # By its exact class: a storage of another kind is read in a way of its own.
+        if layout is None or type(layout[0]) is not Storage or not 0 <= layout[0].start < BEYOND:
+            layout = None
+        if layout is None or self._file_of(layout[0], source) == ODD:
+            self._others.append(tensor)
+            return
+        storage, offset, strides = layout
+        like = tensor.dtype, tensor.shape, strides, offset, storage.nbytes, storage.byteorder, storage.location, id(traits)
+        kind = self._positions.setdefault(like, len(self._kinds))
+        if kind == len(self._kinds):
+            length, order, where = storage.nbytes, storage.byteorder, storage.location
+            self._kinds.append(
+                Kind.strided(*like[:3], offset=offset, storage_nbytes=length, traits=traits, byteorder=order, location=where)
+            )
+        number = self._ranges.setdefault(self._range(storage), len(self._names))
+        if number == len(self._names):
+            self._names.append((tensor.name, storage.label))
+        self._rows.append((row, kind, number))
+
+    def _file_of(self, storage: Storage, source: Source) -> int:
+        """The number of the file of a storage; `ODD` where its bytes are computed: these cost other bytes than they are."""
+        key = id(storage.home), storage.key
+        file = self._files.get(key)
         if file is None:
-            # What is computed costs other bytes than it has.
-            file = len(places) if store.cost(key, MEASURE) == MEASURE else ODD
-            files[id(home), key] = file
-            places += [FilePlace(source, key, home)] if file >= 0 else []
-        if file == ODD:
-            others.append(tensor)
-            continue
-        rows.append(row)
-        ranges.append((file, start, nbytes, crc))
-        names.append((tensor.name, _storage_of(tensor)[2]))
-    spans = [place[:3] for place in ranges] + [
-        (files[id(storage.home), storage.key], storage.start, storage.nbytes)
-        for tensor in others
-        for storage in tensor.storages
-        if files.get((id(storage.home), storage.key), ODD) != ODD
-    ]
-    own = np.flatnonzero(_alone(np.array(spans, np.int64).reshape(-1, 3))[: len(rows)])
-    columns = np.array(ranges, np.int64).reshape(-1, 4)[own].T
-    chosen = own.tolist()
-    own_names, labels = [names[at][0] for at in chosen], [names[at][1] for at in chosen]
-    return [rows[at] for at in chosen], FileStorages(places, *columns, names=own_names, labels=labels)
+            plain = source.store.cost(storage.key, MEASURE) == MEASURE
+            file = self._files[key] = len(self._places) if plain else ODD
+            self._places += [FilePlace(source, storage.key, storage.home)] if plain else []
+        return file
 
+    def _range(self, storage: Storage) -> tuple[int, int, int, int, str]:
+        crc = NO_CRC if storage.crc32 is None else storage.crc32
+        return self._files[id(storage.home), storage.key], storage.start, storage.nbytes, crc, storage.byteorder
 
-def _storage_of(tensor: LazyTensor) -> tuple[int, str, str]:
-    """Length, location and label of the storage of a tensor in one piece."""
-    row = tensor.position
-    if isinstance(row, FileRow):
-        return row.kind.storage_nbytes, row.kind.location, row.storages.label_of(row.number)
-    storage = tensor.chunks[0].storage
-    return storage.nbytes, storage.location, storage.label
-
-
-def _home_of(tensor: LazyTensor) -> object:
-    row = tensor.position
-    if isinstance(row, FileRow):
-        return row.storages.files[row.storages.file_of(row.number)].home
-    return tensor.chunks[0].storage.home
-
-
-def _alone(spans: Ints) -> Bools:
-    """Whether each of some spans (file, first byte, length) meets no other. What has no bytes meets nobody."""
-    alone = np.ones(len(spans), bool)
-    filled = np.flatnonzero(spans[:, 2] > 0)
-    if len(filled) < 2:
-        return alone
-    files, starts, lengths = spans[filled].T
-    # Places of all files in one row of numbers: by their ranks, which are few enough for that.
-    edges = np.unique(np.concatenate((starts, starts + lengths)))
-    first = files * len(edges) + np.searchsorted(edges, starts)
-    last = files * len(edges) + np.searchsorted(edges, starts + lengths)
-    order = np.argsort(first, kind="stable")
-    reach = np.maximum.accumulate(last[order])
-    groups = np.cumsum(np.concatenate(([True], first[order][1:] >= reach[:-1]))) - 1
-    alone[filled[order]] = np.bincount(groups)[groups] == 1
-    return alone
+    def tabulated(self) -> Tabulated:
+        shared = {
+            self._ranges[place]
+            for tensor in self._others
+            for storage in tensor.storages
+            if (id(storage.home), storage.key) in self._files and (place := self._range(storage)) in self._ranges
+        }
+        rows = [row for row in self._rows if row[2] not in shared] if shared else self._rows
+        own, kind, number = ([row[column] for row in rows] for column in range(3))
+        columns = np.array([place[:4] for place in self._ranges], np.int64).reshape(-1, 4).T
+        names, labels = [name for name, _ in self._names], [label for _, label in self._names]
+        storages = FileStorages(self._places, *columns, names=names, labels=labels)
+        return Tabulated(own, self._kinds, kind, number, storages, lambda: [0] * len(names))
 
 
 def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segment | None:
     """The bytes of one row where they lie, as a segment; None where there are none."""
     if not table.kind_of(row).nbytes:
         return None
-    if hashed or row in table.odd:
+    if hashed or row in table.apart:
         return Data(table.view(row), label, hashed)
     made = table.alone(row, label)
     return None if isinstance(made, bytes) else made
@@ -216,8 +217,8 @@ def segments(
     """
     found: list[Segment] = []
     alone = nbytes > saves.SMALL_NBYTES
-    if table.odd:
-        alone |= np.fromiter((row in table.odd for row in rows), bool, len(rows))
+    if apart := table.apart:
+        alone |= np.array([row in apart for row in rows], bool)
     for first, stop in segment_runs(alone.nonzero()[0].tolist(), nbytes.cumsum()):
         if first + 1 == stop and alone[first]:
             name = table.names[rows[first]]

@@ -17,11 +17,13 @@ import os
 import secrets
 from collections.abc import Collection, Mapping
 from functools import partial
+from itertools import islice
 
 from holdfast.core.dtype import DType
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, State, Store
 from holdfast.core.runtime import resting_collector
+from holdfast.core.sharing import tied
 from holdfast.core.table import Table, outlines
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
@@ -39,7 +41,7 @@ from holdfast.plan.saves import Data, Gathered, Memory, SavePlan
 from holdfast.plan.table import table_of
 from holdfast.rewrite.base import OpenBase
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.state import tabulate_state
 from holdfast.stores.place import place_at
 
 NAMES = {
@@ -149,18 +151,23 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     if _near_limits(plan, table):
         return rehearse(plan, path)
     key = format, options.keep_tree, options.sparse, options.base is None, plan.directory, len(plan.files) > 1, frozenset(alike)
-    plain = leaves.flat and not table.odd and not state.metadata
+    ties = tied(table)
+    plain = leaves.flat and not table.apart and not ties and not state.metadata
     if plain and key in OPENED:
         return replace(plan, opens=True)
-    rows = sorted({*alike.values(), *table.odd})
-    if 2 * len(rows) >= len(table):
+    wholes = leaves.composites()
+    parts = {id(part) for whole in wholes for part in whole.parts.values()}
+    wanted = {*alike.values(), *table.apart, *(row for pair in islice(ties.items(), 1) for row in pair)}
+    rows = sorted(row for row in wanted if not parts or id(leaves.values[row]) not in parts)
+    if 2 * (len(rows) + len(parts)) >= len(table):
         plan = rehearse(plan, path)
     else:
         sample: dict[str, object] = {f"{at}": table.view(row) for at, row in enumerate(rows)}
         if not leaves.flat:
             sample["containers"] = {f"{at}": container for at, container in enumerate(leaves.samples())}
             sample |= {"others": others} if (others := leaves.others()) else {}
-        described = describe_state(sample, metadata=state.metadata)
+            sample |= {"composites": {f"{at}": whole for at, whole in enumerate(wholes)}} if wholes else {}
+        described = tabulate_state(sample, metadata=state.metadata)
         own = replace(options, base=None if options.base is None else OpenBase())
         rehearse(replace(_lay_out(path, described, format, options=own), holds=described.tensors), path)
         plan = replace(plan, opens=True)

@@ -18,16 +18,17 @@ import inspect
 import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import compress
+from itertools import chain
 from typing import Literal, Protocol, cast
 
 import numpy as np
 
+from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.leaves import DEPTH as LEAF_DEPTH
-from holdfast.core.leaves import Leaves, find_leaves
+from holdfast.core.chunk import Chunk
+from holdfast.core.leaves import CONTAINERS, DICTS, Leaves, find_leaves
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
@@ -39,7 +40,8 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.arrays import ARRAY_TYPES, Resident, tabulate_arrays
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.tree_json.encode import is_marked
-from holdfast.plan.table import StateStorages, Tabulated, lazy_table
+from holdfast.plan.files import FileStorages
+from holdfast.plan.table import StateStorages, Tabulated, lazy_table, tabulate_lazy
 from holdfast.stores.paths import content_and_path
 
 LAZY_TYPES = (LazyTensor,)
@@ -73,12 +75,7 @@ def describe_state(
         # What a torch file says about itself (its version, its byte order) is true of that file only.
         own = state.metadata if state.format in OWN_METADATA else {}
         metadata = {**own, **(metadata or {})}
-        beside = () if whole else state.beside
-        if beside and isinstance(state.tree, dict):
-            left = (f"left out: what stands beside the model, under {', '.join(map(repr, beside))}; keep= takes it by its names",)
-            state, arrays = {key: value for key, value in state.tree.items() if key not in beside}, "values"
-        else:
-            state, arrays = state.tree, "values"
+        (state, left), arrays = model_of(state, whole=whole), "values"
     else:
         state = state_dicts(state)
     walk = StateWalk(_leaf(arrays, Resident()), limits, _remarks())
@@ -97,39 +94,51 @@ def tabulate_state(
     given, resident = state, Resident()
     arrays: Arrays = "tensors"
     texts = dict(metadata or {})
+    left: tuple[str, ...] = ()
     if isinstance(given, Checkpoint):
-        if given.beside and not whole:
-            return describe_state(state, metadata=metadata, limits=limits)
         texts = {**(given.metadata if given.format in OWN_METADATA else {}), **texts}
-        given, arrays = given.tree, "values"
+        given, left = model_of(given, whole=whole)
+        arrays = "values"
     else:
         given = state_dicts(given)
     leaf, libraries = _leaf(arrays, resident), _libraries(arrays)
     kinds = [kind for library in libraries for kind in library.types] + [*LAZY_TYPES]
-    leaves = find_leaves(given, kinds, leaf) if limits.depth >= LEAF_DEPTH else None
+    leaves = find_leaves(given, kinds, leaf, limits.depth)
+    if leaves is None:
+        return describe_state(state, metadata=metadata, limits=limits, whole=whole)
+    tabulating = _Tabulating(leaves, leaf, resident, libraries)
     try:
-        table = None if leaves is None else _Tabulating(leaves, leaf, resident, libraries).table()
+        table = tabulating.table()
     except Unsupported:
-        table = None
-    if leaves is None or table is None:
         return describe_state(state, metadata=metadata, limits=limits, whole=whole)
     leaves.marked = any(is_marked(kind.traits) for kind in table.kinds)
-    return State(given, table, {}, texts, _unkept_notes(leaves, table), leaves)
+    return State(given, table, {}, texts, (*left, *_unkept_notes(leaves, table, tabulating.others)), leaves)
 
 
-def _unkept_notes(leaves: Leaves, table: Table) -> tuple[str, ...]:
-    """Sentences about what is not kept of leaves that are no plain tensors."""
-    if not table.odd and not leaves.places:
+def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str, ...]]:
+    """The tree of a checkpoint without what stands beside its model, unless `whole` takes it all; and a note about that."""
+    beside, tree = () if whole else checkpoint.beside, checkpoint.tree
+    if not beside or not isinstance(tree, dict):
+        return tree, ()
+    note = f"left out: what stands beside the model, under {', '.join(map(repr, beside))}; keep= takes it by its names"
+    return {key: value for key, value in tree.items() if key not in beside}, (note,)
+
+
+def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[str, ...]:
+    """Sentences about what is not kept of leaves that are no plain tensors; `others` are the rows of such tensors."""
+    if not others and not leaves.places:
         return ()
     remarks, unkept = _remarks(), Unkept()
-    odd = [(row, table.names[row], leaves.values[row]) for row in table.odd]
+    odd = [(row, table.names[row], leaves.values[row]) for row in others]
     for name, value in leaves.places:
         made = leaves.described(value)
         first = next((f"{name}.{part}" for part, _ in made.children()), name) if isinstance(made, Composite) else name
         odd.append((table.rows.get(first, 0), name, value))
+    seen: set[int] = set()
     for _, name, value in sorted(odd, key=lambda one: one[0]):
-        for what in remarks(value):
+        for what in remarks(value) if id(value) not in seen else ():
             unkept.add(what, name)
+        seen.add(id(value))
     return unkept.notes()
 
 
@@ -147,38 +156,36 @@ def _libraries(arrays: Arrays) -> tuple[Library, ...]:
 
 @cache
 def _torch_library() -> tuple[Library, ...]:
-    from holdfast.torch.tensors.storages import TYPES, tabulate_whole
+    from holdfast.torch.tensors.storages import TYPES, tabulate_tensors
 
-    return (Library(TYPES, tabulate_whole),)
+    return (Library(TYPES, tabulate_tensors),)
 
 
 NUMPY = Library(ARRAY_TYPES, tabulate_arrays)
 
 
 class _Tabulating:
-    """Makes the table of a state's leaves: rows of each library by columns, and lazy tensors for what is left."""
+    """Makes the table of a state's leaves: rows of each library by columns, and of lazy tensors for what is left."""
 
     def __init__(self, leaves: Leaves, leaf: Leaf, resident: Resident, libraries: Sequence[Library]) -> None:
         self._leaves, self._leaf, self._resident, self._libraries = leaves, leaf, resident, libraries
-        self._odd: dict[int, LazyTensor] = {}
+        self.others: dict[int, LazyTensor] = {}
+        """Rows that no library gave in columns: a lazy tensor each."""
 
     def table(self) -> Table:
         values = self._leaves.values
         if {*map(type, values)} <= {*LAZY_TYPES}:
             return lazy_table(self._leaves.names, cast("list[LazyTensor]", values))
-        return self._joined(self._without_shared(self._describe_others(self._tabulate())))
+        return self._joined(self._describe_others(self._tabulate()))
 
     def _tabulate(self) -> list[Tabulated]:
-        """Of each library: the rows of plain tensors, each of which is there once."""
-        values = self._leaves.values
-        identities = [*map(id, values)]
-        twice = {one for one, count in Counter(identities).items() if count > 1} if len({*identities}) < len(identities) else set()
-        found = []
+        """Of each library: the rows of plain tensors."""
+        values, found = self._leaves.values, []
         for library in self._libraries:
             types = {*library.types}
             rows: Sequence[int] = range(len(values))
-            if twice or not types.issuperset(map(type, values)):
-                rows = [row for row, value in enumerate(values) if type(value) in types and identities[row] not in twice]
+            if not types.issuperset(map(type, values)):
+                rows = [row for row, value in enumerate(values) if type(value) in types]
             if rows:
                 part = library.tabulate([values[row] for row in rows] if len(rows) < len(values) else values)
                 found.append(replace(part, rows=[rows[at] for at in part.rows] if len(rows) < len(values) else part.rows))
@@ -187,88 +194,85 @@ class _Tabulating:
     def _describe_others(self, parts: list[Tabulated]) -> list[Tabulated]:
         """Lazy tensors for all other rows. A composite is several rows, and moves those behind it."""
         leaves, made = self._leaves, dict[int, object]()
+        if sum(len(part.rows) for part in parts) == len(leaves.values):
+            return parts
         plain = {row for part in parts for row in part.rows}
-        found: dict[int, LazyTensor] = {}
         wholes: dict[int, Composite] = {}
-        for row, value in enumerate(leaves.values) if len(plain) < len(leaves.values) else ():
-            if row in plain:
-                continue
+        for row in [row for row in range(len(leaves.values)) if row not in plain]:
+            value = leaves.values[row]
             if id(value) not in made:
                 made[id(value)] = value if isinstance(value, LazyTensor) else self._leaf(value, ())
             lazy = made[id(value)]
             if isinstance(lazy, Composite):
                 wholes[row] = lazy
             else:
-                found[row] = cast("LazyTensor", lazy)
+                self.others[row] = leaves.odd[id(value)] = cast("LazyTensor", lazy)
         if not wholes:
-            self._odd = found
             return parts
         grown = np.ones(len(leaves.values), np.int64)
         for row, whole in wholes.items():
             grown[row] = len(whole.parts)
         place = (np.cumsum(grown) - grown).tolist()
-        self._odd = {place[row]: tensor for row, tensor in found.items()}
+        self.others = {place[row]: tensor for row, tensor in self.others.items()}
         for row, whole in wholes.items():
-            self._odd |= {place[row] + at: tensor for at, (_, tensor) in enumerate(whole.children())}
+            self.others |= {place[row] + at: tensor for at, (_, tensor) in enumerate(whole.children())}
         leaves.take_apart(wholes)
         return [replace(part, rows=[place[row] for row in part.rows]) for part in parts]
 
-    def _without_shared(self, parts: list[Tabulated]) -> list[Tabulated]:
-        """The same without rows over memory that an odd one has, or a row of another library."""
-        taken = self._resident.addresses()
-        if not taken and len(parts) < 2:
-            return parts
-        values = self._leaves.values
-        places = [part.addresses() for part in parts]
-        counts = Counter(address for column in places for address in column)
-        found = []
-        for part, column in zip(parts, places, strict=True):
-            apart = [
-                not part.kinds[kind].nbytes or (address not in taken and counts[address] < 2)
-                for address, kind in zip(column, part.kind, strict=True)
-            ]
-            if not all(apart):
-                shared = [row for row, one in zip(part.rows, apart, strict=True) if not one]
-                self._odd |= {row: cast("LazyTensor", self._leaf(values[row], ())) for row in shared}
-                columns = [[*compress(column, apart)] for column in (part.rows, part.kind, part.storage)]
-                part = Tabulated(columns[0], part.kinds, columns[1], columns[2], part.storages, part.addresses)
-            found.append(part)
-        return found
-
-    def _joined(self, parts: Sequence[Tabulated]) -> Table:
-        names, values = self._leaves.names, self._leaves.values
+    def _joined(self, parts: list[Tabulated]) -> Table:
+        names = self._leaves.names
         kinds: list[Kind] = []
         kind: Sequence[int]
         storage: Sequence[int]
-        if len(parts) == 1 and len(parts[0].rows) == len(names):
+        odd: dict[int, LazyTensor] = {}
+        if len(parts) == 1 and not self.others:
             kinds, kind, storage = [*parts[0].kinds], parts[0].kind, parts[0].storage
         else:
+            rows = sorted(self.others)
+            lazy = tabulate_lazy([self.others[row] for row in rows])
+            parts.append(replace(lazy, rows=[rows[at] for at in lazy.rows]))
             kind, storage = [0] * len(names), [ODD] * len(names)
-            before = 0
-            for part in parts:
+            for part, numbers in zip(parts, self._numbers(parts), strict=True):
                 first = len(kinds)
                 kinds += part.kinds
                 for row, one, number in zip(part.rows, part.kind, part.storage, strict=True):
-                    kind[row], storage[row] = first + one, before + number
-                before += len(part.storages.nbytes)
-        odd: dict[int, LazyTensor] = {}
-        for row in sorted(self._odd):
-            tensor = self._odd[row]
-            self._leaves.odd[id(values[row])] = tensor
-            odd[row] = tensor if tensor.name == names[row] else tensor.renamed(names[row])
-            kind[row] = len(kinds)  # type: ignore[index]  # a list, where some rows are odd
-            kinds.append(Kind.of(tensor))
+                    kind[row], storage[row] = first + one, numbers[number]
+            for row in rows:
+                if storage[row] == ODD:
+                    odd[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
+                    kinds.append(Kind.of(odd[row]))
+        owners = self._leaves.values
         made: dict[int, LazyTensor] = {}
-        owners: dict[int, int] = {}
+        row_of: dict[int, int] = {}
 
-        def view(number: int) -> LazyTensor:
+        def view(number: int, kind: Kind, name: str) -> LazyTensor:
             if number not in made:
-                if not owners:
-                    owners.update((number, row) for row, number in enumerate(storage) if number != ODD)
-                made[number] = cast("LazyTensor", self._leaf(values[owners[number]], ()))
-            return made[number]
+                if not row_of:
+                    row_of.update(zip(storage, range(len(storage)), strict=True))
+                value = owners[row_of[number]]
+                made[number] = value if isinstance(value, LazyTensor) else cast("LazyTensor", self._leaf(value, ()))
+            whole = made[number]
+            offset, strides = (0, (0,) * len(kind.shape)) if 0 in kind.shape else (kind.offset, kind.strides)
+            chunk = Chunk(Box.whole(kind.shape), whole.chunks[0].storage, offset, strides)
+            return LazyTensor(name, kind.dtype, kind.shape, (chunk,), whole.source, kind.traits)
 
         return Table(names, kinds, kind, storage, StateStorages([part.storages for part in parts], view), odd)
+
+    def _numbers(self, parts: Sequence[Tabulated]) -> list[Sequence[int]]:
+        """Of each part, the numbers of its storages among those of all. The same memory has one number, whoever has it."""
+        places, known, found, before = self._resident.places(), dict[tuple[int, int], int](), list[Sequence[int]](), 0
+        for part in parts:
+            lengths = part.storages.nbytes.tolist()
+            if isinstance(part.storages, FileStorages):
+                keys = [place.key if place.home is self._resident.store else "" for place in part.storages.files]
+                own = [places.get(keys[file], (0, 0)) for file in part.storages.file.tolist()]
+            else:
+                own = [*zip(part.addresses(), lengths, strict=True)]
+            here = range(before, before + len(lengths))
+            found.append([known[place] if place in known else number for place, number in zip(own, here, strict=True)])  # noqa: SIM401  # a call each
+            known |= {place: number for place, number in zip(own, found[-1], strict=True) if place[0] and place[1]}
+            before += len(lengths)
+        return found
 
 
 def _leaf(arrays: Arrays, resident: Resident) -> Leaf:
@@ -482,7 +486,8 @@ def stateful_keys(mapping: Mapping[object, object]) -> list[object]:
 
 def state_dicts(state: object) -> object:
     """The state with a state dict in the place of every object that has one. What holds none stays the very same object."""
-    return Taking().take(state, frozenset())
+    taking = Taking()
+    return taking.take(state, frozenset()) if taking.may_have(state) else state
 
 
 def _has(value: object, name: str) -> bool:
@@ -498,8 +503,24 @@ class Taking:
     def __init__(self) -> None:
         self._made: dict[int, tuple[object, object]] = {}
         """By identity: what was met, which is kept so that its number stays its own, and what stands for it."""
-        self._leaves = {*NO_STATEFUL, *LAZY_TYPES, *(kind for library in _libraries("tensors") for kind in library.types)}
+        self._leaves = {*NO_STATEFUL, bool, *LAZY_TYPES, *(kind for library in _libraries("tensors") for kind in library.types)}
         """Types of which none keeps a state, and which hold nothing that does."""
+
+    def may_have(self, state: object) -> bool:
+        """Whether there is anything but usual containers and leaves that keep no state. No function is called for a container."""
+        level: Collection[object] = [state]
+        seen: set[int] = set()
+        while level:
+            if not self._leaves.issuperset({*map(type, level)} - CONTAINERS):
+                return True
+            containers = [value for value in level if type(value) in CONTAINERS]
+            inner = dict(zip(map(id, containers), containers, strict=True))
+            inside = [inner[one] for one in inner.keys() - seen] if seen else [*inner.values()]
+            seen |= inner.keys()
+            dicts = cast("list[dict[object, object]]", [value for value in inside if type(value) in DICTS])
+            others = cast("list[list[object]]", [value for value in inside if type(value) not in DICTS])
+            level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(others)]
+        return False
 
     def take(self, value: object, above: frozenset[int]) -> object:
         if isinstance(value, NO_STATEFUL) or id(value) in above or len(above) > DEPTH:

@@ -19,9 +19,10 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import AliasView, Composite, Traits
 from holdfast.errors import CannotHold, HeaderError, MetadataError
-from holdfast.formats.recorded import find_sharing
+from holdfast.formats.recorded import share
 from holdfast.formats.safetensors.write import ORDER, is_flat, lay_out_safetensors
 from holdfast.formats.strict_json import seal
+from holdfast.plan.table import table_of
 from holdfast.torch import versions
 
 CODED = [row for row in DTYPES.rows if row.safetensors is not None]
@@ -264,8 +265,8 @@ def test_sharing_needs_one_storage_and_one_source():
     first, second = Memory(), Memory()
     same = np.arange(4)
     empty = {"e": first.raw("float32", (0,)), "f": first.raw("int8", (0,))}
-    found = find_sharing({"a": first.array(same), "b": second.array(same), **empty})
-    assert (list(found.written), found.aliases, found.groups) == (["a", "b", "e", "f"], {}, [])
+    found = share(table_of({"a": first.array(same), "b": second.array(same), **empty}))
+    assert (list(found.rows), found.aliases, list(found.groups)) == ([0, 1, 2, 3], {}, [])
 
 
 def test_metadata_passes_through_and_an_old_record_does_not():

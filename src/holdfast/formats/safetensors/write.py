@@ -150,11 +150,9 @@ def _ordered(table: Table, rows: Sequence[int], kinds: Sequence[HeaderKind]) -> 
     ranks = [RANK[kind.code] for kind in kinds]
     if len(set(ranks)) <= 1:
         return sorted(rows, key=table.names.__getitem__)
-    by: dict[int, list[int]] = {rank: [] for rank in sorted(set(ranks))}
-    kind = table.kind
-    for row in rows:
-        by[ranks[kind[row]]].append(row)
-    return [row for some in by.values() for row in sorted(some, key=table.names.__getitem__)]
+    kind, name = table.kind, table.names.__getitem__
+    each = ([row for row in rows if ranks[kind[row]] == rank] for rank in sorted(set(ranks)))
+    return [row for some in each for row in sorted(some, key=name)]
 
 
 class FileHead(Value, frozen=True):
@@ -414,10 +412,10 @@ def metadata_problems(state: State, table: Table) -> list[str]:
     ]
     if is_unicode("".join(table.names)) and METADATA not in table.names:
         # A plain row has all of its storage, and is no view that could be expanded.
-        found = ((table.names[row], size_problem(tensor)) for row, tensor in table.odd.items())
+        found = ((table.names[row], size_problem(table.view(row))) for row in table.apart)
     else:
         found = (
-            (name, name_problem(name) or (size_problem(table.odd[row]) if row in table.odd else None))
+            (name, name_problem(name) or (size_problem(table.view(row)) if row in table.apart else None))
             for row, name in enumerate(table.names)
         )
     return problems + [f"{name}: {problem}" for name, problem in found if problem is not None]

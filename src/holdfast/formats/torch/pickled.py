@@ -303,7 +303,7 @@ class PickledRows(Value, frozen=True, eq=False):
     """The tensors of a tree that are rows of a table: they are written by templates of their kinds."""
 
     values: Sequence[object]
-    """What stands in the tree, in the order in which a pickle meets it. None of them is there twice."""
+    """What stands in the tree, in the order in which a pickle meets it."""
     kinds: Sequence[Kind]
     kind: Sequence[int]
     """Of each, a position in `kinds`."""

@@ -36,7 +36,7 @@ from holdfast.core.table import ODD, Piece
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.composites import NESTED
-from holdfast.formats.torch.pickled import NO_ROWS, PickledRows, StorageRecord
+from holdfast.formats.torch.pickled import NO_ROWS, UNTYPED, PickledKind, PickledRows, StorageRecord
 from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.torch.writer import TorchPickle
@@ -263,23 +263,31 @@ NO_TENSORS = lazy_table([], [])
 
 
 def pickled_rows(state: State) -> PickledRows:
-    """The rows of a state that a pickle writes by their kinds: those that are all of a storage which no other has."""
+    """The rows of a state that a pickle writes by their kinds: all of a storage, of which all have the same class in torch."""
     leaves = state.leaves
     if leaves is None:
         return NO_ROWS
     table = table_of(state)
-    odd = {number for number, kind in enumerate(table.kinds) if not (kind.whole and kind.nbytes)}
-    storage = table.storage
-    if odd:
-        # What is empty has no place in memory: lazy tensors say who shares it.
-        storage = [ODD if kind in odd else number for kind, number in zip(table.kind, storage, strict=True)]
+    storage, kinds = table.storage, table.kinds
+    classes = [kind.dtype.storage or UNTYPED for kind in kinds]
+    alone = {at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes) or PickledKind.of(kind, anew=False) is None}
+    # A record has one dtype, and all that is written by itself asks for its own: lazy tensors say who shares it.
+    shared = {number for kind, number in zip(table.kind, storage, strict=True) if kind in alone} if alone else set[int]()
+    if len({*storage}) < len(storage):
+        seen: dict[int, str] = {}
+        each = zip(storage, [classes[one] for one in table.kind], strict=True)
+        shared |= {number for number, one in {*each} if seen.setdefault(number, one) != one}
+    parts = {id(part) for whole in leaves.composites() for part in whole.parts.values()}
+    shared |= {number for value, number in zip(map(id, leaves.values), storage, strict=True) if value in parts} if parts else set()
+    if shared:
+        storage = [ODD if number in shared else number for number in storage]
     others = frozenset(type(value) for value, made in leaves.converted.values() if made is not value) - leaves.kinds
 
     def view(row: int) -> object:
         value = leaves.described(leaves.values[row])
         return value if isinstance(value, LazyTensor | Composite) else table.view(row)
 
-    return PickledRows(leaves.values, table.kinds, table.kind, storage, leaves.kinds, view, leaves.described, others)
+    return PickledRows(leaves.values, kinds, table.kind, storage, leaves.kinds, view, leaves.described, others)
 
 
 class RecordStorages:
@@ -292,7 +300,7 @@ class RecordStorages:
         rest = [*self._tensors]
         self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()]) if rest else NO_TENSORS
         self._place = {at: row for row, at in enumerate(rest)}
-        self.apart = [rest[row] for row in self._others.odd]
+        self.apart = [rest[row] for row in self._others.apart]
         """Records that are read by themselves."""
         numbers = np.array(self._numbers, np.int64)
         if rest:

@@ -250,11 +250,11 @@ class TorchPickle(PickleWriter):
         if self._aside:
             self._plain_rows[type(value)](self, value)
             return
+        next_one = row < len(given.values) and given.values[row] is value
+        self._come = row + next_one
         if self.known(value):
             return
-        if row < len(given.values) and given.values[row] is value:
-            self._come = row + 1
-        else:
+        if not next_one:
             if self._places is None:
                 self._places = {id(one): row for row, one in enumerate(given.values)}
             found = self._places.get(id(value))

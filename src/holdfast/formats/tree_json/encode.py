@@ -11,9 +11,8 @@ through a tree in the order in which `core.tree.name_tensors` gave the tensors t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from itertools import chain
-from operator import is_
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count, repeat
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import cast
 
@@ -113,35 +112,27 @@ class LeafTexts:
 
     def __init__(self, leaves: Leaves, table: Table) -> None:
         self.leaves = leaves
-        self._kind, self._odd = table.kind, table.odd
-        self._traits = [_traits_text(kind.traits) for kind in table.kinds]
-        self._met = 0
+        names, traits = leaves.names, [_traits_text(kind.traits) for kind in table.kinds]
+        quote, keys = as_keys(names) if scalars.is_unicode("".join(names)) else ("", [*map(_quoted, names)])
+        around = [(f"{TENSOR}{quote}", f"{quote}{trait}") if trait else None for trait in traits]
+        each = zip(keys, [around[kind] for kind in table.kind], strict=True)
+        self.texts = [f"{text[0]}{name}{text[1]}" if text and (quote or name) else "" for name, text in each]
+        """Of each tensor; nothing for one that takes more than its name and a few marks."""
+        self.met = 0
+        """How many of them came so far."""
 
     def next_name(self, tensor: LazyTensor, given: object) -> str | None:
         """The name of a tensor, which `given` stands for in the state; None where it is not the next one."""
-        row = self._met
+        row = self.met
         if row >= len(self.leaves.values) or not any(one is self.leaves.values[row] for one in (tensor, given)):
             return None
-        self._met += 1
+        self.met += 1
         return self.leaves.names[row]
 
-    def is_alone(self, value: object) -> bool:
-        """Whether a tensor takes more than its name and a few marks."""
-        found = self.leaves.odd.get(id(value))
-        return id(value) in self.leaves.converted or (found is not None and not _traits_text(found.traits))
 
-    def next_texts(self, values: Collection[object]) -> list[str] | None:
-        """The texts of tensors; None where these are not the next ones, or one of them is more than a few marks."""
-        first, stop = self._met, self._met + len(values)
-        if stop > len(self.leaves.values) or not all(map(is_, values, self.leaves.values[first:stop])):
-            return None
-        names = self.leaves.names[first:stop]
-        traits = list(map(self._traits.__getitem__, self._kind[first:stop]))
-        if "" in traits or not scalars.is_unicode("".join(names)):
-            return None
-        self._met = stop
-        quote, keys = as_keys(names)
-        return [f"{TENSOR}{quote}{name}{quote}{trait}" for name, trait in zip(keys, traits, strict=True)]
+def _quoted(text: str) -> str:
+    """A text as JSON; nothing where it is no Unicode."""
+    return msgspec.json.encode(text).decode() if scalars.is_unicode(text) else ""
 
 
 def is_marked(traits: Traits) -> bool:
@@ -178,6 +169,10 @@ class Encoder:
         """Bytes of long leaves, each counted once; and those of leaves that were written before."""
         self.seen: set[int] = set()
         self.on_path: set[int] = set()
+        self.known: dict[type, dict[object, str]] = {float: {}, str: {}, bool: {True: "true", False: "false"}, NONE: {None: "null"}}
+        """The JSON of short plain values."""
+        self.forms: dict[tuple[object, ...], Sequence[str] | None] = {}
+        """By the keys of a dict: what stands before each value; None where they are not written as an object."""
         self.spending = Spending(self.limits, 0)
 
     def problem(self, path: Path, what: str) -> object:
@@ -196,18 +191,110 @@ class Encoder:
         kind, given = type(value), value
         if self.texts is not None and kind not in PLAIN and kind not in CONTAINERS:
             leaves = self.texts.leaves
-            made = self.texts.next_texts([value]) if leaves.is_tensor(value) else None
-            if made:
-                return msgspec.Raw(made[0].encode())
             value = leaves.described(value)
             kind = type(value)
             if leaves.is_tensor(value) and not isinstance(value, LazyTensor):
+                row = self.texts.met
+                if row < len(leaves.values) and leaves.values[row] is value and self.texts.texts[row]:
+                    self.texts.met += 1
+                    return msgspec.Raw(self.texts.texts[row].encode())
                 return self.problem(path, UNNAMED)
         if isinstance(value, LazyTensor):
             return self.tensor(value, path, given)
         if kind in CONTAINERS or isinstance(value, Composite):
             return self.container(value, path)
         return self.leaf(value, path)
+
+    def listed(self, values: Collection[object], openings: Iterable[str], keys: Iterable[object], path: Path) -> str:
+        """The JSON of values one behind the other, each behind its opening. `keys` and `path` say where they are.
+
+        No function is called for a tensor or a plain value, and few for a plain dict, list or tuple. All others are nodes.
+        """
+        seen, on_path, forms, known, texts = self.seen, self.on_path, self.forms, self.known, self.texts
+        rows, written = ((), ()) if texts is None else (texts.leaves.values, texts.texts)
+        tensors, stop, row = (NO_TYPES, 0, 0) if texts is None else (texts.leaves.kinds, len(rows), texts.met)
+        out: list[str] = []
+        pending: list[tuple[Iterator[tuple[str, object, object]], str, int, object]] = []
+        """The containers that are entered: what is left around each, its end, its identity, its key."""
+        room = self.limits.depth + LEAF_DEPTH - len(on_path)
+        inside: Iterator[tuple[str, object, object]] = zip(openings, values, keys, strict=False)
+        while True:
+            for opening, value, key in inside:
+                kind = type(value)
+                if kind in tensors:
+                    if row < stop and rows[row] is value and written[row]:
+                        out += (opening, written[row])
+                        row += 1
+                        self.steps += 1
+                        continue
+                elif kind is int:
+                    if -SAFE_INTEGER <= value <= SAFE_INTEGER:  # type: ignore[operator]
+                        out += (f"{opening}{value}",)
+                        self.steps += 1
+                        continue
+                elif kind in known:
+                    text = known[kind][value] if value in known[kind] else self.plain_text(value)
+                    if text:
+                        out += (opening, text)
+                        self.steps += 1
+                        continue
+                elif kind in PLAIN_CONTAINERS and room > 0 and (ident := id(value)) not in seen:
+                    begin, end = PLAIN_CONTAINERS[kind]
+                    content: Collection[object] = value  # type: ignore[assignment]
+                    starts: Iterable[str] | None = chain(FIRST, repeat(","))
+                    inner: Iterable[object] = count()
+                    if kind is dict:
+                        inner = form = (*content,)
+                        starts = None
+                        if {*map(type, content)} <= TEXT:
+                            starts = forms[form] if form in forms else self.add_form(form)
+                        content = content.values()  # type: ignore[attr-defined]
+                    if starts is not None:
+                        seen |= {ident}
+                        on_path |= {ident}
+                        room -= 1
+                        self.steps += 1
+                        out += (opening, begin)
+                        pending += ((inside, end, ident, key),)
+                        inside = zip(starts, content, inner, strict=False)
+                        break
+                if texts is not None:
+                    texts.met = row
+                node = self.node(value, (*path, *[step(one[3]) for one in pending], step(key)))
+                out += (opening, msgspec.json.encode(node).decode())
+                row = 0 if texts is None else texts.met
+            else:
+                if not pending:
+                    break
+                inside, end, ident, _ = pending[-1]
+                del pending[-1]
+                out += (end,)
+                on_path -= {ident}
+                room += 1
+        if texts is not None:
+            texts.met = row
+        return "".join(out)
+
+    def plain_text(self, value: object) -> str:
+        """The JSON of a short plain value; nothing where it takes more than JSON has."""
+        if isinstance(value, float):
+            text = msgspec.json.encode(value).decode() if scalars.float_text(value) is None else ""
+            keep = bool(text and value)
+        else:
+            text = _quoted(value) if isinstance(value, str) and len(value) <= LONG_LEAF else ""
+            keep = bool(text)
+        if keep and len(self.known[type(value)]) < MOST_KNOWN:
+            self.known[type(value)][value] = text
+        return text
+
+    def add_form(self, form: tuple[object, ...]) -> Sequence[str] | None:
+        """What stands before each value of a dict with these texts as keys."""
+        keys = cast("tuple[str, ...]", form)
+        found: Sequence[str] | None = None
+        if not any(len(key) > LONG_LEAF or key.startswith(TAG) for key in keys) and scalars.is_unicode("".join(keys)):
+            found = _openings(keys)
+        self.forms[form] = found
+        return found
 
     def container(self, value: object, path: Path) -> object:
         """A value that holds others: entered at most once on its own path, and not below the limit."""
@@ -240,7 +327,8 @@ class Encoder:
                 return {TAG: "defaultdict", "filler": name, **self.entries(value, path)}
             case dict():
                 entries = self.entries(value, path)
-                if "entries" in entries and not any(isinstance(key, str) and key.startswith(TAG) for key in value):
+                plain = "entries" in entries and f",{TAG}" not in ",".join(("", *cast("dict[str, object]", value)))
+                if plain or ("entries" in entries and not any(str(key).startswith(TAG) for key in value)):
                     return entries["entries"]
                 return {TAG: "dict", **entries}
             case list():
@@ -256,11 +344,8 @@ class Encoder:
                 return self.composite(value, path)
         raise TypeError(f"no container: {type(value).__name__}")
 
-    def items(self, values: Collection[object], path: Path) -> list[object]:
-        if values and are_integers(values):
-            self.steps += len(values)
-            return list(values)
-        return [self.node(value, (*path, i)) for i, value in enumerate(values)]
+    def items(self, values: Collection[object], path: Path) -> object:
+        return msgspec.Raw(f"[{self.listed(values, chain(FIRST, repeat(',')), count(), path)}]".encode())
 
     def entries(self, value: Mapping[object, object], path: Path) -> dict[str, object]:
         """The entries of a dict: as an object where all keys are text, as pairs where they are not."""
@@ -271,62 +356,17 @@ class Encoder:
             self.problem(path, "one of too many places that share a long key; written out, they have no end")
             return {"entries": {}}
         if texts:
-            return {"entries": self.named(cast("Mapping[str, object]", value), path)}
-        pairs = []
-        for i, (key, inside) in enumerate(value.items()):
-            place = (*path, step(key))
-            pairs.append([self.key(key, i, place), self.node(inside, place)])
-        return {"items": pairs}
+            openings = _openings(cast("Collection[str]", value))
+            return {"entries": msgspec.Raw(f"{{{self.listed(value.values(), openings, value, path)}}}".encode())}
+        pairs = [f"],[{self.key_text(key, at, path)}," for at, key in enumerate(value)]
+        return {"items": msgspec.Raw(f"[{self.listed(value.values(), pairs, value, path)[2:]}]]".encode())}
 
-    def named(self, value: Mapping[str, object], path: Path) -> object:
-        """The entries of a dict whose keys are texts, as an object."""
-        if self.texts is not None and value and self.texts.leaves.kinds.issuperset(map(type, value.values())):
-            made = self.tensor_texts(value, path)
-            quote, keys = as_keys([*value])
-            listed = ",".join([f"{quote}{key}{quote}:{text}" for key, text in zip(keys, made, strict=True)])
-            return msgspec.Raw(f"{{{listed}}}".encode())
-        return {**value} if self.plain(value.values()) else {key: self.node(inside, (*path, key)) for key, inside in value.items()}
-
-    def tensor_texts(self, value: Mapping[str, object], path: Path) -> list[str]:
-        """The texts of tensors: of those that follow each other together, of any that is more than a few marks by itself."""
-        assert self.texts is not None
-        keys, values, texts = [*value], [*value.values()], list[str]()
-        alone = [at for at, one in enumerate(values) if self.texts.is_alone(one)]
-        first = 0
-        for at in [*alone, len(values)]:
-            run = values[first:at]
-            made = self.texts.next_texts(run)
-            if made is None:
-                made = [
-                    msgspec.json.encode(self.node(one, (*path, key))).decode() for key, one in zip(keys[first:at], run, strict=True)
-                ]
-            else:
-                self.steps += len(made)
-            texts += made
-            if at < len(values):
-                texts.append(msgspec.json.encode(self.node(values[at], (*path, keys[at]))).decode())
-            first = at + 1
-        return texts
-
-    def plain(self, values: Collection[object]) -> bool:
-        """Whether values are dicts of small integers that stand nowhere else: they are counted, and are JSON as they are.
-
-        What torch's `state_dict()` says of the versions of modules is such, and has as many of them as the state has tensors.
-        """
-        if not values or {*map(type, values)} != {dict}:
-            return False
-        dicts, places = cast("Collection[dict[object, object]]", values), {*map(id, values)}
-        numbers = [*chain.from_iterable([inner.values() for inner in dicts])]
-        keys = dict.fromkeys(chain.from_iterable(dicts))
-        if len(places) < len(values) or not places.isdisjoint(self.seen) or not are_integers(numbers) or not are_texts(keys):
-            return False
-        if any(len(str(key)) > LONG_LEAF or str(key).startswith(TAG) for key in keys):
-            return False
-        if len(self.on_path) >= self.limits.depth:
-            return False
-        self.seen |= places
-        self.steps += len(values) + len(numbers)
-        return True
+    def key_text(self, key: object, size: int, path: Path) -> str:
+        """The JSON of a dict key."""
+        if type(key) is int and size <= key <= size + 1:
+            self.steps += 1
+            return f"{key}"
+        return msgspec.json.encode(self.key(key, size, (*path, step(key)))).decode()
 
     def members(self, values: Iterable[object], path: Path) -> list[object]:
         """The members of a set, in an order that does not depend on this process."""
@@ -469,13 +509,24 @@ def are_texts(values: Collection[object]) -> bool:
     return {*map(type, values)} <= {str} and scalars.is_unicode("".join(cast("Collection[str]", values)))
 
 
-def are_integers(values: Collection[object]) -> bool:
-    """Whether all are integers that JSON has."""
-    if not {*map(type, values)} <= {int}:
-        return False
-    numbers = cast("Collection[int]", values)
-    return not numbers or (min(numbers) >= -scalars.SAFE_INTEGER and max(numbers) <= scalars.SAFE_INTEGER)
+def _openings(keys: Collection[str]) -> list[str]:
+    """What stands before each value of an object with these keys."""
+    quote, texts = as_keys([*keys])
+    made = [f",{quote}{text}{quote}:" for text in texts]
+    return [made[0][1:], *made[1:]] if made else []
 
+
+PLAIN_CONTAINERS: dict[type, tuple[str, str]] = {dict: ("{", "}"), list: ("[", "]"), tuple: (f'{{"{TAG}":"tuple","items":[', "]}")}
+"""Containers, and what JSON has around their values."""
+
+NONE = type(None)
+TEXT = frozenset({str})
+NO_TYPES: frozenset[type] = frozenset()
+FIRST = ("",)
+"""What stands before the first value of a list."""
+SAFE_INTEGER = scalars.SAFE_INTEGER
+MOST_KNOWN = 10_000
+"""Plain values whose JSON is kept, of each type."""
 
 CONTAINERS = frozenset({dict, OrderedDict, Counter, defaultdict, DefaultDict, list, tuple, Size, set, frozenset})
 LEAVES = frozenset({

@@ -31,7 +31,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
 from holdfast.core.runtime import resting_collector
-from holdfast.core.sharing import twins
+from holdfast.core.sharing import tied
 from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
 from holdfast.engine.sparse_choice import choose, parse_wanted
@@ -243,9 +243,9 @@ def _description(state: State, table: Table, flat: FlatState, matched: list[str]
 
 
 def _aliases(table: Table) -> list[tuple[str, str]]:
-    """Names of one and the same memory, each with the first of them. A row that is not odd shares with nobody."""
-    odd = ((table.names[row], table.odd[row]) for row in sorted(table.odd))
-    return list(twins({name: tensor for name, tensor in odd if tensor.size}).items())
+    """Names of one and the same memory, each with the first of them."""
+    names, full = table.names, [0 not in kind.shape for kind in table.kinds]
+    return [(names[row], names[first]) for row, first in tied(table).items() if full[table.kind[row]]]
 
 
 def stage_described(described: Described, copy: Copy) -> Described:

@@ -111,7 +111,8 @@ def stage(
     nbytes = table.storages.nbytes[numbers]
     starts = np.cumsum(nbytes + -nbytes % ALIGNMENT) - nbytes - -nbytes % ALIGNMENT
     total = int(starts[-1] + nbytes[-1]) if len(numbers) else 0
-    pieces = pieces_of(table.odd.values())
+    apart = {row: table.view(row) for row in table.apart}
+    pieces = pieces_of(apart.values())
     tensors, places = [*pieces.values()], list[int]()
     for tensor in tensors:
         total += -total % ALIGNMENT
@@ -138,21 +139,22 @@ def stage(
     except BaseException:
         copies.wait()
         raise
-    made = made_of(table.odd, dict(zip(pieces, staged, strict=True)))
+    made = made_of(apart, dict(zip(pieces, staged, strict=True)))
     kinds, kind = [*table.kinds], [*table.kind]
     for row, tensor in made.items():
         kind[row] = len(kinds)
         kinds.append(Kind.of(tensor))
     storage = np.searchsorted(numbers, table.storage)
-    storage[[*table.odd]] = ODD
+    storage[[*apart]] = ODD
     copied = Table(table.names, kinds, kind, storage.tolist(), RoomStorages(room, starts, nbytes), made)
     return Staged(copied, total, copies)
 
 
 def _each_storage(table: Table) -> tuple[Ints, Ints]:
-    """The numbers of the storages that a table has, ascending, and the first row of each."""
-    storage = np.array(table.storage, np.int64)
-    plain = np.flatnonzero(storage != ODD)
+    """The numbers of the storages that a row of a table is all of, ascending, and the first such row of each."""
+    storage, whole = np.array(table.storage, np.int64), np.ones(len(table), np.bool_)
+    whole[[*table.apart]] = False
+    plain = np.flatnonzero(whole)
     numbers, first = np.unique(storage[plain], return_index=True)
     return numbers, plain[first]
 

@@ -1,0 +1,113 @@
+"""Who shares memory in a table, by the numbers of storages, against a comparison of lazy tensors one by one: the oracle."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.chunk import in_c_order
+from holdfast.core.sharing import groups, tied, twins
+from holdfast.formats.recorded import LARGEST_STORAGE_RATIO, share
+from holdfast.plan.table import lazy_table, table_of
+from holdfast.rewrite.state import describe_state, tabulate_state
+
+SHAPES = [(12,), (3, 4), (2, 1, 6), (4, 3)]
+
+
+@st.composite
+def views(draw):
+    """Tensors over a few buffers, numpy's and torch's: whole, slices, transposes, conjugates, empty ones, the same ones twice."""
+    array = np.arange(12, dtype="f4")
+    buffers = [torch.arange(12.0), torch.arange(12.0).to(torch.complex64), array, torch.from_numpy(array), torch.zeros(0)]
+    found = {}
+    for number in range(draw(st.integers(1, 12))):
+        one = draw(st.sampled_from([*buffers, *found.values()]))
+        whole = draw(st.booleans())
+        if one.ndim == 1 and len(one) == 12 and draw(st.booleans()):
+            one = one.reshape(draw(st.sampled_from(SHAPES)))
+        if not whole and one.ndim:
+            first, step = draw(st.integers(0, one.shape[0])), draw(st.integers(1, 3))
+            one = one[first::step]
+        if one.ndim == 2 and draw(st.booleans()):
+            one = one.T
+        if isinstance(one, torch.Tensor):
+            how = draw(st.sampled_from(["", "", "conj", "bytes", "parameter", "attribute", "imag"]))
+            if how == "conj":
+                one = one.conj()
+            elif how == "imag" and one.is_complex():
+                one = one.imag
+            elif how == "bytes" and one.dtype == torch.float32 and one.is_contiguous():
+                one = one.view(torch.int32)
+            elif how == "parameter" and not one.is_complex() and one.is_floating_point():
+                one = torch.nn.Parameter(one.detach(), requires_grad=False)
+            elif how == "attribute" and type(one) is torch.Tensor:
+                one = one.detach()
+                one.note = 1
+        found[f"t{draw(st.integers(0, 99))}.{number}"] = one
+    return found
+
+
+def compared(tensors):
+    """Names that are written, aliases and groups, found by comparing lazy tensors."""
+    written = {name: tensor for name, tensor in tensors.items() if tensor.chunks}
+    aliases, distinct, found = {}, {}, []
+    for storage, names in groups(written).items():
+        if not storage.nbytes:
+            continue
+        members = {name: written[name] for name in names if name in written}
+        again = twins(members)
+        aliases |= again
+        for name in again:
+            del written[name]
+        distinct |= {name: tensor for name, tensor in members.items() if name not in again}
+    for storage, names in groups(distinct, noted=True).items():
+        kept = {}
+        for name in names:
+            tensor = written[name]
+            (chunk,) = tensor.chunks
+            if not (tensor.traits.conj or tensor.traits.neg) and min(chunk.strides, default=0) >= 0:
+                kept[name] = chunk.offset, chunk.strides
+        if len(kept) == 1:
+            ((name, (_, strides)),) = kept.items()
+            tensor = written[name]
+            short = tensor.size < 2 or storage.nbytes > LARGEST_STORAGE_RATIO * tensor.nbytes
+            if short or in_c_order(tensor.shape, strides, tensor.dtype.bits):
+                continue
+        if kept:
+            found.append((storage.nbytes, [*kept.items()]))
+    return list(written), list(aliases.items()), found
+
+
+def by_rows(table):
+    found = share(table)
+    names = [table.names[row] for row in found.rows]
+    return names, list(found.aliases.items()), [(group.nbytes, [*group.names.items()]) for group in found.groups]
+
+
+@settings(max_examples=300, deadline=None)
+@given(views())
+def test_rows_share_what_lazy_tensors_share(state):
+    tensors = describe_state(state).tensors
+    expected = compared(tensors)
+    assert by_rows(table_of(tabulate_state(state))) == expected
+    assert by_rows(lazy_table([*tensors], [*tensors.values()])) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(views())
+def test_ties_are_those_of_lazy_tensors(state):
+    tensors = describe_state(state).tensors
+    table = table_of(tabulate_state(state))
+    assert {table.names[row]: table.names[first] for row, first in tied(table).items()} == twins(tensors)
+
+
+@settings(max_examples=100, deadline=None)
+@given(views())
+def test_a_row_is_the_tensor_that_it_was_made_of(state):
+    table = table_of(tabulate_state(state))
+    for name, tensor in describe_state(state).tensors.items():
+        view = table[name]
+        assert (view.name, view.dtype, view.shape, view.traits) == (name, tensor.dtype, tensor.shape, tensor.traits)
+        assert view.chunks[0].offset == tensor.chunks[0].offset
+        assert view.chunks[0].strides == tensor.chunks[0].strides
+        assert view.read().tobytes() == tensor.read().tobytes()
