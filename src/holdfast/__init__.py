@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from holdfast.rewrite.reshard import reshard
     from holdfast.rewrite.save import save, to_bytes
     from holdfast.rewrite.seal import Sealed, seal
-    from holdfast.rewrite.share import AliasGraph, Tied, alias_graph, tie
+    from holdfast.rewrite.share import AliasGraph, alias_graph
+    from holdfast.rewrite.tie import Tied, tie
     from holdfast.runs.export import Export
     from holdfast.runs.rules import Best, Every, Latest, Within
     from holdfast.runs.run import Run
@@ -88,7 +89,7 @@ _WHERE = {
     "Storage": "core.chunk",
     "TensorSparsity": "inspect.sparsity",
     "TensorStats": "inspect.stats",
-    "Tied": "rewrite.share",
+    "Tied": "rewrite.tie",
     "VerifyReport": "inspect.verify",
     "Within": "runs.rules",
     "alias_graph": "rewrite.share",
@@ -110,7 +111,7 @@ _WHERE = {
     "seal": "rewrite.seal",
     "sparsity": "inspect.sparsity",
     "stats": "inspect.stats",
-    "tie": "rewrite.share",
+    "tie": "rewrite.tie",
     "to_bytes": "rewrite.save",
     "verify": "inspect.verify",
 }

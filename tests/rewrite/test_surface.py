@@ -21,7 +21,7 @@ from holdfast.cli.planned import writing
 from holdfast.engine.targets import folder as folder_target
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
 from holdfast.pruning import prune
-from holdfast.rewrite import formats, package, planned, share
+from holdfast.rewrite import formats, package, planned, tie
 from holdfast.stores import place
 from holdfast.stores.local import LocalStore
 
@@ -117,7 +117,7 @@ def test_what_is_there_is_refused_before_the_source_is_read(verb, source, target
     def read(*rest, **more):
         raise AssertionError("it was read")
 
-    monkeypatch.setattr(share, "tie_state", read)
+    monkeypatch.setattr(tie, "tie_state", read)
     monkeypatch.setattr(package, "tie_state", read)
     monkeypatch.setattr(prune.Pruning, "measure", read)
     monkeypatch.setattr(formats, "choose", read)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from holdfast.cli.planned import add_place, add_writing, carry_out, say, writing
 
 if TYPE_CHECKING:
-    from holdfast.rewrite.share import Tied
+    from holdfast.rewrite.tie import Tied
 
 DESCRIPTION = """\
 Find tensors that hold the same, byte by byte, and write a checkpoint in which they are tied: stored once, under all their names.
@@ -34,7 +34,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.cli.progress import bar
-    from holdfast.rewrite.share import plan_tie
+    from holdfast.rewrite.tie import plan_tie
 
     begin = time.perf_counter()
     total = os.path.getsize(options.src) if options.src.is_file() else None

@@ -13,15 +13,20 @@ kinds of containers, a container inside of itself or in very many places, names 
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, HELD_NBYTES, NAME_CHARACTERS_A_BYTE, Path, step
+from holdfast.core.value import Value, replace
 from holdfast.errors import Unsupported
+
+if TYPE_CHECKING:
+    from holdfast.core.table import Table
 
 PLAIN = frozenset({type(None), bool, int, float, str})
 TEXT = frozenset({str})
@@ -37,6 +42,12 @@ SAMPLED = 16
 
 Convert = Callable[[object, Path], object]
 """From a leaf to a lazy tensor, a composite, or whatever is to be kept of it. Raises `Unsupported` where it cannot be kept."""
+
+
+class Leaf(Value, frozen=True, eq=False, gc=False):
+    """A tensor in the tree of a state that nobody has made: a row of its table."""
+
+    row: int
 
 
 class Leaves:
@@ -64,6 +75,14 @@ class Leaves:
         self._like: dict[tuple[type, frozenset[type], frozenset[type]], object] = {}
         """A container of each kind."""
 
+    @classmethod
+    def of_rows(cls, names: Sequence[str]) -> Leaves:
+        """The rows of a table under their names, as leaves of a plain dict."""
+        leaves = cls((Leaf,), lambda value, path: value)
+        leaves.names, leaves.values = [*names], [*map(Leaf, range(len(names)))]
+        leaves._like[dict, frozenset({str}), frozenset({Leaf})] = {}
+        return leaves
+
     @property
     def flat(self) -> bool:
         """Whether the state is a plain dict of plain tensors under their own names."""
@@ -85,6 +104,22 @@ class Leaves:
             values += (*self.values[done:number], *whole.parts.values())
             done = number + 1
         self.names, self.values, self.nested = [*names, *self.names[done:]], [*values, *self.values[done:]], True
+
+    def over(self, table: Table) -> Leaves:
+        """The same leaves as rows of another table, which has a row for each of them, in their order."""
+        made = copy.copy(self)
+        wholes = [(key, value, one) for key, (value, one) in self.converted.items() if isinstance(one, Composite)]
+        if wholes:
+            rows = dict(zip(map(id, self.values), range(len(self.values)), strict=True))
+            views = {id(part): table.view(rows[id(part)]) for _, _, one in wholes for part in one.parts.values()}
+            made.values = [views.get(id(value), value) for value in self.values]
+            made.converted = dict(self.converted)
+            for key, value, one in wholes:
+                made.converted[key] = value, replace(one, parts={name: views[id(part)] for name, part in one.parts.items()})
+        apart = {number for number, kind in enumerate(table.kinds) if not (kind.whole and kind.nbytes)}
+        rows_apart = [row for row, kind in enumerate(table.kind) if kind in apart or row in table.odd] if apart or table.odd else []
+        made.odd = {id(made.values[row]): table.view(row) for row in rows_apart}
+        return made
 
     def described(self, value: object) -> object:
         """What was made of a leaf of another type, or of an odd tensor; any other value as it is."""

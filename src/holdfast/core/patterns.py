@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import NamedTuple
 
 from holdfast.errors import BadArgument
@@ -119,6 +120,17 @@ class Starred:
             stop = place[0]
         return (name[start:stop], *reversed(found))
 
+    def each_stood_for(self, names: Sequence[str]) -> list[tuple[str, ...] | None]:
+        """The same of each name; where one star stands between two texts, names are only cut and compared."""
+        first, last = self._first.text, self._last.text
+        if self._between or first is None or last is None:
+            return [*map(self.stood_for, names)]
+        begin, end = len(first), len(last)
+        rest = [name[begin:] if name[:begin] == first else None for name in names]
+        if not end:
+            return [None if name is None else (name,) for name in rest]
+        return [None if name is None or name[-end:] != last else (name[:-end],) for name in rest]
+
 
 class Glob:
     """A glob that was read. `matches` is about a name as a whole."""
@@ -161,6 +173,17 @@ class Glob:
                 return found
         return () if name in self._texts or any(piece.fits(name) for piece in self._plain) else None
 
+    def each_stood_for(self, names: Sequence[str]) -> list[tuple[str, ...] | None]:
+        """The same of each name.
+
+        >>> Glob("a.*").each_stood_for(["a.b", "b.a"])
+        [('b',), None]
+        """
+        if len(self._starred) == 1 and not self._plain and self._texts == {self.pattern}:
+            found = self._starred[0].each_stood_for(names)
+            return [() if one is None and name == self.pattern else one for name, one in zip(names, found, strict=True)]
+        return [*map(self.stood_for, names)]
+
 
 @lru_cache(maxsize=1024)
 def glob(pattern: str) -> Glob:
@@ -178,24 +201,60 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     return lambda name: found.matches(name) or name.startswith(below)
 
 
+def meant(patterns: Iterable[str], names: Sequence[str]) -> list[bool]:
+    """Whether each name is meant by one of these patterns, as by `matcher`.
+
+    >>> meant(["a", "*.w"], ["a.b", "b.w", "c"])
+    [True, True, False]
+    """
+    found = [False] * len(names)
+    for pattern in patterns:
+        if pattern and not pattern.strip("*"):
+            return [True] * len(names)
+        below, own = f"{pattern}.", glob(pattern)
+        width = len(below)
+        stars = repeat(None) if own.plain else own.each_stood_for(names)
+        found = [
+            known or one is not None or name == pattern or name[:width] == below
+            for known, name, one in zip(found, names, stars, strict=False)
+        ]
+    return found
+
+
+def renamed(renames: Renames, names: Sequence[str]) -> list[str]:
+    """What becomes of each name, as by `renamer`.
+
+    >>> renamed([("model.*", "*"), ("b", "c")], ["model.a", "b.w"])
+    ['a', 'c.w']
+    """
+    made: list[str | None] = [None] * len(names)
+    for pattern, new in renames:
+        first, *others = _new(new)
+        below, count = f"{pattern}.", len(others)
+        width = len(below)
+        for at, (known, name, stars) in enumerate(zip(made, names, glob(pattern).each_stood_for(names), strict=True)):
+            if known is not None:
+                continue
+            if stars is not None and count == 1 and stars and not stars[1:]:
+                made[at] = f"{first}{stars[0]}{others[0]}"
+            elif stars is not None and len(stars) == count:
+                made[at] = first + _filled(stars, others)
+            elif not others and name[:width] == below:
+                made[at] = f"{first}.{name[width:]}"
+    return [name if new is None else new for name, new in zip(names, made, strict=True)]
+
+
+def _filled(stars: Sequence[str], between: Sequence[str]) -> str:
+    return "".join(star + text for star, text in zip(stars, between, strict=True))
+
+
 def renamer(renames: Renames) -> Callable[[str], str]:
     """What becomes of a name.
 
     >>> renamer([("model.*", "*"), ("*.w", "*.weight")])("model.a.w")
     'a.w'
     """
-    rules = [(glob(old), f"{old}.", _new(new)) for old, new in renames]
-
-    def rename(name: str) -> str:
-        for old, below, (first, *others) in rules:
-            stars = old.stood_for(name)
-            if stars is not None and len(stars) == len(others):
-                return first + "".join(star + text for star, text in zip(stars, others, strict=True))
-            if not others and name.startswith(below):
-                return f"{first}.{name[len(below) :]}"
-        return name
-
-    return rename
+    return lambda name: renamed(renames, [name])[0]
 
 
 def _new(text: str) -> list[str]:

@@ -122,6 +122,10 @@ class Storages(Protocol):
         """Of each storage."""
 
     @property
+    def read_nbytes(self) -> Ints:
+        """What is read for each: as many bytes as it has, unless it is computed."""
+
+    @property
     def stores(self) -> tuple[Store, ...]:
         """What is read, beside this process's memory."""
 
@@ -172,6 +176,10 @@ class FileColumns:
         """The length of each."""
         self._nbytes = np.asarray(self._nbytes, np.int64)
         return self._nbytes
+
+    @property
+    def read_nbytes(self) -> Ints:
+        return self.nbytes
 
     @property
     def crc(self) -> Ints:
@@ -270,6 +278,14 @@ class Table(Mapping[str, LazyTensor]):
         if self.odd:
             odd = {at: self.odd[row].renamed(chosen[at]) for at, row in enumerate(rows) if row in self.odd}
         return Table(chosen, self.kinds, kind, storage, self.storages, odd)
+
+    def compact_kinds(self) -> Table:
+        """The same table without kinds that no row has."""
+        used = {number: at for at, number in enumerate(sorted({*self.kind}))}
+        if len(used) == len(self.kinds):
+            return self
+        kinds, kind = [self.kinds[number] for number in used], [used[number] for number in self.kind]
+        return Table(self.names, kinds, kind, self.storage, self.storages, self.odd)
 
     def with_entries(self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]) -> Table:
         """These rows; in the place of some of them, what is given for these rows."""

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import cast
 
 from msgspec import Struct, field
 
@@ -52,6 +53,8 @@ KEY_CHARACTERS = 64
 MOST_LEAVES = 4_000_000
 """Places in a tree that are looked at one by one; containers that stand in several places count several times."""
 
+TOO_OFTEN = "this state refers to the same containers too often to be gone through leaf by leaf"
+
 LONE_TENSOR_NAME = "tensor"
 """The name of a tensor that was saved by itself, with nothing around it."""
 
@@ -69,6 +72,8 @@ class Named(Struct):
     """The outcome of a walk."""
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
+    leaves: list[LazyTensor] = field(default_factory=list)
+    """The tensor of each name as it stands in the tree, under whatever name it has there."""
     paths: dict[str, Path] = field(default_factory=dict)
     """The path of each name."""
     opaques: list[tuple[Path, Opaque]] = field(default_factory=list)
@@ -201,6 +206,7 @@ def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
     if count > 1:
         named.doubles[base] = count
         named.notes.append(f"two tensors are called {base!r}; the one at path {path!r} is listed as {name!r}")
+    named.leaves.append(tensor)
     if tensor.name:
         tensor = tensor.renamed(name)
     else:
@@ -281,14 +287,65 @@ def leaf_paths(tree: object, *, once: bool = False) -> Iterator[tuple[Path, obje
             seen.add(id(value))
         left -= not once
         if left < 0:
-            message = "this state refers to the same containers too often to be gone through leaf by leaf"
-            raise LimitExceeded(message, expected=MOST_LEAVES)
-        if isinstance(value, dict) and value and not isinstance(value, Counter):
-            waiting += [((*path, step(key)), inner) for key, inner in reversed(value.items())]
-        elif type(value) in (list, tuple) and isinstance(value, list | tuple) and value:
-            waiting += [((*path, i), inner) for i, inner in reversed(list(enumerate(value)))]
-        else:
+            raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
+        if not is_entered(value):
             yield path, value
+        elif isinstance(value, dict):
+            waiting += [((*path, step(key)), inner) for key, inner in reversed(value.items())]
+        elif isinstance(value, list | tuple):
+            waiting += [((*path, i), inner) for i, inner in reversed(list(enumerate(value)))]
+
+
+def is_entered(value: object) -> bool:
+    """Whether a value is a container with something in it, whose children have names of their own."""
+    if isinstance(value, dict):
+        return bool(value) and not isinstance(value, Counter)
+    return type(value) in (list, tuple) and bool(value)
+
+
+def entered(values: Sequence[object]) -> list[bool]:
+    """The same of each; values of which none is a container are not asked one by one."""
+    if any(issubclass(kind, dict | list | tuple) for kind in {*map(type, values)}):
+        return [*map(is_entered, values)]
+    return [False] * len(values)
+
+
+def leaf_names(tree: object) -> list[str]:
+    """The dotted names of all that `leaf_paths` gives, in its order.
+
+    >>> leaf_names({"a": {"x": 1, "y": []}, "b": (2, 3)})
+    ['a.x', 'a.y', 'b.0', 'b.1']
+    """
+    if not is_entered(tree):
+        return [""]
+    names: list[str] = []
+    left = MOST_LEAVES
+
+    def add(container: object, prefix: str) -> None:
+        nonlocal left
+        keys: Iterable[object]
+        if isinstance(container, dict):
+            keys, inside = container, [*container.values()]
+            if {*map(type, keys)} != {str}:
+                keys = map(step, container)
+        else:
+            inside = [*cast("list[object] | tuple[object, ...]", container)]
+            keys = range(len(inside))
+        left -= len(inside)
+        if left < 0:
+            raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
+        below = entered(inside)
+        if True not in below:
+            names.extend([f"{prefix}{key}" for key in keys])
+            return
+        for key, value, inner in zip(keys, inside, below, strict=True):
+            if inner:
+                add(value, f"{prefix}{key}.")
+            else:
+                names.append(f"{prefix}{key}")
+
+    add(tree, "")
+    return names
 
 
 def rebuilt(

@@ -15,12 +15,13 @@ rounding is the only one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import ml_dtypes
 import numpy as np
 
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.dtype import DType
 from holdfast.core.halves import as_float32, as_float64
 from holdfast.core.value import Value
@@ -182,17 +183,36 @@ def _one(source: np.dtype[np.generic], dtype: DType, magnitude: int) -> float:
 def _count_block(array: np.ndarray, bounds: Bounds, found: dict[str, int]) -> None:
     bits = array.view(f"u{array.itemsize}")
     kind = bits.dtype.type
-    sign = 1 << (8 * array.itemsize - 1)
-    sizes = bits & kind(sign - 1)
+    sizes = bits & kind((1 << (8 * array.itemsize - 1)) - 1)
     # One comparison tells that all is well, as it mostly is: what is less than `low` wraps around to the top.
-    fine = np.count_nonzero((sizes - kind(bounds.low)) < kind(bounds.high - bounds.low))
-    if fine < sizes.size:
-        zero = 1 if bounds.few == "zero" else 0  # a zero that stays one is no loss
-        found[bounds.few] += int(np.count_nonzero((sizes - kind(zero)) < kind(bounds.low - zero)))
-        found[bounds.many] += int(np.count_nonzero((sizes - kind(bounds.high)) < kind(bounds.stop - bounds.high)))
+    if bounds.few == "smallest" or np.count_nonzero((sizes - kind(bounds.low)) < kind(bounds.high - bounds.low)) < sizes.size:
+        for outcome, lost in _lost_in(bits, bounds):
+            found[outcome] += int(np.count_nonzero(lost))
+
+
+def _lost_in(bits: np.ndarray, bounds: Bounds) -> Iterator[tuple[str, Bools]]:
+    """Which elements came to harm, by outcome; given as the integers that their bits are."""
+    kind = bits.dtype.type
+    sign = 1 << (8 * bits.itemsize - 1)
+    sizes = bits & kind(sign - 1)
+    zero = 1 if bounds.few == "zero" else 0  # a zero that stays one is no loss
+    yield bounds.few, (sizes - kind(zero)) < kind(bounds.low - zero)
+    yield bounds.many, (sizes - kind(bounds.high)) < kind(bounds.stop - bounds.high)
     if bounds.few == "smallest":
-        negative = (bits > kind(sign)) & (sizes < kind(bounds.stop))
-        found["unsigned"] += int(np.count_nonzero(negative))
+        yield "unsigned", (bits > kind(sign)) & (sizes < kind(bounds.stop))
+
+
+def count_losses_each(array: np.ndarray, made: np.ndarray, dtype: DType, starts: Ints) -> dict[str, Ints]:
+    """`count_losses` of each of the parts that begin there and follow each other, none of which is empty."""
+    if not count_losses(array, made, dtype):
+        return {}
+    if array.itemsize == 1:
+        kinds = _kinds(array.dtype, dtype)
+        patterns = kinds.take(array.view(np.uint8))
+        lost = [(outcome, (patterns >> at & 1).astype(np.bool_)) for at, outcome in enumerate(OUTCOMES) if (kinds >> at & 1).any()]
+    else:
+        lost = [*_lost_in(array.view(f"u{array.itemsize}"), _bounds(array.dtype, dtype))]
+    return {outcome: np.add.reduceat(mask, starts, dtype=np.int64) for outcome, mask in lost if mask.any()}
 
 
 def _count_bytes(array: np.ndarray, kinds: np.ndarray, found: dict[str, int]) -> None:

@@ -15,16 +15,20 @@ from functools import partial
 
 import numpy as np
 
-from holdfast.core.arrays import byte_row
-from holdfast.core.chunk import Storage
+from holdfast.core.arrays import Ints, byte_row
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
+from holdfast.core.table import Kind, Piece
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.source import OpenSource, Sourced
 from holdfast.engine.threads import computing
 from holdfast.errors import HoldfastError, Unsupported
+from holdfast.plan.files import FileStorages
+from holdfast.plan.saves import Data, Memory
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 Compute = Callable[[np.ndarray], np.ndarray]
@@ -157,14 +161,16 @@ class Computed(Sourced):
     def __init__(self) -> None:
         super().__init__("<computed>")
 
-    def tensor(self, original: LazyTensor, dtype: DType, compute: Compute, *, observe: Observe | None = None) -> LazyTensor:
+    def tensor(
+        self, original: LazyTensor, dtype: DType, compute: Compute, *, observe: Observe | None = None, seen: Seen | None = None
+    ) -> LazyTensor:
         """The tensor of the same shape whose elements are `compute` of the original's. `compute` works element by element.
 
         `observe` sees every element that is computed, once, however often it is read.
         """
         if dtype.packed:
             raise Unsupported(f"elements of {dtype} share bytes and cannot be computed one by one", tensor=original.name)
-        nbytes, made = dtype.nbytes(original.size), Computation(original, dtype, compute, observe, Seen())
+        nbytes, made = dtype.nbytes(original.size), Computation(original, dtype, compute, observe, seen or Seen())
         # As many elements are read, of another width.
         entry = VirtualFile(
             nbytes, made.read, stamp=partial(tensor_stamp, original), read_nbytes=original.dtype.nbytes(original.size)
@@ -173,3 +179,105 @@ class Computed(Sourced):
         tensor = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self.source)
         # The flags for conjugated and negated elements are resolved by reading the original.
         return replace(tensor, traits=replace(original.traits, conj=False, neg=False))
+
+
+ObserveEach = Callable[[Sequence[str], Ints, np.ndarray, np.ndarray], None]
+"""Sees the names of several originals, where the elements of each begin in a row, these elements, and what was computed of them."""
+
+
+class Elementwise(Value, frozen=True, eq=False):
+    """How storages are computed of others, element by element."""
+
+    origin: DType
+    """Of the elements that are there."""
+    dtype: DType
+    """Of what is made of them."""
+    compute: Compute
+    observe: ObserveEach
+
+
+class ComputedStorages:
+    """Storages whose bytes are computed of those of others: of many short ones together, of a long one a block at a time."""
+
+    def __init__(self, origin: FileStorages, ways: Sequence[Elementwise], way: Ints) -> None:
+        """`way` says of each storage of `origin` how it is computed: a position in `ways`, -1 for one that stays as it is."""
+        self._origin, self._ways, self._way = origin, ways, way
+        self.nbytes: Ints = origin.nbytes.copy()
+        for number, one in enumerate(ways):
+            own = way == number
+            self.nbytes[own] = self.nbytes[own] // one.origin.numpy.itemsize * one.dtype.numpy.itemsize
+        self.read_nbytes, self.stores = origin.nbytes, origin.stores
+        self._computed = Computed()
+        self._rows: dict[int, tuple[LazyTensor, Seen]] = {}
+        """Of storages that were asked for by themselves: all elements, and which of them were seen."""
+        self._seen = np.zeros(len(way), np.bool_)
+        """Storages of which all elements were seen."""
+        self._lock = threading.Lock()
+
+    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        pieces: list[Piece] = [*self._origin.read(numbers)]
+        wanted = np.array(numbers, np.int64)
+        ways = self._way[wanted]
+        for number in np.unique(ways[ways >= 0]).tolist():
+            way, places = self._ways[number], np.flatnonzero(ways == number)
+            elements = np.frombuffer(b"".join([pieces[place] for place in places.tolist()]), way.origin.numpy)
+            with computing():
+                made = np.ascontiguousarray(way.compute(elements), way.dtype.numpy)
+                self._observe(way, wanted[places], elements, made)
+            data, stops = made.view(np.uint8).data, np.cumsum(self.nbytes[wanted[places]])
+            each = zip(places.tolist(), [0, *stops.tolist()], stops.tolist(), strict=False)
+            for place, start, stop in each:
+                pieces[place] = data[start:stop]
+        return pieces
+
+    def _observe(self, way: Elementwise, numbers: Ints, elements: np.ndarray, made: np.ndarray) -> None:
+        """Show what was not seen before."""
+        counts = self.nbytes[numbers] // way.dtype.numpy.itemsize
+        filled = counts > 0
+        numbers, counts = numbers[filled], counts[filled]
+        starts = np.cumsum(counts) - counts
+        with self._lock:
+            again, known = self._seen[numbers], np.isin(numbers, [*self._rows])
+            self._seen[numbers] = True
+        fresh = ~(again | known)
+        if fresh.any():
+            names, kept = self._names(numbers[fresh]), np.repeat(fresh, counts)
+            every = fresh.all()
+            own = np.cumsum(counts[fresh]) - counts[fresh]
+            way.observe(names, own, elements if every else elements[kept], made if every else made[kept])
+        for at in np.flatnonzero(known & ~again).tolist():
+            number = int(numbers[at])
+            for low, high in self._rows[number][1].add(0, int(counts[at])):
+                part = slice(int(starts[at]) + low, int(starts[at]) + high)
+                way.observe(self._names(numbers[at : at + 1]), np.zeros(1, np.int64), elements[part], made[part])
+
+    def _names(self, numbers: Ints) -> list[str]:
+        names = self._origin.names
+        return [names[number] for number in numbers.tolist()]
+
+    def _row(self, number: int) -> LazyTensor:
+        """All elements of a storage, in a row."""
+        with self._lock:
+            if number not in self._rows:
+                way, name = self._ways[self._way[number]], self._origin.names[number]
+                count = int(self.nbytes[number]) // way.dtype.numpy.itemsize
+
+                def observe(elements: np.ndarray, made: np.ndarray) -> None:
+                    if not self._seen[number]:
+                        way.observe([name], np.zeros(1, np.int64), elements, made)
+
+                seen, original = Seen(), self._origin.view(number, Kind.plain(way.origin, (count,)), name)
+                self._rows[number] = self._computed.tensor(original, way.dtype, way.compute, observe=observe, seen=seen), seen
+            return self._rows[number][0]
+
+    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+        if self._way[number] < 0:
+            return self._origin.alone(number, label)
+        return Data(self._row(number), label) if self.nbytes[number] else b""
+
+    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+        if self._way[number] < 0:
+            return self._origin.view(number, kind, name)
+        row = self._row(number)
+        chunk = Chunk(Box.whole(kind.shape), row.chunks[0].storage, kind.offset, kind.strides)
+        return LazyTensor(name, kind.dtype, kind.shape, (chunk,), row.source, kind.traits)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
+
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Span, Sweep
@@ -13,6 +15,7 @@ from holdfast.engine.digest import recorded_crc
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.write import Block
 from holdfast.errors import Corrupted, NotCommitted
+from holdfast.plan.coalesce import Ranges
 from holdfast.plan.saves import Data, FilePlan, Gathered, Hole, Memory
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
@@ -98,14 +101,21 @@ def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) ->
 
 def stored_crcs(plan: FilePlan, store: Store, key: str, *, threads: int | None = None) -> dict[str, int]:
     """The CRC-32 of every data segment of a file that has this layout, from what its store gives."""
-    spans: dict[str, Span] = {}
+    labels: list[str] = []
+    starts: list[int] = []
+    lengths: list[int] = []
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         if isinstance(segment, Data | Memory):
-            spans[segment.label] = Span(key, offset, segment.nbytes)
+            labels.append(segment.label)
+            starts.append(offset)
+            lengths.append(segment.nbytes)
         elif isinstance(segment, Gathered) and segment.lengths is not None:
-            starts = accumulate(segment.lengths, initial=offset)
-            each = zip(segment.labels, starts, segment.lengths, strict=False)
-            spans |= {label: Span(key, start, nbytes) for label, start, nbytes in each}
-    sweep = Sweep(store, spans.values(), block=store.block_nbytes) if store.block_nbytes else Sweep(store, spans.values())
+            labels += segment.labels
+            starts += [*accumulate(segment.lengths, initial=offset)][:-1]
+            lengths += segment.lengths
+    ranges = Ranges([key], np.zeros(len(labels), np.int64), np.array(starts, np.int64), np.array(lengths, np.int64))
+    sweep = Sweep(store, ranges, block=store.block_nbytes) if store.block_nbytes else Sweep(store, ranges)
     run_all(sweep.tasks(), store.requests or threads or default_threads())
-    return {label: sweep.crc32(number, name=label) for number, label in enumerate(spans)}
+    for number in sorted(sweep.errors):
+        sweep.crc32(number, name=labels[number])  # raises
+    return dict(zip(labels, sweep.crcs().tolist(), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -146,6 +147,12 @@ class FileStorages(FileColumns):
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def named(self, names: Sequence[str]) -> FileStorages:
+        """The same storages under other names of tensors."""
+        made = copy.copy(self)
+        made.names = names
+        return made
 
     def file_of(self, number: int) -> int:
         return int(self._file[number])

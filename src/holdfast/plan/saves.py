@@ -116,12 +116,19 @@ class Gathered(Value, frozen=True, eq=False):
     """Whether pieces are hashed, too."""
     between: int = 0
     """Bytes that are no data."""
+    read_nbytes: int | None = None
+    """Bytes that are read for it, where these are not its data: what is computed has others."""
     zeros: Callable[[], tuple[bytes, Mapping[str, int]]] | None = None
     """What `make` would give of pieces of zeros, where there is something between them. Nothing is fetched."""
 
     @property
     def data_nbytes(self) -> int:
         return self.nbytes - self.between
+
+    @property
+    def cost_nbytes(self) -> int:
+        """Bytes that are read when it is made."""
+        return self.data_nbytes if self.read_nbytes is None else self.read_nbytes
 
     def content(self) -> tuple[bytes, Mapping[str, int]]:
         """What it makes, of the length that it has."""

@@ -11,7 +11,7 @@ memory, `table_of` of lazy tensors.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -68,6 +68,7 @@ class StateStorages:
         self._edges = [*accumulate((len(part.nbytes) for part in parts), initial=0)]
         columns = [part.nbytes for part in parts]
         self.nbytes: Ints = columns[0] if len(parts) == 1 else np.concatenate(columns or [np.zeros(0, np.int64)])
+        self.read_nbytes = self.nbytes
         self.stores = tuple(store for part in parts if isinstance(part, FileStorages) for store in part.stores)
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
@@ -113,6 +114,56 @@ def lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
             kinds.append(Kind.of(tensors[row]))
     assert isinstance(found.storages, FileStorages)
     return Table(names, kinds, kind, storage, found.storages, odd)
+
+
+def as_written(table: Table) -> Table:
+    """The rows of an open checkpoint for a layout: as `tabulate_lazy` has them of lazy tensors, none of which is made."""
+    storages = table.storages
+    if not isinstance(storages, FileStorages):
+        return table
+    numbers, kind = np.array(table.storage, np.int64), np.array(table.kind, np.int64)
+    rows = np.flatnonzero(numbers != ODD)
+    held = numbers[rows]
+    noted = np.array([one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_)
+    near = np.array([_is_near(place) for place in storages.files], np.bool_)
+    left = noted[kind[rows]] | ~near[storages.file[held]]
+    taken = np.zeros(len(storages), np.bool_)
+    taken[held[left]] = True
+    taken[_numbers_of(table.odd.values(), storages)] = True
+    left = taken[held]
+    storages = storages.named(_names(table, rows, held))
+    if not left.any():
+        return Table(table.names, table.kinds, table.kind, table.storage, storages, table.odd)
+    odd = {**table.odd, **{row: table.view(row) for row in rows[left].tolist()}}
+    numbers[rows[left]] = ODD
+    return Table(table.names, table.kinds, table.kind, numbers.tolist(), storages, odd)
+
+
+def _is_near(place: FilePlace) -> bool:
+    """Whether many short reads of a file cost what one does, and as many bytes as they give, which computed content may not."""
+    store = place.source.store
+    return not (store.requests or store.in_order or store.block_nbytes) and store.cost(place.key, MEASURE) == MEASURE
+
+
+def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[int]:
+    """The numbers of the storages of lazy tensors, as far as they are among these."""
+    places = {(id(one.home), one.key, one.start, one.nbytes) for tensor in tensors for one in tensor.storages}
+    if not places:
+        return []
+    files = [(id(place.home), place.key) for place in storages.files]
+    each = zip(storages.file.tolist(), storages.start.tolist(), storages.nbytes.tolist(), strict=True)
+    return [number for number, (file, start, nbytes) in enumerate(each) if (*files[file], start, nbytes) in places]
+
+
+def _names(table: Table, rows: Ints, numbers: Ints) -> Sequence[str]:
+    """Of each storage, the name of a row that has it."""
+    names = table.names
+    if len(rows) == len(names) == len(table.storages.nbytes) and (numbers == rows).all():
+        return names
+    found = [""] * len(table.storages.nbytes)
+    for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+        found[number] = found[number] or names[row]
+    return found
 
 
 def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
@@ -265,4 +316,7 @@ def _gathered(
             known.update(dict.fromkeys([label + HEAD_KEY for label in labels], 0))
         return b"".join(pieces), known
 
-    return Gathered(sum(lengths), labels, make, lengths, lambda: [table.view(row) for row in rows], bool(hashing))
+    storages, read = table.storages, None
+    if storages.read_nbytes is not storages.nbytes:
+        read = int(storages.read_nbytes[[table.storage[row] for row in rows]].sum())
+    return Gathered(sum(lengths), labels, make, lengths, lambda: [table.view(row) for row in rows], bool(hashing), read_nbytes=read)

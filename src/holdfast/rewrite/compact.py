@@ -20,13 +20,16 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
 from holdfast.core.sharing import Island, Span, islands
+from holdfast.core.table import ODD
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.engine.write import Progress
 from holdfast.inspect.open import Openable
+from holdfast.plan.table import table_of
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
-from holdfast.rewrite.share import changed, plan_rewrite
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.rows import with_odd, with_table
+from holdfast.rewrite.state import tabulate_state
+from holdfast.rewrite.tie import plan_rewrite
 from holdfast.rewrite.writing import Writing
 
 WIDEST_NBYTES = 16
@@ -89,7 +92,7 @@ def plan_compact(
     """Lay out a checkpoint without what no tensor reaches."""
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Compacted]:
-        described = describe_state(source, limits=limits)
+        described = tabulate_state(source, limits=limits)
         plan = plan_rewrite(source, _islands(described), where)
         report = Compacted(**planned_fields(plan, where.path), source=source.path, before_nbytes=source.stored_nbytes)
         return Planned(plan, report, where.writing, reads=stores_of(described))
@@ -99,19 +102,24 @@ def plan_compact(
 
 def _islands(state: State) -> State:
     """A state in which no storage holds more than its tensors reach without a gap."""
+    table = table_of(state)
+    views = {number for number, kind in enumerate(table.kinds) if not kind.whole}
+    parts = {number for number, kind in zip(table.storage, table.kind, strict=True) if kind in views} if views else set()
+    # A row that is all of its storage leaves nothing of it, and neither do others over that storage.
+    tensors = {row: table.view(row) for row, number in enumerate(table.storage) if number in parts or number == ODD}
     reached: dict[Storage, list[Span[None]]] = {}
-    for tensor in state.tensors.values():
+    for tensor in tensors.values():
         for chunk in tensor.chunks:
             start, stop = chunk.extent(tensor.dtype)
             if start < stop:
                 reached.setdefault(chunk.storage, []).append((start - start % WIDEST_NBYTES, stop, None))
     found = {storage: islands(spans, touching=True) for storage, spans in reached.items()}
-
-    def change(tensor: LazyTensor) -> LazyTensor:
+    moved: dict[int, LazyTensor] = {}
+    for row, tensor in tensors.items():
         chunks = tuple(_on_island(chunk, tensor, found.get(chunk.storage, [])) for chunk in tensor.chunks)
-        return tensor if chunks == tensor.chunks else replace(tensor, chunks=chunks)
-
-    return changed(state, change)
+        if chunks != tensor.chunks:
+            moved[row] = replace(tensor, chunks=chunks)
+    return with_table(state, with_odd(table, moved)) if moved else state
 
 
 def _on_island(chunk: Chunk, tensor: LazyTensor, found: Sequence[Island[None]]) -> Chunk:

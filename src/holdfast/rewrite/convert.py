@@ -39,7 +39,7 @@ from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import Selection, select
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
-from holdfast.rewrite.state import describe_state, tabulate_state
+from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.transform import Edits, Losses, casts_of, left_out, transform
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of
@@ -169,12 +169,7 @@ def lay_out_conversion(
     target = where.path
     options = where.options(options)
     found = format_for(target, where.format, options)
-    as_it_is = not edits and not metadata and selection in (None, Selection()) and source.format != "pt2" and not source.beside
-    if as_it_is:
-        described = tabulate_state(source, limits=limits)
-        plan = _plan(target, described, found, options=options, tensors_only=False)
-        return _planned(source, where, plan, described, (), {})
-    described = describe_state(source, limits=limits, whole=bool(edits.keep))
+    described = tabulate_state(source, limits=limits, whole=bool(edits.keep))
     chosen, left = select(source, described, selection or Selection())
     losses: dict[DType, Losses] = {}
     state = transform(chosen, edits, limits, losses=losses)
@@ -196,7 +191,7 @@ def _planned(
     reads = [_read_cost(tensor) for tensor in tensors]
     report = Conversion(
         **planned_fields(plan, where.path), source=source.path, tensors=len(tensors) + sum(len(one.labels) for one in gathered),
-        read_nbytes=sum(read for read, _ in reads) + sum(one.data_nbytes for one in gathered),
+        read_nbytes=sum(read for read, _ in reads) + sum(one.cost_nbytes for one in gathered),
         over_read_nbytes=sum(over for _, over in reads), peak_nbytes=None if within is None else within.peak_nbytes,
     )  # fmt: skip
 

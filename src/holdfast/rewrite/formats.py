@@ -152,7 +152,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
         return rehearse(plan, path)
     key = format, options.keep_tree, options.sparse, options.base is None, plan.directory, len(plan.files) > 1, frozenset(alike)
     ties = tied(table)
-    plain = leaves.flat and not table.apart and not ties and not state.metadata
+    plain = leaves.flat and not table.apart and not ties and not without_origin(state.metadata)
     if plain and key in OPENED:
         return replace(plan, opens=True)
     wholes = leaves.composites()

@@ -28,14 +28,12 @@ from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import Source, State
+from holdfast.core.protocols import Source, State, Store
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import name_tensors
 from holdfast.core.value import Value, replace
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
-from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.pt2.read import Pt2Reader
 from holdfast.formats.pt2.replace import Beside, lay_out_replaced, read_beside
 from holdfast.formats.pt2.write import ModelWeights, lay_out_pt2, models_of
@@ -44,12 +42,14 @@ from holdfast.formats.zip.reader import read_archive
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
-from holdfast.rewrite.formats import check_archive_name, save_name, suffix_of, without_origin
-from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, weights_of
+from holdfast.plan.table import table_of
+from holdfast.rewrite.formats import Options, check_archive_name, plan_save, suffix_of, without_origin
+from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, state_of, weights_of
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, check_target, planned_fields, rewritten, stores_of
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.share import changed, tie_state
-from holdfast.rewrite.state import MOST_VISITS, describe_state
+from holdfast.rewrite.rows import lazily, with_odd, with_table
+from holdfast.rewrite.state import tabulate_state
+from holdfast.rewrite.tie import tie_state
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
@@ -123,10 +123,10 @@ def plan_package(
         members = _describe(models, stack, limits)
         state, notes = _deduplicated(members.state, deduplicate, writing.reading_threads, progress=progress)
         if format == "native":
-            plan = _plan_native(replace(members, state=state), save=save_name(target))
+            plan = _plan_native(replace(members, state=state), target)
         else:
             rejoined = rejoin(state)
-            plan = _plan_pt2(replace(members, state=rejoined.state), archive_name(target))
+            plan = _plan_pt2(replace(members, state=lazily(rejoined.state)), archive_name(target))
             notes += rejoined.notes
         plan = replace(plan, notes=(*members.notes, *notes, *plan.notes))
         return Planned(
@@ -163,7 +163,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
     if wrong:
         raise CannotHold("a package holds models by their names", wrong)
     opened: dict[tuple[object, ...], object] = {}
-    trees: dict[str, object] = {}
+    states: dict[str, State] = {}
     beside: dict[str, Beside] = {}
     memory: dict[str, object] = {}
     notes: list[str] = []
@@ -175,20 +175,22 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
             value = opened[place]
         value = _opened(value, stack, limits)
         if isinstance(value, Checkpoint) and value.format == "pt2":
-            trees[model], beside[model] = _member(value, limits)
+            tree, beside[model] = _member(value, limits)
+            states[model] = state_of(tree, {})
         elif isinstance(value, Checkpoint | State):
-            state = value if isinstance(value, State) else describe_state(value, limits=limits)
-            trees[model] = state.tree
+            state = states[model] = value if isinstance(value, State) else tabulate_state(value, limits=limits)
             notes += [f"model {model!r}: {note}" for note in state.notes]
             texts = ", ".join(sorted(without_origin(state.metadata).keys() - {"models"})[:8])
             notes += [f"model {model!r}: its metadata ({texts}) has no place in a package and is not kept"] if texts else []
         else:
             memory[model] = _state_dict(value)
-    described = describe_state(memory, limits=limits)
-    trees |= described.tree if isinstance(described.tree, dict) else {}
-    tree = {model: trees[model] for model in models}
-    named = name_tensors(tree, limits or Limits(), MOST_VISITS, held=True)
-    return _Members(State(tree, named.tensors, named.paths), beside, (*notes, *described.notes))
+    described = tabulate_state(memory, limits=limits)
+    if not states:
+        return _Members(replace(described, notes=()), beside, described.notes)
+    trees = {model: lazily(state).tree for model, state in states.items()}
+    inside = lazily(described).tree
+    trees |= inside if isinstance(inside, dict) else {}
+    return _Members(state_of({model: trees[model] for model in models}, {}), beside, (*notes, *described.notes))
 
 
 def _state_dict(value: object) -> object:
@@ -199,7 +201,7 @@ def _state_dict(value: object) -> object:
 
 def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Beside]:
     """The raw weights and constants of the one model in a `.pt2`, and what else it has."""
-    models = models_in(checkpoint, describe_state(checkpoint, limits=limits).tree)
+    models = models_in(checkpoint, lazily(tabulate_state(checkpoint, limits=limits)).tree)
     if len(models) != 1:
         problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=…)"
         raise CannotHold("a model of a package is one state", [problem])
@@ -214,7 +216,7 @@ def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Besi
     return member, beside
 
 
-def _plan_native(members: _Members, *, save: str) -> SavePlan:
+def _plan_native(members: _Members, target: str) -> SavePlan:
     problems = []
     for model, beside in members.beside.items():
         has = ["a program"] if beside.program is not None else []
@@ -227,7 +229,7 @@ def _plan_native(members: _Members, *, save: str) -> SavePlan:
         raise CannotHold(f"a native package has no place for what these .pt2 files hold; {EXTRACT}", problems)
     state = members.state
     models = ", ".join(map(str, state.tree)) if isinstance(state.tree, dict) else ""
-    return lay_out_native(replace(state, metadata={**state.metadata, "models": models}), save=save)
+    return plan_save(target, replace(state, metadata={**state.metadata, "models": models}), "native", options=Options())
 
 
 def _plan_pt2(members: _Members, name: str) -> SavePlan:
@@ -274,9 +276,10 @@ def _constants_key(tree: object) -> str | None:
 
 
 def _incomplete(state: State) -> list[str]:
-    """Tensors of which there are only some elements, or none: a rank's own shards, the meta device."""
+    """Tensors of which there are only some elements, or none: a rank's own shards, the meta device. Those that are odd rows."""
     problems = []
-    for name, tensor in state.tensors.items():
+    table = table_of(state)
+    for name, tensor in ((table.names[row], tensor) for row, tensor in table.odd.items()):
         here = sum(chunk.box.count for chunk in tensor.chunks)
         if tensor.traits.meta:
             problems.append(f"{name}: on the meta device it has no data")
@@ -301,19 +304,24 @@ def _two_dtypes(models: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 def share_files(state: State) -> State:
     """A file that was opened several times is one source, and the home of its storages, so that these are the same."""
-    sources: dict[Hashable, Source] = {}
-    known: dict[Source, Source] = {}
-    for source in dict.fromkeys(tensor.source for tensor in state.tensors.values()):
-        known[source] = sources.setdefault(source.store.place(), source)
-    if len(sources) == len(known):
+    stores = stores_of(state)
+    first: dict[Hashable, Store] = {}
+    for store in stores:
+        first.setdefault(store.place(), store)
+    if len(first) == len(stores):
         return state
+    table = table_of(state)
+    tensors = [table.view(row) for row in range(len(table))]
+    sources = {
+        first[store.place()]: source for source in reversed([tensor.source for tensor in tensors]) if (store := source.store)
+    }
 
-    def change(tensor: LazyTensor) -> LazyTensor:
-        source = known.get(tensor.source, tensor.source)
+    def moved(tensor: LazyTensor) -> LazyTensor:
+        source = sources[first[tensor.source.store.place()]]
         chunks = tuple(chunk.over(chunk.storage.moved(source.store)) for chunk in tensor.chunks)
         return replace(tensor, chunks=chunks, source=source)
 
-    return changed(state, change)
+    return with_table(state, with_odd(table, {row: moved(tensor) for row, tensor in enumerate(tensors)}))
 
 
 @understood
@@ -367,8 +375,10 @@ def plan_replacement(
         source = archive.source
         with ExitStack() as stack:
             given = _opened(weights, stack, limits)
-            state = describe_state(given, limits=limits)
-            states = _states(rejoin(state).state, given if isinstance(given, Checkpoint) else None, _models(source), model=model)
+            state = tabulate_state(given, limits=limits)
+            states = _states(
+                lazily(rejoin(state).state), given if isinstance(given, Checkpoint) else None, _models(source), model=model
+            )
             plan = lay_out_replaced(source, states, name=archive_name(where.path))
             report = Saved(**planned_fields(plan, where.path))
             return Planned(plan, report, where.writing, reads=(source.store, *stores_of(state)), sources=stack.pop_all())

@@ -7,17 +7,15 @@ the same bytes, which is looked at; where they do not, because someone edited th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.chunk import Storage
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import State
 from holdfast.core.sharing import groups, overlaps
-from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.assembled import Assembled, Copy
-from holdfast.rewrite.state import map_tensors
+from holdfast.plan.table import table_of
+from holdfast.rewrite.rows import with_odd, with_table
 
 
 class Rejoined(Value, frozen=True):
@@ -31,12 +29,12 @@ class Rejoined(Value, frozen=True):
 def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
     """Give the tensors of a state back the storages that they shared. Reads data only where copies of a storage overlap."""
     limits = limits or DEFAULTS
-    tensors = state.tensors
-    # Of a table, odd rows alone have such a note.
-    some = [(tensors.names[row], one) for row, one in tensors.odd.items()] if isinstance(tensors, Table) else tensors.items()
-    noted = {name: t for name, t in some if t.traits.alias is not None and not t.traits.meta}
-    if not noted:
+    table = table_of(state)
+    kinds = {number for number, kind in enumerate(table.kinds) if kind.traits.alias is not None and not kind.traits.meta}
+    if not kinds:
         return Rejoined(state)
+    tensors = {row: table.view(row) for row, kind in enumerate(table.kind) if kind in kinds}
+    noted = {table.names[row]: tensor for row, tensor in tensors.items()}
     assembled, storages, notes = Assembled(), dict[Storage, Storage](), list[str]()
     for storage, names in groups(noted, noted=True).items():
         made = _assemble([noted[name] for name in names], assembled, limits)
@@ -44,30 +42,16 @@ def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
             storages[storage] = made
         else:
             notes.append(made)
-    shared: dict[int, LazyTensor] = {}
-
-    def change(tensor: LazyTensor) -> LazyTensor:
-        if tensor.traits.alias is None:
-            return tensor
-        # One object stays one object: torch gives it one identity.
-        if id(tensor) not in shared:
-            (chunk,) = tensor.shared_chunks
-            shared[id(tensor)] = _viewed(tensor, chunk, storages.get(chunk.storage), assembled=assembled)
-        return shared[id(tensor)]
-
-    named: Mapping[str, LazyTensor]
-    if isinstance(tensors, Table):
-        odd = {row: change(tensor) for row, tensor in tensors.odd.items()}
-        named = Table(tensors.names, tensors.kinds, tensors.kind, tensors.storage, tensors.storages, odd)
-    else:
-        named = {name: change(tensor) for name, tensor in tensors.items()}
-    return Rejoined(replace(state, tree=map_tensors(state.tree, change), tensors=named), tuple(notes))
+    viewed = {row: _viewed(tensor, storages.get(tensor.shared_storages[0]), assembled) for row, tensor in tensors.items()}
+    return Rejoined(with_table(state, with_odd(table, viewed)), tuple(notes))
 
 
-def _viewed(tensor: LazyTensor, chunk: Chunk, storage: Storage | None, *, assembled: Assembled) -> LazyTensor:
+def _viewed(tensor: LazyTensor, storage: Storage | None, assembled: Assembled) -> LazyTensor:
+    """The tensor as a view of a storage; as it is where there is none."""
     traits = replace(tensor.traits, alias=None)
     if storage is None:
         return replace(tensor, traits=traits)
+    (chunk,) = tensor.shared_chunks
     return replace(tensor, chunks=(chunk.over(storage),), source=assembled.source, traits=traits)
 
 

@@ -1,4 +1,4 @@
-"""Which tensors are the same bytes (`alias_graph`), and checkpoints in which they are one again (`tie`). Torch-free.
+"""Which tensors are the same bytes (`alias_graph`). Torch-free.
 
 By storage, nothing is read. Tensors belong together when they are views of one storage: the same record of one file, however often
 and under whatever name it was opened; the same memory of this process; or, in a format that stores copies, the storage that their
@@ -16,59 +16,47 @@ Bytes are compared in blocks, and memory is a few blocks a thread.
 
     3 models, 7 tensors, 412 bytes in 4 storages
     base:emb.weight = base:head.weight = tuned:emb.weight    float32 [5, 4], 2 copies, 80 bytes could be saved
-
-`tie`: tensors that hold the same become one again, where a conversion or a tool stored each of them by itself.
-
-1. `alias_graph(by="content")` finds them; it compares bytes, not only checksums.
-2. A tensor that is alone in its storage becomes the first one of its group, under its own name.
-3. One that shares its storage with other views takes them along: where both tensors cover their storages, all views of the one
-   become views of the other. Where they do not, it stays, and a note says so: no view is ever torn from its storage.
-
-    before   base.emb [A]      tuned.emb [A']     tuned.rows ⊂ A'          A = A', byte by byte
-    after    base.emb [A]      tuned.emb [A]      tuned.rows ⊂ A
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import count
+from typing import Literal, cast
 
-import msgspec
+import numpy as np
 
 from holdfast.core.arguments import understood
+from holdfast.core.arrays import Ints
+from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Chunk, Storage, in_c_order
-from holdfast.core.digest import Digest
+from holdfast.core.digest import canonical
+from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import Source, State
 from holdfast.core.quantities import Size
-from holdfast.core.sharing import View, identity
-from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value, replace
+from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.tensor import NO_CRC, LazyTensor, Traits
+from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes, read_slab, slabs
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.equal import same_bytes
 from holdfast.engine.write import Progress
 from holdfast.errors import LimitExceeded, Unsupported
-from holdfast.formats.pt2.replace import lay_out_replaced
-from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.formats.strict_json import quoted
-from holdfast.formats.torch.write import archive_name
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.formats import Options, format_for, plan_save
-from holdfast.rewrite.models import programs_of, state_of, weights_of
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
-from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.state import describe_state, map_tensors
-from holdfast.rewrite.writing import Writing
+from holdfast.plan.files import FileStorages
+from holdfast.plan.table import table_of
+from holdfast.rewrite.state import describe_state
 
 By = Literal["storage", "content"]
 
@@ -210,76 +198,104 @@ def find_aliases(
     """What models share that are open, or in memory."""
     if by not in ("storage", "content"):
         raise Unsupported(f"aliases are found by 'storage' or by 'content', not by {by!r}", found=by)
-    search = _Search(noted=by == "storage")
+    found = placed(models, noted=by == "storage")
+    return found.by_storage() if by == "storage" else found.by_content(threads, progress, tied=True)
+
+
+def placed(models: Mapping[str, object], *, noted: bool) -> Placed:
+    """The rows of models, each at its place; with `noted`, copies count as the views that they were."""
+    search = _Search(noted=noted)
     for model, state in models.items():
-        search.add(model, _tensors(state))
-    return search.by_storage() if by == "storage" else search.by_content(threads, progress)
+        search.add(model, _table(state))
+    return search.placed()
 
 
-def _tensors(state: object) -> Mapping[str, LazyTensor]:
-    match state:
-        case Checkpoint():
-            return dict(state)
-        case State():
-            return state.tensors
-    return describe_state(state).tensors
+def _table(state: object) -> Table:
+    if isinstance(state, Table):
+        return state
+    if isinstance(state, Checkpoint):
+        return table_of(state.stored)
+    return table_of(state if isinstance(state, State) else describe_state(state))
 
 
 Place = tuple[object, ...]
-"""What tells a storage from all others."""
+"""What tells a storage from all others, or a way to lie in one."""
 
-
-class _Copy(msgspec.Struct):
-    """One place that one or several names have: what is compared."""
-
-    tensor: LazyTensor
-    storage: int
-    members: list[AliasMember] = msgspec.field(default_factory=list)
+APART, EMPTY = -1, -2
+"""In the place of the number of a way to lie: tensors that are looked at one by one, and those that share nothing."""
 
 
 class _Search:
-    """The tensors of all models, each at its place."""
+    """The rows of all models, as columns: the storage of each, and how it lies there. Rows alike in both are one *copy*."""
 
     def __init__(self, *, noted: bool) -> None:
         self._noted = noted
         """Whether copies that shared a storage before they were saved count as sharing it."""
         self._models: list[str] = []
-        self._position: dict[tuple[str, str], int] = {}
-        self._storages: dict[Place, int] = {}
-        self._nbytes: list[int] = []
-        self._copies: dict[object, _Copy] = {}
-        self._owners: dict[tuple[Source, str], object] = {}
-        self._alive: list[Mapping[str, LazyTensor]] = []
+        self._tables: list[Table] = []
         """While states are looked at, no other array may take the address of one of theirs."""
+        self._first = [0]
+        """The position of the first row of each table among the rows of all."""
+        self._storages: dict[Place, int] = {}
+        self._lengths: dict[int, int] = {}
+        """By the number of a storage."""
+        self._lies: dict[Place, int] = {}
+        self._owners: dict[tuple[Source, str], object] = {}
+        self._found: list[Ints] = [np.zeros((4, 0), np.int64)]
+        """Of rows that have something: position, number of the storage, number of the way to lie, recorded checksum."""
 
-    def add(self, model: str, tensors: Mapping[str, LazyTensor]) -> None:
-        self._alive.append(tensors)
+    def add(self, model: str, table: Table) -> None:
+        storages, first = table.storages, self._first[-1]
         self._models.append(model)
-        for name, tensor in tensors.items():
-            self._position[model, name] = len(self._position)
-            if tensor.traits.meta or not tensor.size or not tensor.chunks:
-                continue
-            chunks = tensor.shared_chunks if self._noted else tensor.chunks
-            storage = self._storage(tensor.source, chunks)
-            offset, strides = chunks[0].offset, chunks[0].strides
-            bits = tensor.dtype.bits
-            single = len(tensor.chunks) == 1 and not any(step % bits for step in (offset, *strides))
-            member = AliasMember(
-                model, name, tensor.dtype.name, tensor.shape, tensor.nbytes, storage,
-                offset // bits if single else None, tuple(step // bits for step in strides) if single else None,
-            )  # fmt: skip
-            # The identity of a view, with the storage that is the same in files that were opened twice.
-            boxes = tuple((chunk.box, chunk.offset, chunk.strides) for chunk in chunks)
-            place = (storage, tensor.dtype, tensor.shape, boxes, tensor.traits.conj, tensor.traits.neg)
-            self._copies.setdefault(place, _Copy(tensor, storage)).members.append(member)
+        self._tables.append(table)
+        self._first.append(first + len(table))
+        lies = np.array([self._lie(kind) for kind in table.kinds], np.int64)[np.array(table.kind, np.int64)]
+        numbers = np.array(table.storage, np.int64)
+        if isinstance(storages, FileStorages):
+            rows = np.flatnonzero((numbers != ODD) & (lies >= 0))
+            held, which = np.unique(numbers[rows], return_inverse=True)
+            owners = [self._owner(place.source, place.key) for place in storages.files]
+            lengths = storages.nbytes[held].tolist()
+            places = zip(
+                [owners[file] for file in storages.file[held].tolist()], storages.start[held].tolist(), lengths, strict=True
+            )
+            known = [*map(self._storages.setdefault, places, count(self._unused))]
+            self._lengths.update(zip(known, lengths, strict=True))
+            whole = np.array([kind.whole for kind in table.kinds], np.bool_)[np.array(table.kind, np.int64)[rows]]
+            crcs = np.where(whole, storages.crc[numbers[rows]], NO_CRC)
+            self._found.append(np.stack((first + rows, np.array(known, np.int64)[which], lies[rows], crcs)))
+            numbers[rows], lies[rows] = 0, EMPTY
+        apart = np.flatnonzero((numbers == ODD) | (lies != EMPTY)).tolist()
+        placed = [(first + row, *place, NO_CRC) for row in apart if (place := self._place(table.view(row))) is not None]
+        self._found.append(np.array(placed, np.int64).reshape(-1, 4).T)
 
-    def _storage(self, source: Source, chunks: Sequence[Chunk]) -> int:
+    @property
+    def _unused(self) -> int:
+        """A number that no storage has, and none above it."""
+        return max(self._lengths, default=-1) + 1
+
+    def _lie(self, kind: Kind) -> int:
+        traits = kind.traits
+        if traits.meta or not math.prod(kind.shape):
+            return EMPTY
+        if self._noted and traits.alias is not None:
+            return APART
+        return self._way(kind.dtype, kind.shape, ((Box.whole(kind.shape), kind.offset, kind.strides),), traits)
+
+    def _way(self, dtype: DType, shape: tuple[int, ...], boxes: Place, traits: Traits) -> int:
+        return self._lies.setdefault((dtype, shape, boxes, traits.conj, traits.neg), len(self._lies))
+
+    def _place(self, tensor: LazyTensor) -> tuple[int, int] | None:
+        """The storage of a tensor and how it lies there; None where there is nothing of it."""
+        if tensor.traits.meta or not tensor.size or not tensor.chunks:
+            return None
+        chunks = tensor.shared_chunks if self._noted else tensor.chunks
         storages = dict.fromkeys(chunk.storage for chunk in chunks)
-        place = tuple((self._owner(source, s.key), s.start, s.nbytes) for s in storages)
-        number = self._storages.setdefault(place, len(self._storages))
-        if number == len(self._nbytes):
-            self._nbytes.append(sum(s.nbytes for s in storages))
-        return number
+        each: list[Place] = [(self._owner(tensor.source, one.key), one.start, one.nbytes) for one in storages]
+        number = self._storages.setdefault(each[0] if len(each) == 1 else (*each,), self._unused)
+        self._lengths[number] = sum(one.nbytes for one in storages)
+        boxes = tuple((chunk.box, chunk.offset, chunk.strides) for chunk in chunks)
+        return number, self._way(tensor.dtype, tensor.shape, boxes, tensor.traits)
 
     def _owner(self, source: Source, key: str) -> object:
         """What a key belongs to: this process's memory, a file by its real path, or a source that is like no other."""
@@ -288,82 +304,170 @@ class _Search:
             self._owners[known] = source.store.place(key)
         return self._owners[known]
 
-    def by_storage(self) -> AliasGraph:
-        groups: dict[int, list[_Copy]] = {}
-        for copy in self._copies.values():
-            groups.setdefault(copy.storage, []).append(copy)
-        made = []
-        for number, copies in groups.items():
-            members = sorted((m for copy in copies for m in copy.members), key=self._order)
-            saved = max(sum(m.nbytes for m in members) - self._nbytes[number], 0)
-            if len(members) > 1:
-                made.append(AliasGroup(tuple(members), self._nbytes[number], saved, same=len(copies) == 1))
-        return self._graph("storage", made, [])
+    def placed(self) -> Placed:
+        """All rows that were found, in order."""
+        columns = np.concatenate(self._found, axis=1)
+        positions, storages, lies, crcs = columns[:, np.argsort(columns[0], kind="stable")]
+        own = _numbered(storages)
+        lengths = np.zeros(len(self._lengths), np.int64)
+        lengths[own] = [self._lengths[storage] for storage in storages.tolist()]
+        return Placed(self, positions, own, _numbered(storages * (len(self._lies) + 1) + lies), lies, crcs, lengths)
 
-    def by_content(self, threads: int | None, progress: Progress | None) -> AliasGraph:
-        readable, notes = [], []
-        for copy in self._copies.values():
-            try:
-                copy.tensor.check_expansion()
-                readable.append(copy)
-            except LimitExceeded as error:
-                notes.append(f"{copy.members[0]}: not compared: {error.message}")
-        classes = _classes(readable, threads, progress)
-        freed = self._freed(classes)
-        made = []
-        for copies in classes:
-            members = sorted((m for copy in copies for m in copy.members), key=self._order)
-            if len(members) < 2:
-                continue
-            storages = {copy.storage for copy in copies}
-            savable = sum(self._nbytes[number] for number in storages if freed.get(number) is copies)
-            counts = [sum(m.nbytes for m in copy.members[1:]) for copy in copies]
-            made.append(AliasGroup(tuple(members), sum(self._nbytes[n] for n in storages), sum(counts), savable))
-        return self._graph("content", sorted(made, key=lambda group: self._order(group.members[0])), notes)
+    def at(self, position: int) -> tuple[str, Table, int]:
+        """The model, the table and the row of a position."""
+        number = bisect_right(self._first, position) - 1
+        return self._models[number], self._tables[number], position - self._first[number]
 
-    def _freed(self, classes: list[list[_Copy]]) -> dict[int, list[_Copy]]:
-        """The storages of which no copy is the first of its class, each with the class of its first copy."""
-        first: dict[int, list[_Copy]] = {}
-        # What could not be compared keeps its storage.
-        compared = {id(copy) for copies in classes for copy in copies}
-        needed = {copy.storage for copy in self._copies.values() if id(copy) not in compared}
-        for copies in classes:
-            needed.add(copies[0].storage)
-            for copy in copies:
-                first.setdefault(copy.storage, copies)
-        return {number: copies for number, copies in first.items() if number not in needed}
+    def tensor(self, position: int) -> LazyTensor:
+        _, table, row = self.at(position)
+        return table.view(row)
 
-    def _order(self, member: AliasMember) -> int:
-        return self._position[member.model, member.name]
+    def canonical(self) -> list[object]:
+        """Of each way to lie: what tensors that can hold the same have in common."""
+        return [canonical(cast("DType", key[0]), cast("tuple[int, ...]", key[1])) for key in self._lies]
 
-    def _graph(self, by: By, groups: list[AliasGroup], notes: list[str]) -> AliasGraph:
+    def member(self, position: int, storage: int) -> AliasMember:
+        model, table, row = self.at(position)
+        kind = table.kind_of(row)
+        place: tuple[int, ...] | None = (kind.offset, *kind.strides)
+        if row in table.odd or (self._noted and kind.traits.alias is not None):
+            tensor = table.view(row)
+            chunk = (tensor.shared_chunks if self._noted else tensor.chunks)[0]
+            place = (chunk.offset, *chunk.strides) if len(tensor.chunks) == 1 else None
+        bits = kind.dtype.bits
+        if place is not None:
+            place = None if any(step % bits for step in place) else tuple([step // bits for step in place])
+        offset, strides = (None, None) if place is None else (place[0], place[1:])
+        return AliasMember(model, table.names[row], kind.dtype.name, kind.shape, kind.nbytes, storage, offset, strides)
+
+    def graph(self, by: By, groups: Sequence[AliasGroup], notes: Sequence[str]) -> AliasGraph:
         index = {(member.model, member.name): group for group in groups for member in group.members}
-        return AliasGraph(
-            by, tuple(self._models), len(self._position), len(self._storages), sum(self._nbytes), tuple(groups), tuple(notes), index
+        nbytes, storages = sum(self._lengths.values()), len(self._storages)
+        return AliasGraph(by, tuple(self._models), self._first[-1], storages, nbytes, tuple(groups), tuple(notes), index)
+
+
+def _numbered(values: Ints) -> Ints:
+    """A number for each value: 0 for the first and those that are equal to it, and so on."""
+    _, first, which = np.unique(values, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[which]
+
+
+class Placed(Value, frozen=True, eq=False):
+    """The rows of a search that have something, in order."""
+
+    search: _Search
+    positions: Ints
+    storages: Ints
+    copies: Ints
+    """The copy that each row is a name of."""
+    lies: Ints
+    crcs: Ints
+    """What files record of exactly the bytes of each; `NO_CRC` where they do not."""
+    lengths: Ints
+    """Of each storage."""
+
+    def members(self, rows: Ints) -> tuple[AliasMember, ...]:
+        return tuple(
+            [self.search.member(*one) for one in zip(self.positions[rows].tolist(), self.storages[rows].tolist(), strict=True)]
         )
 
+    def by_storage(self) -> AliasGraph:
+        made = []
+        for rows in _several(self.storages):
+            members, nbytes = self.members(rows), int(self.lengths[self.storages[rows[0]]])
+            saved = max(sum(member.nbytes for member in members) - nbytes, 0)
+            made.append(AliasGroup(members, nbytes, saved, same=len({*self.copies[rows].tolist()}) == 1))
+        return self.search.graph("storage", made, ())
 
-def _classes(copies: Sequence[_Copy], threads: int | None, progress: Progress | None) -> list[list[_Copy]]:
-    """Copies that hold the same, byte for byte; each class in the order of the models."""
-    crcs = tensor_crcs([copy.tensor for copy in copies], threads=threads, progress=progress)
-    buckets: dict[object, list[_Copy]] = {}
-    for copy, crc in zip(copies, crcs, strict=True):
-        buckets.setdefault(Digest.of(copy.tensor.dtype, copy.tensor.shape, crc), []).append(copy)
-    classes, others = _compare(buckets.values(), threads, progress)
-    again: dict[object, list[_Copy]] = {}
+    def by_content(self, threads: int | None, progress: Progress | None, *, tied: bool) -> AliasGraph:
+        """`tied` says whether names of one copy are a group, too, where there is no other that holds the same."""
+        _, first = np.unique(self.copies, return_index=True)
+        crcs, notes = self._sums(first, threads, progress)
+        canon = np.array(_numbers(self.search.canonical()), np.int64)[self.lies[first]]
+        alike = [one.tolist() for one in _several(canon * (1 << 33) + np.where(crcs >= 0, crcs, (1 << 32) + np.arange(len(crcs))))]
+        classes = _classes(alike, lambda copy: self.search.tensor(int(self.positions[first[copy]])), threads, progress)
+        freed = self._freed(classes, self.storages[first])
+        if tied:
+            within = {copy for copies in classes for copy in copies}
+            classes = [
+                *classes,
+                *([int(self.copies[rows[0]])] for rows in _several(self.copies) if self.copies[rows[0]] not in within),
+            ]
+        order = np.argsort(self.copies, kind="stable")
+        edges = np.searchsorted(self.copies[order], np.arange(len(first) + 1))
+        made = []
+        for number, copies in enumerate(classes):
+            own = [order[edges[copy] : edges[copy + 1]] for copy in copies]
+            held = {int(self.storages[rows[0]]) for rows in own}
+            members = self.members(np.sort(np.concatenate(own)))
+            again = sum(members[0].nbytes * (len(rows) - 1) for rows in own)
+            savable = sum(int(self.lengths[storage]) for storage in held if freed.get(storage) == number)
+            made.append((own, AliasGroup(members, sum(int(self.lengths[storage]) for storage in held), again, savable)))
+        made.sort(key=lambda one: min(int(rows[0]) for rows in one[0]))
+        return self.search.graph("content", [group for _, group in made], notes)
+
+    def _sums(self, first: Ints, threads: int | None, progress: Progress | None) -> tuple[Ints, list[str]]:
+        """The checksum of each copy: as files record it, or computed; below 0 where it is not compared, and notes why."""
+        crcs, notes, read = self.crcs[first].copy(), list[str](), dict[int, LazyTensor]()
+        for copy in np.flatnonzero(crcs == NO_CRC).tolist():
+            position = int(self.positions[first[copy]])
+            tensor = self.search.tensor(position)
+            try:
+                tensor.check_expansion()
+                read[copy] = tensor
+            except LimitExceeded as error:
+                notes.append(f"{self.search.member(position, 0)}: not compared: {error.message}")
+        crcs[[*read]] = tensor_crcs([*read.values()], threads=threads, progress=progress)
+        return crcs, notes
+
+    def _freed(self, classes: Sequence[Sequence[int]], storages: Ints) -> dict[int, int]:
+        """The storages of which no copy is the first of its class, each with the class of its first copy."""
+        moved = {copy: number for number, copies in enumerate(classes) for copy in copies[1:]}
+        left = np.bincount(storages, minlength=len(self.lengths))
+        found: dict[int, int] = {}
+        for copy in sorted(moved):
+            storage = int(storages[copy])
+            left[storage] -= 1
+            found.setdefault(storage, moved[copy])
+        return {storage: number for storage, number in found.items() if not left[storage]}
+
+
+def _numbers(values: Sequence[object]) -> list[int]:
+    """The position of each value where it stands first."""
+    first: dict[object, int] = {}
+    return [first.setdefault(value, at) for at, value in enumerate(values)]
+
+
+def _several(numbers: Ints) -> list[Ints]:
+    """Positions of equal numbers, where there are two or more, by the first of them."""
+    order = np.argsort(numbers, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(numbers) else []
+    counts = np.bincount(_numbered(numbers))
+    return sorted((group for group in groups if len(group) > 1), key=lambda group: int(group[0])) if (counts > 1).any() else []
+
+
+def _classes(
+    alike: Sequence[Sequence[int]], tensor: Callable[[int], LazyTensor], threads: int | None, progress: Progress | None
+) -> list[list[int]]:
+    """Copies that hold the same, byte for byte, of those that look alike; two or more each, in their order."""
+    tensors = {copy: tensor(copy) for copies in alike for copy in copies}
+    classes, others = _compare(alike, tensors, threads, progress)
+    again: dict[object, list[int]] = {}
     for copy in others:
-        again.setdefault((Digest.of(copy.tensor.dtype, copy.tensor.shape, None), _hash(copy.tensor)), []).append(copy)
-    more, left = _compare(again.values(), threads, progress)
-    return [*classes, *more, *([copy] for copy in left)]
+        again.setdefault((canonical(tensors[copy].dtype, tensors[copy].shape), _hash(tensors[copy])), []).append(copy)
+    more, _ = _compare([*again.values()], tensors, threads, progress)
+    return [copies for copies in (*classes, *more) if len(copies) > 1]
 
 
 def _compare(
-    buckets: Iterable[list[_Copy]], threads: int | None, progress: Progress | None
-) -> tuple[list[list[_Copy]], list[_Copy]]:
+    buckets: Sequence[Sequence[int]], tensors: Mapping[int, LazyTensor], threads: int | None, progress: Progress | None
+) -> tuple[list[list[int]], list[int]]:
     """The first of each bucket with all that are equal to it, and those that are not."""
-    classes = [[copies[0]] for copies in buckets if copies]
-    rivals = [(number, copy) for number, copies in enumerate(b for b in buckets if b) for copy in copies[1:]]
-    pairs = [(classes[number][0].tensor, copy.tensor) for number, copy in rivals]
+    classes = [[copies[0]] for copies in buckets]
+    rivals = [(number, copy) for number, copies in enumerate(buckets) for copy in copies[1:]]
+    pairs = [(tensors[classes[number][0]], tensors[copy]) for number, copy in rivals]
     others = []
     for (number, copy), pair, quick in zip(rivals, pairs, same_bytes(pairs, progress, threads=threads), strict=True):
         if quick or (None in map(contiguous_bytes, pair) and _same_stream(*pair)):
@@ -414,233 +518,3 @@ def _hash(tensor: LazyTensor) -> bytes:
 def _shown(text: str) -> str:
     """A name out of a file, for people: as it is, or in quotes with everything odd written out."""
     return text if text.isascii() and text.isprintable() and len(text) <= 80 else quoted(text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tied(Saved):
-    """What `tie` found, and what it wrote or would write. Print it."""
-
-    source: str
-    groups: tuple[AliasGroup, ...]
-    """Tensors that hold the same and are stored more than once."""
-    storage_nbytes: int
-    """Bytes of all storages that were read, each once."""
-    savable_nbytes: int
-    """Bytes of storages that nothing needs once equal tensors are tied."""
-
-    def listing(self) -> list[str]:
-        """What holds the same, a line a group, the largest first."""
-        order = sorted(self.groups, key=lambda group: -group.savable_nbytes)
-        more = [f"… {len(order) - 20:,} more groups"] if len(order) > 20 else []
-        first = f"{self.source}: {self.savable_nbytes:,} of {self.storage_nbytes:,} bytes could be saved"
-        return [first, *(_listed(group) for group in order[:20]), *more]
-
-    def _told(self) -> list[str]:
-        return [*self.listing(), *Saved._told(self)]
-
-    def __str__(self) -> str:
-        return "\n".join([*self.listing(), *self.notes])
-
-
-def _listed(group: AliasGroup) -> str:
-    names = [quoted(member.name) for member in group.members[:20]]
-    more = [f"… {len(group.members) - 20:,} more"] if len(group.members) > 20 else []
-    first = group.members[0]
-    told = f"{first.dtype} {list(first.shape)}, {group.storages:,} copies, {group.savable_nbytes:,} bytes could be saved"
-    return f"{' = '.join([*names, *more])}    {told}"
-
-
-class TiedState(Value, frozen=True):
-    """A state whose equal tensors are views of the same bytes."""
-
-    state: State
-    graph: AliasGraph
-    notes: tuple[str, ...]
-
-
-@understood
-def tie(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None = None,
-    *,
-    in_place: bool = False,
-    format: str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = True,
-    max_memory: Size | None = MAX_MEMORY,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Tied:
-    """Write a checkpoint in which tensors that hold the same, byte by byte, are stored once: at `dst`, or `in_place=True`.
-
-    With `dry_run=True` they are only found, and the result says what could be saved. The suffix of `dst` says the format, if
-    `format` does not. torch files, packages and native directories hold tied tensors once; safetensors files hold them under the
-    first name, and the others in their metadata, where Holdfast finds them.
-    """
-    planned = plan_tie(
-        src, dst, in_place=in_place, format=format, limits=limits, progress=progress,
-        writing=Writing(
-            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-        ),
-    )  # fmt: skip
-    return planned.carry_out(progress)
-
-
-def plan_tie(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None,
-    *,
-    in_place: bool,
-    format: str | None = None,
-    writing: Writing,
-    limits: Limits | None = None,
-    progress: Progress | None = None,
-) -> Planned[Tied]:
-    """Find what holds the same, which is read and compared here, and lay out the checkpoint in which it is tied."""
-
-    def lay_out(source: Checkpoint, where: Destination) -> Planned[Tied]:
-        described = _weights(source, describe_state(source, limits=limits))
-        tied = tie_state(described, threads=writing.reading_threads, progress=progress)
-        plan = plan_rewrite(source, tied.state, where)
-        plan = replace(plan, notes=(*tied.notes, *plan.notes))
-        groups = tuple(group for group in tied.graph.groups if group.storages > 1)
-        report = Tied(
-            **planned_fields(plan, where.path), source=source.path, groups=groups, storage_nbytes=tied.graph.nbytes,
-            savable_nbytes=tied.graph.savable_nbytes,
-        )  # fmt: skip
-        return Planned(plan, report, where.writing, reads=stores_of(described))
-
-    return rewritten(src, dst, lay_out, in_place=in_place, format=format, writable=("pt2",), writing=writing, limits=limits)
-
-
-def _weights(opened: Checkpoint, state: State) -> State:
-    """What is compared: all tensors, or in a package the weights. Its constants and sample inputs are copied as they are."""
-    if opened.format != "pt2":
-        return state
-    models = weights_of(opened, state.tree)
-    several = isinstance(state.tree, dict) and len(models) > 1
-    names = {f"{model}.{name}" if several else name for model, weights in models.items() for name in weights}
-    return replace(state, tensors={name: tensor for name, tensor in state.tensors.items() if name in names})
-
-
-def tie_state(state: State, *, threads: int | None = None, progress: Progress | None = None) -> TiedState:
-    """Tie what holds the same. Reads what has no checksum in a file, and everything that looks equal."""
-    rejoined = rejoin(state)
-    graph = find_aliases({"": rejoined.state}, by="content", threads=threads, progress=progress)
-    tying = _Tying(rejoined.state)
-    for group in graph.groups:
-        tying.add([rejoined.state.tensors[member.name] for member in group.members])
-    return TiedState(changed(rejoined.state, tying.change), graph, (*rejoined.notes, *graph.notes, *tying.notes))
-
-
-def changed(state: State, change: Callable[[LazyTensor], LazyTensor]) -> State:
-    """A state with every tensor changed. What was one object stays one object: torch gives it one identity."""
-    made: dict[int, tuple[LazyTensor, LazyTensor]] = {}
-
-    def once(tensor: LazyTensor) -> LazyTensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor, change(tensor)
-        return made[id(tensor)][1]
-
-    tensors = {name: once(tensor) for name, tensor in state.tensors.items()}
-    return replace(state, tree=map_tensors(state.tree, once), tensors=tensors)
-
-
-class _Tying:
-    """Which place each tensor gets."""
-
-    def __init__(self, state: State) -> None:
-        self._views: dict[Storage, set[View]] = {}
-        """The different views of each storage."""
-        for tensor in state.tensors.values():
-            for storage in tensor.storages:
-                self._views.setdefault(storage, set()).add(identity(tensor))
-        self._tensors: dict[View, LazyTensor] = {}
-        """A view, and what takes its place."""
-        self._storages: dict[Storage, tuple[Storage, Source]] = {}
-        """A storage, and the one that its views move to."""
-        self.notes: list[str] = []
-
-    def add(self, members: list[LazyTensor]) -> None:
-        """Tie tensors that hold the same."""
-        # Where one covers its storage, others can bring their views to it.
-        first = next((tensor for tensor in members if _covers(tensor)), members[0])
-        stays: list[str] = []
-        for tensor in members:
-            if tensor.storages == first.storages:
-                continue
-            if all(len(self._views[storage]) == 1 for storage in tensor.storages):
-                self._tensors[identity(tensor)] = first
-            elif _covers(tensor) and _covers(first):
-                (own,), (onto,) = tensor.storages, first.storages
-                if own not in self._storages and self._root(onto) != own:
-                    self._storages[own] = (onto, first.source)
-            else:
-                stays.append(tensor.name)
-        if stays:
-            shown = ", ".join(map(repr, stays[:3])) + (f" and {len(stays) - 3:,} more" if len(stays) > 3 else "")
-            self.notes.append(f"equal to {first.name!r}, and left where other views of their storages are: {shown}")
-
-    def change(self, tensor: LazyTensor) -> LazyTensor:
-        """A tensor at its new place, with all that is its own: its name, whether it is a parameter."""
-        first = self._tensors.get(identity(tensor))
-        if first is not None:
-            # What was made equal to a view may have moved with that view's storage.
-            moved = self._moved(first)
-            traits = replace(tensor.traits, conj=first.traits.conj, neg=first.traits.neg, alias=None)
-            return replace(tensor, chunks=moved.chunks, source=moved.source, traits=traits)
-        return self._moved(tensor)
-
-    def _root(self, storage: Storage) -> Storage:
-        """Where the views of a storage end up; a storage that others moved to may move itself."""
-        while storage in self._storages:
-            storage, _ = self._storages[storage]
-        return storage
-
-    def _moved(self, tensor: LazyTensor) -> LazyTensor:
-        storages, source = tensor.storages, tensor.source
-        if len(storages) != 1 or storages[0] not in self._storages:
-            return tensor
-        storage = storages[0]
-        while storage in self._storages:
-            storage, source = self._storages[storage]
-        chunks = tuple(chunk.over(storage) for chunk in tensor.chunks)
-        return replace(tensor, chunks=chunks, source=source, traits=replace(tensor.traits, alias=None))
-
-
-def _covers(tensor: LazyTensor) -> bool:
-    """Whether it is its storage: in C order, from the first byte to the last, as the bytes are."""
-    if len(tensor.chunks) != 1 or tensor.dtype.packed or tensor.traits.conj or tensor.traits.neg:
-        return False
-    (chunk,) = tensor.chunks
-    dense = not chunk.offset and in_c_order(tensor.shape, chunk.strides, tensor.dtype.bits)
-    return dense and chunk.storage.nbytes == tensor.nbytes and chunk.storage.byteorder == "little"
-
-
-def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
-    """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
-    if where.format == "pt2" or (where.format is None and where.path.lower().endswith(".pt2")):
-        return _plan_pt2(source, state, where.path)
-    options = where.options(Options(keep_tree=True))
-    if source.format == "pt2":
-        # Only its weights were looked at; what stands beside them in the tree is written as well.
-        state = state_of(state.tree, dict(state.metadata))
-    plan = plan_save(where.path, state, format_for(where.path, where.format, options), options=options)
-    left = (f"left out of model {model!r}: the program" for model in programs_of(source))
-    return replace(plan, notes=(*left, *plan.notes))
-
-
-def _plan_pt2(source: Checkpoint, state: State, target: str) -> SavePlan:
-    name = archive_name(target)
-    if source.format != "pt2":
-        return lay_out_pt2(models_of(replace(state, tree={"model": state.tree})), name=name)
-    models = weights_of(source, state.tree)
-    if not any(models.values()):
-        raise Unsupported("this package has no weights", file=source.path)
-    plain = {model: weights for model, weights in models.items() if all(t.traits.subclass is None for t in weights.values())}
-    kept = [f"model {model!r} has weights that are pickled objects, and keeps them all" for model in models if model not in plain]
-    plan = lay_out_replaced(source.source, plain, name=name)
-    return replace(plan, notes=(*kept, *plan.notes))

@@ -41,7 +41,7 @@ from holdfast.engine.arrays import ARRAY_TYPES, Resident, tabulate_arrays
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.tree_json.encode import is_marked
 from holdfast.plan.files import FileStorages
-from holdfast.plan.table import StateStorages, Tabulated, lazy_table, tabulate_lazy
+from holdfast.plan.table import StateStorages, Tabulated, as_written, lazy_table, table_of, tabulate_lazy
 from holdfast.stores.paths import content_and_path
 
 LAZY_TYPES = (LazyTensor,)
@@ -97,6 +97,10 @@ def tabulate_state(
     left: tuple[str, ...] = ()
     if isinstance(given, Checkpoint):
         texts = {**(given.metadata if given.format in OWN_METADATA else {}), **texts}
+        if given.flat:
+            from holdfast.rewrite.rows import flat_state
+
+            return flat_state(as_written(table_of(given.stored)), texts)
         given, left = model_of(given, whole=whole)
         arrays = "values"
     else:

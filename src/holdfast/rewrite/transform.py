@@ -17,30 +17,36 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast as typed
 
 import numpy as np
 
 from holdfast.core.arguments import AnyDType
+from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, SHORT, DType
+from holdfast.core.leaves import Leaf
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.order import natural
-from holdfast.core.patterns import matcher, rename_problems, renamer, unmatched
+from holdfast.core.patterns import matcher, meant, rename_problems, renamed, unmatched
 from holdfast.core.protocols import Source, State
 from holdfast.core.sharing import View, identity
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import AliasView, Composite, LazyTensor
-from holdfast.core.tree import Path, dotted, leaf_paths, name_tensors, refilled, step, values_inside
+from holdfast.core.tree import dotted, entered, is_entered, leaf_names, leaf_paths, refilled, step, values_inside
 from holdfast.core.value import Value, replace
-from holdfast.engine.casting import OUTCOMES, cast, count_losses, largest
-from holdfast.engine.computed import Computed, Observe
+from holdfast.engine.casting import OUTCOMES, cast, count_losses, count_losses_each, largest
+from holdfast.engine.computed import Computed, ComputedStorages, Elementwise, Observe
 from holdfast.engine.dequantize import Dequantized, dequantize
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.brief import root_global
-from holdfast.rewrite.state import MOST_VISITS, map_tensors
+from holdfast.plan.files import FileStorages
+from holdfast.plan.table import table_of
+from holdfast.rewrite.rows import flat_state, leaves_of, with_odd, with_table, with_tree
 
 SHOWN = 3
 """Tensors that a note names."""
@@ -68,6 +74,13 @@ class Losses:
             for outcome, count in lost.items():
                 own = self.counts[outcome]
                 own[name] = own.get(name, 0) + count
+
+    def add_each(self, names: Sequence[str], elements: int, lost: Mapping[str, Ints]) -> None:
+        """The same of several tensors; `lost` has by outcome how many elements of each."""
+        self.add("", elements, {})
+        for outcome, counts in lost.items():
+            for at in np.flatnonzero(counts).tolist():
+                self.add(names[at], 0, {outcome: int(counts[at])})
 
     def notes(self, dtype: DType) -> tuple[str, ...]:
         """A sentence for each way in which elements were lost."""
@@ -223,22 +236,24 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
     """
     if not edits:
         return state
+    if edits.dequantize:
+        state = _dequantized(state)
+    unfit: list[str] = []
+    made = state
+    if edits.casts:
+        table = _cast_rows(state, edits, unfit, {} if losses is None else losses)
+        made = state if unfit else with_table(state, table)
+    if edits.tensors_only:
+        made = flat_state(table_of(made), made.metadata)
     problems: list[str] = []
+    tree = _reshape(made.tree, edits, problems) if edits.keep or edits.drop or edits.rename else made.tree
+    if problems or unfit:
+        raise CannotHold("these edits do not fit the checkpoint", [*problems, *unfit])
+    if tree is not made.tree:
+        made = with_tree(made, tree, limits)
     if edits.dequantize:
-        state = _dequantized(state, limits)
-    tree: object = dict(state.tensors) if edits.tensors_only else state.tree
-    if edits.keep or edits.drop or edits.rename:
-        tree = _reshape(tree, edits, problems)
-    cast = _casting(state, edits.casts, problems, {} if losses is None else losses) if edits.casts else None
-    if problems:
-        raise CannotHold("these edits do not fit the checkpoint", problems)
-    if cast is not None:
-        # Quantised tensors stay as they are: their parts mean nothing in another dtype.
-        tree = map_tensors(tree, cast, skip=lambda whole: whole.kind == "quantized")
-    named = name_tensors(tree, limits or Limits(), MOST_VISITS, held=True)
-    if edits.dequantize:
-        _refuse_blocks(named.tensors)
-    return State(tree, named.tensors, named.paths, state.metadata)
+        _refuse_blocks(table_of(made))
+    return made
 
 
 def left_out(tree: object, edits: Edits) -> list[str]:
@@ -256,7 +271,7 @@ def left_out(tree: object, edits: Edits) -> list[str]:
         name = dotted(path)
         # Of an object its tensors are named, and not itself.
         below = name if not isinstance(value, Opaque) else f"{name}."
-        if isinstance(value, LazyTensor) or not path or (edits.keep and not kept(name) and not kept(below)) or dropped(name):
+        if isinstance(value, LazyTensor | Leaf) or not path or (edits.keep and not kept(name) and not kept(below)) or dropped(name):
             continue
         if isinstance(value, Composite):
             parts.append(f"{name[:SHOWN_CHARACTERS]!r} ({value.kind})")
@@ -278,34 +293,36 @@ def _counted(names: Sequence[str], what: str) -> str:
     return f"{len(names):,} {what}{'s' if len(names) > 1 else ''}: {', '.join(names[:SHOWN])}{more}"
 
 
-def _dequantized(state: State, limits: Limits | None) -> State:
+def _dequantized(state: State) -> State:
     """The state with the numbers that quantised blocks stand for. Blocks that nobody can decode stay: they may be dropped yet."""
-    decoded, made = Dequantized(), dict[View, LazyTensor]()
-
-    def change(tensor: LazyTensor) -> LazyTensor:
-        if tensor.traits.blocks is None:
-            return tensor
+    decoded, made, table = Dequantized(), dict[View, LazyTensor](), table_of(state)
+    found: dict[int, LazyTensor] = {}
+    for row in _in_blocks(table):
+        tensor = table.view(row)
         key = identity(tensor)
         if key not in made:
             try:
                 made[key] = decoded.tensor(tensor)
             except Unsupported:
-                return tensor
-        return replace(made[key], name=tensor.name)
-
-    tree = map_tensors(state.tree, change)
-    named = name_tensors(tree, limits or Limits(), MOST_VISITS, held=True)
-    return State(tree, named.tensors, named.paths, state.metadata)
+                continue
+        found[row] = replace(made[key], name=tensor.name)
+    return with_table(state, with_odd(table, found))
 
 
-def _refuse_blocks(tensors: Mapping[str, LazyTensor]) -> None:
+def _in_blocks(table: Table) -> list[int]:
+    """The rows of quantised blocks."""
+    kinds = {number for number, kind in enumerate(table.kinds) if kind.traits.blocks is not None}
+    return [row for row, kind in enumerate(table.kind) if kind in kinds] if kinds else []
+
+
+def _refuse_blocks(table: Table) -> None:
     """Raise for what was to be decoded and was not."""
     problems = []
-    for name, tensor in tensors.items():
+    for row in _in_blocks(table):
         try:
-            dequantize(tensor)
+            dequantize(table.view(row))
         except Unsupported as error:
-            problems.append(f"{name}: {error.message}")
+            problems.append(f"{table.names[row]}: {error.message}")
     if problems:
         raise CannotHold("not all of this checkpoint can be dequantized; drop what cannot, or leave it as it is", problems)
 
@@ -320,17 +337,17 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
     problems += rename_problems(edits.rename)
     if problems:
         return tree
-    leaves = [(path, dotted(path)) for path, _ in leaf_paths(tree)]
-    _check_patterns(edits, [name for _, name in leaves], problems)
-    moves = _moves(leaves, edits)
-    _check_names(leaves, moves, problems)
-    if not moves or problems:
+    names = leaf_names(tree)
+    _check_patterns(edits, names, problems)
+    new = _new_names(names, edits)
+    _check_names(names, new, problems)
+    if names == new or problems:
         return tree
     if not isinstance(tree, dict):
         problems.append(f"the top of this checkpoint is a {type(tree).__name__}; only a dict can be edited")
         return tree
-    rebuilding = Rebuilding(moves, problems)
-    made = rebuilding.rebuild(tree, ())
+    rebuilding = Rebuilding(names, new, problems)
+    made = rebuilding.rebuild(tree, "")
     top: dict[object, object] = made if isinstance(made, dict) else {}
     for name, value in rebuilding.hoisted.items():
         if name in top:
@@ -346,30 +363,23 @@ def _check_patterns(edits: Edits, names: Sequence[str], problems: list[str]) -> 
         problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
 
 
-def _moves(leaves: Iterable[tuple[Path, str]], edits: Edits) -> dict[Path, str | None]:
-    """The leaves that change: their new names, or None where they go."""
-    kept, dropped = _matcher(edits.keep), _matcher(edits.drop)
-    rename = renamer(edits.rename)
-    moves: dict[Path, str | None] = {}
-    for path, name in leaves:
-        if (edits.keep and not kept(name)) or dropped(name):
-            moves[path] = None
-            continue
-        new = rename(name)
-        if new != name:
-            moves[path] = new
-    return moves
+def _new_names(names: Sequence[str], edits: Edits) -> list[str | None]:
+    """The names of leaves after the edits; None where they go."""
+    new: list[str | None] = [*renamed(edits.rename, names)] if edits.rename else [*names]
+    if edits.keep:
+        new = [name if kept else None for name, kept in zip(new, meant(edits.keep, names), strict=True)]
+    if edits.drop:
+        new = [None if dropped else name for name, dropped in zip(new, meant(edits.drop, names), strict=True)]
+    return new
 
 
-def _check_names(leaves: Iterable[tuple[Path, str]], moves: Mapping[Path, str | None], problems: list[str]) -> None:
+def _check_names(names: Sequence[str], new: Sequence[str | None], problems: list[str]) -> None:
     """No two things may have one name, unless they had it before. No name may be empty."""
-    taken: dict[str, int] = {}
-    for path, name in leaves:
-        now = moves.get(path, name)
-        if now is not None:
-            taken[now] = taken.get(now, 0) + 1
-    given = dict.fromkeys(new for new in moves.values() if new is not None)
-    problems += [f"renaming gives {taken[new]:,} things the name {new!r}" for new in given if taken[new] > 1]
+    given = (
+        dict.fromkeys(now for name, now in zip(names, new, strict=True) if now != name and now is not None) if names != new else {}
+    )
+    taken = Counter(new) if len({*new}) < len(new) else {}
+    problems += [f"renaming gives {taken[name]:,} things the name {name!r}" for name in given if taken and taken[name] > 1]
     if "" in given:
         problems.append("renaming leaves nothing of a name")
 
@@ -378,97 +388,198 @@ GONE = object()
 
 
 class Rebuilding:
-    """Makes a tree again with some of its leaves elsewhere or nowhere."""
+    """Makes a tree again with some of its leaves elsewhere or nowhere; `names` are theirs in the order of `leaf_names`."""
 
-    def __init__(self, moves: Mapping[Path, str | None], problems: list[str]) -> None:
-        self._moves = moves
-        self._touched = {path[:n] for path in moves for n in range(len(path))}
+    def __init__(self, names: Sequence[str], new: Sequence[str | None], problems: list[str]) -> None:
+        self._names, self._new = names, new
+        self._at = 0
+        """Leaves that came before."""
         self._problems = problems
         self.hoisted: dict[str, object] = {}
         """Leaves whose new names begin with another container's, for the top of the tree."""
 
-    def rebuild(self, value: object, path: Path) -> object:
-        """The value in its place, or `GONE`."""
-        if path in self._moves:
-            new, parent = self._moves[path], dotted(path[:-1])
-            if new is None:
-                return GONE
-            if path[:-1] and not new.startswith(parent + "."):
-                self.hoisted[new] = value
-                return GONE
-            return value
-        if path not in self._touched:
-            return value
+    def rebuild(self, value: object, prefix: str) -> object:
+        """A container with something in it, under names that begin so; or `GONE`."""
+        first = self._at
         if isinstance(value, dict):
-            return self._dict(value, path)
-        if isinstance(value, list | tuple):
-            return self._row(value, path)
-        return value
+            made = self._dict(value, prefix)
+        else:
+            made = self._row(typed("list[object] | tuple[object, ...]", value), prefix)
+        some = slice(first, self._at)
+        return value if self._names[some] == self._new[some] else made
 
-    def _dict(self, value: dict[object, object], path: Path) -> object:
+    def _dict(self, value: dict[object, object], prefix: str) -> object:
+        inside, width = [*value.values()], len(prefix)
         items: dict[object, object] = {}
-        for key, inner in value.items():
-            at = (*path, step(key))
-            made = self.rebuild(inner, at)
-            if made is GONE:
-                continue
-            new = self._moves.get(at)
-            name = key if new is None else new[len(dotted(path)) + 1 :] if path else new
+        for key, inner, below in zip(value, inside, entered(inside), strict=True):
+            at = self._at
+            if below:
+                made = self.rebuild(inner, f"{prefix}{step(key)}.")
+                if made is GONE:
+                    continue
+                name = key
+            else:
+                self._at = at + 1
+                new = self._new[at]
+                if new is None:
+                    continue
+                if prefix and new[:width] != prefix:
+                    self.hoisted[new] = inner
+                    continue
+                made, name = inner, key if new == self._names[at] else new[width:]
             if name in items:
-                self._problems.append(f"renaming gives two things the name {dotted((*path, str(name)))!r}")
+                self._problems.append(f"renaming gives two things the name {f'{prefix}{name}'!r}")
             items[name] = made
-        if not items:
-            return GONE
-        return refilled(value, items)
+        return refilled(value, items) if items else GONE
 
-    def _row(self, value: list[object] | tuple[object, ...], path: Path) -> object:
-        inside = [self.rebuild(v, (*path, i)) for i, v in enumerate(value)]
+    def _row(self, value: list[object] | tuple[object, ...], prefix: str) -> object:
+        inside: list[object] = []
+        moved = False
+        for number, inner in enumerate(value):
+            at = self._at
+            if is_entered(inner):
+                inside.append(self.rebuild(inner, f"{prefix}{number}."))
+                continue
+            self._at = at + 1
+            new = self._new[at]
+            if new is not None and prefix and new[: len(prefix)] != prefix:
+                self.hoisted[new] = inner
+                new = None
+            moved |= new is not None and new != self._names[at]
+            inside.append(GONE if new is None else inner)
+        place = prefix[:-1]
         if all(v is GONE for v in inside):
             return GONE
         if any(v is GONE for v in inside):
             what = type(value).__name__
-            self._problems.append(f"{dotted(path)}: an element of a {what} cannot be taken out without moving the others")
-        elif any((*path, i) in self._moves for i in range(len(value))):
-            self._problems.append(f"{dotted(path)}: an element of a {type(value).__name__} has no name that could be changed")
+            self._problems.append(f"{place}: an element of a {what} cannot be taken out without moving the others")
+        elif moved:
+            self._problems.append(f"{place}: an element of a {type(value).__name__} has no name that could be changed")
         return inside if isinstance(value, list) else tuple(inside)
 
 
-def _casting(state: State, casts: Casts, problems: list[str], losses: dict[DType, Losses]) -> Callable[[LazyTensor], LazyTensor]:
-    """What casts each tensor as the first pattern that matches one of its names says."""
-    patterns = [matcher(pattern) for pattern, _ in casts]
+def _cast_rows(state: State, edits: Edits, problems: list[str], losses: dict[DType, Losses]) -> Table:
+    """The rows of a state, cast as the first pattern says that matches their names.
 
-    def first(name: str) -> int | None:
-        return next((i for i, means in enumerate(patterns) if means(name)), None)
+    A storage whose rows are of one dtype, and are to be of one, is cast as a row of elements: all of them are views of the result.
+    Any other row is cast by itself.
+    """
+    table, casts = table_of(state), edits.casts
+    floats = [kind.dtype.kind == "float" for kind in table.kinds]
+    rows = [row for row, kind in enumerate(table.kind) if floats[kind]]
+    names = [table.names[row] for row in rows]
+    chosen: list[int | None] = [0 if casts[0][0] == ALL else None] * len(rows)
+    for number in range(len(casts)) if casts[0][0] != ALL else ():
+        found = meant([casts[number][0]], names)
+        chosen = [number if known is None and own else known for known, own in zip(chosen, found, strict=True)]
+    _check_casts(casts, names, {*chosen}, problems)
+    if len({*chosen}) > 1:
+        _check_agreement(table, rows, [None if number is None else casts[number][1] for number in chosen], problems)
+    # Quantised tensors stay as they are: their parts mean nothing in another dtype.
+    parts = set() if edits.tensors_only else _quantized_parts(state)
+    new = {row: number for row, number in zip(rows, chosen, strict=True) if number is not None and row not in parts}
+    return Casting(table, [dtype for _, dtype in casts], new, losses).table()
 
-    floats = {name: tensor for name, tensor in state.tensors.items() if tensor.dtype.kind == "float"}
-    chosen = dict.fromkeys(floats, 0) if casts[0][0] == ALL else {name: first(name) for name in floats}
-    _check_casts(casts, list(floats), set(chosen.values()), problems)
-    wanted: dict[View, tuple[str, DType | None]] = {}
-    kinds: Kinds = {}
-    for name, tensor in state.tensors.items():
-        number = chosen.get(name)
-        dtype = None if number is None else casts[number][1]
-        for storage in (*tensor.storages, *tensor.shared_storages):
-            kinds.setdefault(storage, set()).add((tensor.dtype, dtype))
-        if number is None and name not in floats:
-            continue
-        other, before = wanted.setdefault(identity(tensor), (name, dtype))
-        if before is not dtype and tensor.chunks:
+
+def _quantized_parts(state: State) -> set[int]:
+    """The rows of parts of quantised tensors."""
+    made = [one for _, one in state.leaves.converted.values()] if state.leaves is not None else [*values_inside(state.tree)]
+    parts = {id(part) for one in made if isinstance(one, Composite) and one.kind == "quantized" for part in one.parts.values()}
+    return {row for row, leaf in enumerate(leaves_of(state)) if id(leaf) in parts} if parts else set()
+
+
+def _check_agreement(table: Table, rows: Sequence[int], wanted: Sequence[DType | None], problems: list[str]) -> None:
+    """Names of one tensor must agree in what it is to be."""
+    first: dict[object, tuple[int, DType | None]] = {}
+    for row, dtype in zip(rows, wanted, strict=True):
+        number = table.storage[row]
+        kind = table.kinds[table.kind[row]]
+        key = (number, kind.dtype, kind.shape, kind.offset, kind.strides) if number != ODD else _odd_identity(table.odd[row])
+        other, before = first.setdefault(key, (row, dtype)) if key is not None else (row, dtype)
+        if before is not dtype:
             wants = ", the other ".join("is to stay as it is" if one is None else f"is to be {one}" for one in (before, dtype))
-            problems.append(f"{other} and {name} are one tensor, and under one name it {wants}")
-    made: dict[DType, Cast] = {}
+            problems.append(f"{table.names[other]} and {table.names[row]} are one tensor, and under one name it {wants}")
 
-    def cast(tensor: LazyTensor) -> LazyTensor:
-        number = first(tensor.name) if not tensor.chunks else None
-        known = wanted.get(identity(tensor))
-        dtype = casts[number][1] if number is not None else known[1] if known is not None else None
-        if dtype is None:
-            return tensor
-        if dtype not in made:
-            made[dtype] = Cast(dtype, kinds, losses=losses.setdefault(dtype, Losses()))
-        return made[dtype](tensor)
 
-    return cast
+def _odd_identity(tensor: LazyTensor) -> View | None:
+    return identity(tensor) if tensor.chunks else None
+
+
+class Casting:
+    """Casts rows of a table; `chosen` has for each of them the position of its new dtype in `dtypes`, where None keeps its own."""
+
+    def __init__(
+        self, table: Table, dtypes: Sequence[DType | None], chosen: Mapping[int, int], losses: dict[DType, Losses]
+    ) -> None:
+        self._table, self._losses, self._chosen = table, losses, chosen
+        kind = table.kind
+        pairs = {(kind[row], number) for row, number in chosen.items()}
+        self._pairs = {(one, number): to for one, number in pairs if (to := dtypes[number]) and to is not table.kinds[one].dtype}
+        """Pairs of a kind and a position, with the dtype that rows of this kind are cast to."""
+
+    def table(self) -> Table:
+        """All rows: cast by storages where that can be, by themselves where not, or as they are."""
+        table, pairs, chosen = self._table, self._pairs, self._chosen
+        storages, numbers = table.storages, np.array(table.storage, np.int64)
+        kinds, kind = [*table.kinds], [*table.kind]
+        ways: dict[tuple[DType, DType], int] = {}
+        cast: dict[tuple[int, int], tuple[int, int]] = {}
+        """Of each pair: the kind that it becomes, and the way; -1 where elements cannot be cast where they lie."""
+        for (one, number), dtype in pairs.items():
+            made = _cast_kind(kinds[one], dtype) if isinstance(storages, FileStorages) else None
+            cast[one, number] = len(kinds), -1 if made is None else ways.setdefault((kinds[one].dtype, dtype), len(ways))
+            kinds += [] if made is None else [made]
+        way, wanted = np.full(len(table), -1), np.zeros(len(table), np.bool_)
+        for row, number in chosen.items():
+            found = kind[row], number
+            if found in cast:
+                way[row], wanted[row] = cast[found][1], True
+        # The rows of a storage are cast together where all of them are cast in one way.
+        held = np.flatnonzero(numbers != ODD)
+        by, mixed = np.full(len(storages.nbytes), -1), np.zeros(len(storages.nbytes), np.bool_)
+        by[numbers[held]] = way[held]
+        mixed[numbers[held[(by[numbers[held]] != way[held]) | (wanted & (way < 0))[held]]]] = True
+        by[mixed] = -1
+        apart = numbers == ODD
+        apart[held] = mixed[numbers[held]]
+        for row in np.flatnonzero(wanted & ~apart).tolist():
+            kind[row] = cast[kind[row], chosen[row]][0]
+        if isinstance(storages, FileStorages) and (by >= 0).any():
+            storages = ComputedStorages(storages, [self._way(*pair) for pair in ways], by)
+        alone = self._alone(np.flatnonzero(apart).tolist())
+        return with_odd(Table(table.names, kinds, kind, table.storage, storages, table.odd), alone).compact_kinds()
+
+    def _way(self, origin: DType, dtype: DType) -> Elementwise:
+        losses = self._losses.setdefault(dtype, Losses())
+
+        def observe(names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray) -> None:
+            losses.add_each(names, elements.size, count_losses_each(elements, made, dtype, starts))
+
+        return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
+
+    def _alone(self, rows: Sequence[int]) -> dict[int, LazyTensor]:
+        """Rows that are odd, or share a storage with rows that are not cast alike: those among them that are cast."""
+        table, kind, chosen = self._table, self._table.kind, self._chosen
+        new = {row: self._pairs[pair] for row in rows if row in chosen and (pair := (kind[row], chosen[row])) in self._pairs}
+        tensors = {row: table.view(row) for row in rows} if new else {}
+        kinds: Kinds = {}
+        for row, tensor in tensors.items():
+            for storage in (*tensor.storages, *tensor.shared_storages):
+                kinds.setdefault(storage, set()).add((tensor.dtype, new.get(row)))
+        casts = {dtype: Cast(dtype, kinds, losses=self._losses.setdefault(dtype, Losses())) for dtype in {*new.values()}}
+        return {row: casts[dtype](tensors[row]) for row, dtype in new.items()}
+
+
+def _cast_kind(kind: Kind, dtype: DType) -> Kind | None:
+    """What becomes of a kind where its storages are cast as rows of elements; None where elements do not lie so."""
+    bits, traits = kind.dtype.bits, kind.traits
+    odd = kind.dtype.packed or dtype.packed or traits.alias is not None or traits.neg or traits.meta or kind.byteorder != "little"
+    if odd or kind.storage_nbytes * 8 % bits or any(place % bits for place in (kind.offset, *kind.strides)):
+        return None
+    return Kind.strided(
+        dtype, kind.shape, tuple([stride // bits * dtype.bits for stride in kind.strides]), offset=kind.offset // bits * dtype.bits,
+        storage_nbytes=kind.storage_nbytes * 8 // bits * dtype.bits // 8, traits=traits, location=kind.location,
+    )  # fmt: skip
 
 
 def _check_casts(casts: Casts, names: Sequence[str], deciding: set[int | None], problems: list[str]) -> None:

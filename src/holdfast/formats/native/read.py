@@ -138,7 +138,7 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
     judged: dict[str, dict[tuple[int, ...], int | None]] = {}
     for name, stored in manifest.tensors.items():
         shape, chunks = stored.shape, stored.chunks
-        several = len(chunks) > 1
+        several = bool(chunks[1:])
         try:
             count = judged[stored.dtype][shape]
         except KeyError:

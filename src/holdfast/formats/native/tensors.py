@@ -50,41 +50,33 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     """The rows of a manifest that was checked."""
     names, tensors = [*manifest.tensors], [*manifest.tensors.values()]
     # The manifest was checked: a chunk that has no box is the whole tensor, and has as many bytes as its elements take.
-    rows = [row for row, stored in enumerate(tensors) if _is_odd(stored)]
+    chunks = [stored.chunks[0] for stored in tensors]
+    rows = [
+        row
+        for row, (first, stored) in enumerate(zip(chunks, tensors, strict=True))
+        if first.start is not None or first.sparse is not None or stored.chunks[1:] or stored.dtype not in WHOLE
+    ]
     entries = {names[row]: tensors[row] for row in rows}
     made = OddTensors(manifest, source)
     odd = {row: made.tensor(names[row], tensors[row]) for row in rows}
-    labels, plain, storage = names, tensors, array("q", range(len(names)))
+    labels, storage = names, array("q", range(len(names)))
     if odd:
-        labels, plain = [name for name in names if name not in entries], [one for one in tensors if not _is_odd(one)]
+        labels, chunks = [name for name in names if name not in entries], [one for at, one in enumerate(chunks) if at not in odd]
         counter = count()
         storage = array("q", [ODD if row in odd else next(counter) for row in range(len(names))])
-    kinds: list[Kind] = []
-    kind = array("q")
-    positions: dict[str, dict[tuple[int, ...], int]] = {}
-    for stored in tensors:
-        try:
-            kind.append(positions[stored.dtype][stored.shape])
-        except KeyError:
-            positions.setdefault(stored.dtype, {})[stored.shape] = len(kinds)
-            kind.append(len(kinds))
-            kinds.append(Kind.plain(dtype_named(stored.dtype), stored.shape))
+    dtypes, shapes = [stored.dtype for stored in tensors], [stored.shape for stored in tensors]
+    positions = dict(zip(dict.fromkeys(zip(dtypes, shapes, strict=True)), count()))
+    kinds = [Kind.plain(dtype_named(dtype), shape) for dtype, shape in positions]
+    kind = array("q", map(positions.__getitem__, zip(dtypes, shapes, strict=True)))
     for row, tensor in odd.items():
         kind[row] = len(kinds)
         kinds.append(Kind.of(tensor))
-    chunks = [stored.chunks[0] for stored in plain]
     starts, stops = np.fromiter(chain.from_iterable(map(BYTES_OF, chunks)), np.int64, 2 * len(chunks)).reshape(-1, 2).T
     crcs = np.frombuffer(bytes.fromhex("".join(map(CRC_OF, chunks))), ">u4").astype(np.int64)
     places = [FilePlace(source, file.name, source.store) for file in manifest.files]
     storages = FileStorages(places, array("q", map(FILE_OF, chunks)), starts, stops - starts, crcs, names=labels)
     table = Table(names, kinds, kind, storage, storages, odd)
     return Stored(table, storages, entries, manifest.files, manifest.others, manifest.version, source)
-
-
-def _is_odd(stored: StoredTensor) -> bool:
-    """Whether a tensor is split or packed, or its elements share bytes."""
-    first = stored.chunks[0]
-    return first.start is not None or first.sparse is not None or len(stored.chunks) > 1 or stored.dtype not in WHOLE
 
 
 class OddTensors:

@@ -26,6 +26,7 @@ from pathlib import PurePath
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import DEFAULTS, Limits
@@ -255,7 +256,8 @@ def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, 
         raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
     content = pickled.finish()
     storages = (NO_TENSORS if state.leaves is None else table_of(state)).storages
-    segments = lay_out_container(name, content, [record_folder(pickled, storages)], alignment=alignment, crc=crc)
+    folder = record_folder(pickled, storages, reads=storages.read_nbytes)
+    segments = lay_out_container(name, content, [folder], alignment=alignment, crc=crc)
     return SavePlan("torch-zip", (FilePlan("", segments),), (*_notes(pickled), *_unkept(state.metadata)))
 
 
@@ -312,6 +314,11 @@ class RecordStorages:
         else:
             self.nbytes = storages.nbytes[numbers]
 
+    def reads(self, column: Ints) -> Ints:
+        """What is read for each record: of a storage of the table what this column says."""
+        numbers = np.array(self._numbers, np.int64)
+        return np.where(numbers == ODD, self.nbytes, column[np.maximum(numbers, 0)] if len(column) else 0)
+
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
         own = [self._numbers[number] for number in numbers]
         if ODD not in own:
@@ -331,10 +338,10 @@ class RecordStorages:
         return Data(self._tensors[number], label) if self.nbytes[number] else b""
 
 
-def record_folder(pickled: TorchPickle, storages: RecordBytes) -> RecordFolder:
-    """The records of a pickle, in their order; `storages` are those of its rows."""
+def record_folder(pickled: TorchPickle, storages: RecordBytes, *, reads: Ints | None = None) -> RecordFolder:
+    """The records of a pickle, in their order; `storages` are those of its rows, `reads` what is read for each of these."""
     content = RecordStorages(pickled.sources, storages)
-    return RecordFolder("data", content, content.apart)
+    return RecordFolder("data", content, content.apart, None if reads is None else content.reads(reads))
 
 
 def lay_out_container(

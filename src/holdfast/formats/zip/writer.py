@@ -89,6 +89,8 @@ class RecordFolder(Value, frozen=True, eq=False):
     content: RecordBytes
     apart: Collection[int] = ()
     """Records that are read by themselves, however short they are."""
+    reads: Ints | None = None
+    """Bytes that are read for each, where these are not its own: of records that are computed."""
 
     def __len__(self) -> int:
         return len(self.content.nbytes)
@@ -411,7 +413,9 @@ class _Stretch(Value, frozen=True, eq=False):
             labels = [*map(name, numbers if self.filled else compress(numbers, lengths))]
             nbytes = self.stops[high - 1] - begin
             make = partial(self.make, low, high, labels)
-            yield Gathered(nbytes, labels, make, between=nbytes - sum(lengths), zeros=partial(make, zeros=True))
+            reads = self.records.reads
+            read = None if reads is None else int(reads[first + low : first + high].sum())
+            yield Gathered(nbytes, labels, make, between=nbytes - sum(lengths), read_nbytes=read, zeros=partial(make, zeros=True))
             low = high
 
     def _numbers(self, low: int, high: int) -> Iterator[bytes]:
@@ -483,7 +487,8 @@ def _one_behind_other(first: Gathered, second: Gathered) -> Gathered:
         return content + more, {**crcs, **others}
 
     labels, between = [*first.labels, *second.labels], first.between + second.between
-    return Gathered(first.nbytes + second.nbytes, labels, make, between=between, zeros=partial(make, zeros=True))
+    read = first.cost_nbytes + second.cost_nbytes
+    return Gathered(first.nbytes + second.nbytes, labels, make, between=between, read_nbytes=read, zeros=partial(make, zeros=True))
 
 
 FAR_BLOCK = struct.Struct("<HHQ")

@@ -197,6 +197,7 @@ class RoomStorages:
 
     def __init__(self, room: HostBlock, starts: Ints, nbytes: Ints) -> None:
         self._room, self._starts, self.nbytes = room, starts, nbytes
+        self.read_nbytes = nbytes
         self._memory = room.array.data
         self._resident = Resident()
 
