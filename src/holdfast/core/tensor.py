@@ -299,7 +299,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         traits = self.traits
         if traits is not PLAIN:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
-        chunks = self.chunks
+        chunks = _CHUNKS.__get__(self) or self.chunks
         common = narrowed(self.shape, chunks, index)
         if common is not None:
             shape, offset, strides = common
