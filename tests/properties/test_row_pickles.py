@@ -263,6 +263,6 @@ def test_another_python_writes_with_its_own_pickler():
 
 def test_a_template_is_used():
     state = many(200)
-    with mock.patch.object(TorchPickle, "_begin", autospec=True, side_effect=TorchPickle._begin) as one_by_one:
+    with mock.patch.object(TorchPickle, "_by_opcodes", autospec=True, side_effect=TorchPickle._by_opcodes) as one_by_one:
         assert outcome(ht.save, state) == outcome(torch.save, state)
     assert one_by_one.call_count < 60

@@ -69,7 +69,9 @@ class OpenBase(Value, frozen=True):
         """What of these boxes of one rank the base has already."""
         if self.base is None:
             return Reuse(notes=self.notes)
-        return self._taken(self.base, boxes.table, *self.base.boxes(boxes.table, boxes.shapes, boxes.starts))
+        shapes = [kind.shape for kind in boxes.table.kinds]
+        found = self.base.boxes(boxes.table, [shapes[one] for one in boxes.whole], boxes.starts)
+        return self._taken(self.base, boxes.table, *found)
 
     def _taken(self, base: Base, table: Table, there: Chunks, files: Iterable[int]) -> Reuse:
         """What did not change of rows that the base has; of these files."""

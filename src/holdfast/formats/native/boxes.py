@@ -69,20 +69,20 @@ class Boxes(Value, frozen=True, eq=False):
     """The elements of each box, under the name of its tensor: a tensor of which there are several boxes is there as often."""
     starts: Ints
     """Lowest corners: a row for each dimension of the tensor that has the most, a column for each box."""
-    shapes: Sequence[tuple[int, ...]]
-    """Of the whole tensors."""
+    whole: Sequence[int]
+    """The kind of the whole tensor of each, as a position in `table.kinds`."""
 
     @classmethod
     def cut(cls, table: Table, rows: Sequence[int], starts: Ints, sizes: Ints) -> Boxes:
         """Boxes of the tensors of these rows. Dimensions that a tensor lacks have the start 0 and the size 1."""
         whole = [kind.shape for kind in table.kinds]
         kind, odd = [table.kind[row] for row in rows], dict[int, LazyTensor]()
-        shapes, storage = [whole[one] for one in kind], [table.storage[row] for row in rows]
+        wholes, storage = [*kind], [table.storage[row] for row in rows]
         kinds, known = [*table.kinds], dict[tuple[object, ...], int]()
         if table.odd:
             odd = {at: table.odd[row] for at, row in enumerate(rows) if row in table.odd}
         for at in np.flatnonzero(~are_whole(starts, sizes, shape_columns(whole)[:, kind])).tolist():
-            rank = len(shapes[at])
+            rank = len(whole[wholes[at]])
             box = Box.at(starts[:rank, at].tolist(), sizes[:rank, at].tolist())
             part = odd[at] = table.view(rows[at])[box.slices]
             storage[at] = ODD
@@ -90,7 +90,7 @@ class Boxes(Value, frozen=True, eq=False):
             kind[at] = known.setdefault(key, len(kinds))
             if kind[at] == len(kinds):
                 kinds.append(Kind.of(part))
-        return cls(Table([table.names[row] for row in rows], kinds, kind, storage, table.storages, odd), starts, shapes)
+        return cls(Table([table.names[row] for row in rows], kinds, kind, storage, table.storages, odd), starts, wholes)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -102,13 +102,14 @@ class Boxes(Value, frozen=True, eq=False):
 
     def has_parts(self, rows: Sequence[int]) -> bool:
         """Whether one of these boxes is not a whole tensor."""
-        own, kind, shapes = [kind.shape for kind in self.table.kinds], self.table.kind, self.shapes
-        return [own[kind[row]] for row in rows] != [shapes[row] for row in rows]
+        shapes, kind, whole = [kind.shape for kind in self.table.kinds], self.table.kind, self.whole
+        return kind is not whole and [shapes[kind[row]] for row in rows] != [shapes[whole[row]] for row in rows]
 
     def sharding_texts(self, rows: Sequence[int]) -> dict[str, str]:
         """What torch's distributed reader needs to know of a file with these boxes: where the piece of each tensor begins."""
         starts, names = self.starts[:, rows].T.tolist(), self.table.names
-        offsets = {names[row]: {"saved_offsets": one[: len(self.shapes[row])]} for row, one in zip(rows, starts, strict=True)}
+        ranks, whole = [len(kind.shape) for kind in self.table.kinds], self.whole
+        offsets = {names[row]: {"saved_offsets": one[: ranks[whole[row]]]} for row, one in zip(rows, starts, strict=True)}
         return {"DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)}
 
 
@@ -164,6 +165,11 @@ class BoxEntries(Value, frozen=True, eq=False):
         return [inside[some.start : some.stop] for some in fill_shards(self.table.nbytes_of(inside), max_nbytes)] if inside else []
 
 
+def _places(layout: FileLayout) -> StoredBoxes:
+    """Where the boxes of a file lie."""
+    return StoredBoxes(as_bytes(layout.rows), as_bytes(layout.starts), as_bytes(layout.stops))
+
+
 class BoxFiles(Value, frozen=True, eq=False):
     """Data files with boxes of tensors."""
 
@@ -204,10 +210,7 @@ class BoxFiles(Value, frozen=True, eq=False):
         """Of each file: where its boxes lie, before its data is written, and how long the texts of its hashes will be."""
         if self.entries.packed:
             return [(stored, sum(map(len, stored.tails))) for stored in self.stored(NO_SUMS)]
-        return [
-            (StoredBoxes(as_bytes(one.rows), as_bytes(one.starts), as_bytes(one.stops)), self._tails_nbytes(one.rows))
-            for one in self.layouts
-        ]
+        return [(_places(one), self._tails_nbytes(one.rows)) for one in self.layouts]
 
     def _tails_nbytes(self, rows: Sequence[int]) -> int:
         hashing, table = self.entries.hashing, self.entries.table
@@ -217,16 +220,16 @@ class BoxFiles(Value, frozen=True, eq=False):
         ways = Counter([(hashing[table.names[row]], long[table.kind[row]]) for row in rows])
         return sum(count * TAILS[way] for way, count in ways.items())
 
-    def stored(self, crcs: Mapping[str, int]) -> list[StoredBoxes]:
-        """Of each file: where its boxes lie, from the checksums of its data."""
+    def stored(self, crcs: Mapping[str, int], blank: Sequence[StoredBoxes] = ()) -> list[StoredBoxes]:
+        """Of each file: where its boxes lie, from the checksums of its data. What `blank` has said of places is not made again."""
         if self.entries.packed:
             return self._stored_packed(crcs)
         found, hashing = [], self.entries.hashing
-        for layout in self.layouts:
+        for at, layout in enumerate(self.layouts):
             labels = [self.label + name for name in layout.names] if self.label else layout.names
             tails = hash_tails(crcs, self.entries.table, layout.rows, labels, hashing) if hashing else []
-            places = as_bytes(layout.rows), as_bytes(layout.starts), as_bytes(layout.stops)
-            found.append(StoredBoxes(*places, _digits_of(crcs, labels), tails))
+            known = blank[at] if blank else _places(layout)
+            found.append(StoredBoxes(known.boxes, known.starts, known.stops, _digits_of(crcs, labels), tails))
         return found
 
     def _stored_packed(self, crcs: Mapping[str, int]) -> list[StoredBoxes]:

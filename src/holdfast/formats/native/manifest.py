@@ -249,9 +249,9 @@ class _Chunks:
         for at, text in self._packed_texts(stored).items():
             beyond[at] = beyond.get(at, "") + text
         places = sorted(beyond)
-        edges = [*self._heads.tolist(), len(self._order)]
         for first in range(0, len(keys), BATCH):
-            low, high = edges[first], edges[min(first + BATCH, len(keys))]
+            edges = [*self._heads[first : first + BATCH + 1].tolist(), len(self._order)][: BATCH + 1]
+            low, high = edges[0], edges[-1]
             order = self._order[low:high].tolist()
             columns = (column[low:high].tolist() for column in (self._files, self._starts, self._stops))
             chunks = [
@@ -263,7 +263,7 @@ class _Chunks:
             if hashed:
                 chunks = [f"{chunk}{tails[at]}" for chunk, at in zip(chunks, order, strict=True)]
             if high - low > min(BATCH, len(keys) - first):
-                bounds = [edge - low for edge in edges[first : first + BATCH + 1]]
+                bounds = [edge - low for edge in edges]
                 chunks = [NEXT.join(chunks[head:tail]) for head, tail in pairwise(bounds)]
             each = zip(keys[first : first + BATCH], self._kind[first : first + BATCH].tolist(), chunks, strict=True)
             text = f"{ENDING},{quote}".join([f"{key}{openings[kind]}{chunk}" for key, kind, chunk in each])

@@ -13,6 +13,7 @@ What did not change since another directory is taken over from there (`formats.n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def lay_out_native(
     names = table.names
     new = [row for row in rows if row not in reuse.chunks] if reuse.chunks else rows
     extents = shape_columns([kind.shape for kind in table.kinds])[:, np.array(table.kind, np.int64)]
-    boxes = Boxes(table, np.zeros_like(extents), [table.kinds[kind].shape for kind in table.kind])
+    boxes = Boxes(table, np.broadcast_to(np.int64(0), extents.shape), table.kind)
     # What only moved is expected to stay. It is not mixed with what changes, and has the lower numbers, which the next step keeps.
     moved = [row for row in new if row in reuse.moved] if reuse.moved else []
     every = [moved, [row for row in new if row not in reuse.moved]] if moved else [new]
@@ -141,10 +142,13 @@ def _directory(
     plans = [plan for one, _ in files for plan in one.plans]
     listed = [*(file for file, _ in there), *(DataFile(plan.key, plan.nbytes) for plan in plans)]
     parts = [part for _, part in there]
-    parts += [FileBoxes(stored, *columns, nbytes) for one, columns in files for stored, nbytes in one.blank()]
+    blank = [one.blank() for one, _ in files]
+    parts += [FileBoxes(stored, *files[at][1], nbytes) for at, own in enumerate(blank) for stored, nbytes in own]
 
     def later(crcs: Mapping[str, int]) -> list[StoredBoxes]:
-        return [*(part.stored for _, part in there), *(stored for one, _ in files for stored in one.stored(crcs))]
+        written = zip(files, blank, strict=True)
+        found = [one.stored(crcs, [stored for stored, _ in own]) for (one, _), own in written]
+        return [*(part.stored for _, part in there), *chain.from_iterable(found)]
 
     index = lay_out_index(listed, outlines, parts, later=later, fields=kept.fields, metadata=metadata, alone=bool(save))
     return SavePlan("native", tuple(plans), tuple(kept.notes), directory=True, index=index)
