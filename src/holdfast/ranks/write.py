@@ -89,13 +89,14 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
     What was opened once in a process opens again: of contents without texts of the caller's, by their kinds.
     """
-    sample = _sample(contents)
-    catalogue = sample.catalogue
-    marks = [(name in sample.grads, [type(step) for step in sample.paths.get(name, ())]) for name in catalogue.names]
-    kinds = [(dtype, len(shape), 0 in shape) for dtype, shape in zip(catalogue.dtypes, catalogue.shapes, strict=True)]
-    key = "ranks", format, str(marks), tuple(kinds), bool(sample.values)
-    if not sample.metadata and key in OPENED:
+    kinds = _of_each_kind(contents.catalogue)
+    names = [contents.catalogue.names[row] for row in kinds.values()]
+    marks = [(name in contents.grads, *map(type, contents.paths.get(name, ()))) for name in names]
+    key = "ranks", format, *kinds, *marks, bool(contents.values)
+    if not contents.metadata and key in OPENED:
         return
+    sample = _sample(contents, sorted(kinds.values()))
+    catalogue = sample.catalogue
     tensors = [_nowhere(*one) for one in _outlines(catalogue).items()]
     every, storages = [Kind.of(tensor) for tensor in tensors], lazy_table((), ()).storages
     table = Table(catalogue.names, every, range(len(every)), [ODD] * len(every), storages, dict(enumerate(tensors)))
@@ -111,7 +112,7 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     plans = [*(file.plan for file in files), *index_files(format, sample, [(writes, receipts)], dcp_index=dcp_index)]
     found = described(PlannedStore(plans, name=path), READ_AS[format])
     check_holds(found.tensors, _outlines(catalogue), path)
-    if not sample.metadata:
+    if not contents.metadata:
         note_opened(key)
 
 
@@ -127,12 +128,15 @@ def opens_containers(state: State) -> bool:
     return True
 
 
-def _sample(contents: Contents) -> Contents:
-    """Contents of which each kind of tensor, and a value, is there once. Lengths of dimensions make no kinds."""
-    catalogue = contents.catalogue
+def _of_each_kind(catalogue: Catalogue) -> dict[tuple[str, int, bool], int]:
+    """A tensor of each kind. Lengths of dimensions make no kinds."""
     every = dict(zip(zip(catalogue.dtypes, catalogue.shapes, strict=True), range(len(catalogue)), strict=True))
-    kinds = {(dtype, len(shape), 0 in shape): number for (dtype, shape), number in every.items()}
-    rows = sorted(kinds.values())
+    return {(dtype, len(shape), 0 in shape): number for (dtype, shape), number in every.items()}
+
+
+def _sample(contents: Contents, rows: Sequence[int]) -> Contents:
+    """Contents of which these tensors are there, and one value."""
+    catalogue = contents.catalogue
     names = tuple([catalogue.names[row] for row in rows])
     dtypes, shapes = tuple([catalogue.dtypes[row] for row in rows]), tuple([catalogue.shapes[row] for row in rows])
     values = frozenset(sorted(contents.values)[:1])

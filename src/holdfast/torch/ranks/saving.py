@@ -73,6 +73,7 @@ THREADS_A_FILE, THREADS_A_FILE_BEHIND, FILE_NBYTES = 4, 2, 256 << 20
 """Threads for which a rank writes one more file at once, now and behind the caller, and what a file should have at least. The
 kernel lets one thread at a time write to a file: beside it others can sum, and no more."""
 
+NO_COLUMNS = RankState.of([])
 NO_BOXES = Boxes(table_of({}), np.zeros((0, 0), np.int64), ())
 
 Copy = Callable[[Table, Sequence[object]], Staged]
@@ -318,7 +319,7 @@ def _boxes(table: Table, columns: RankState, numbers: Ints) -> Boxes:
 
 def _columns(described: Described) -> tuple[RankState, bytes | Exception]:
     """The tensors and boxes of this rank, and what it has to say: behind the checksums of what others may have as well."""
-    job, sums, columns = described.job, b"", RankState.of([])
+    job, sums, columns = described.job, b"", NO_COLUMNS
     if isinstance(described.told, Exception):
         return columns, described.told
     try:
