@@ -56,9 +56,8 @@ OPEN: dict[str, tuple[float, ...]] = {
     "tie safetensors": (4.5, 3.0, 2.8),
     "tie pt": (5.1, 14.1, 50.3),
     "compact pt": (5.2, 13.4, 47.4),
-    "save_sharded, nested": (4.8, 18.5, 23.1),
-    "save_sharded, tied": (4.3, 24.0, 30.2),
-    "torch.Run.async_save twice": (2.8, 2.1, 1.9),
+    "save_sharded, nested": (2.8, 2.0, 1.9),
+    "torch.Run.async_save twice": (3.0, 1.9, 1.6),
     "edit pt": (5.0, 11.3, 36.3),
     "save pt, tied": (3.5, 9.1, 32.1),
 }
@@ -66,7 +65,6 @@ OPEN: dict[str, tuple[float, ...]] = {
 
 OPEN_ODD: dict[str, float] = {
     # format, kind: times the calls of a save without it
-    "sharded, composite": 2.79,
 }
 """Odd tensors that cost more than themselves."""
 

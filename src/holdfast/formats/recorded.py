@@ -196,7 +196,7 @@ def sharing_fields(shared: Shared) -> dict[str, object]:
 
 def order_fields(names: Collection[str], aliases: Collection[str]) -> dict[str, object]:
     """The field `tree` for a plain dict of tensors whose aliases do not stand last; a reader puts them there by itself."""
-    if not aliases or [*names] == [*(name for name in names if name not in aliases), *aliases]:
+    if not aliases or [*names] == [*[name for name in names if name not in aliases], *aliases]:
         return {}
     return {"tree": flat_tree(names)}
 

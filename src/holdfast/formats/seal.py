@@ -29,7 +29,7 @@ from functools import lru_cache
 import msgspec
 
 from holdfast.core.keys import check_key
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.value import Value, replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, located
 from holdfast.formats.strict_json import HEX, check_seal, kind, paid_nbytes, parse_own, pointer, quoted
@@ -151,7 +151,7 @@ def encode_seal(seal: Seal) -> bytes:
     except (OverflowError, UnicodeEncodeError) as error:
         raise HeaderError(f"this cannot stand in a seal: {error}") from None
     text = with_checksum(raw, paid_nbytes(raw))
-    parse_seal(text, Limits(files=max(len(files), Limits().files)))
+    parse_seal(text, DEFAULTS if len(files) <= DEFAULTS.files else Limits(files=len(files)))
     return text
 
 

@@ -199,10 +199,10 @@ def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]
     if files == 1:
         return [rows]
     nbytes = boxes.table.nbytes_of(rows)
-    stops = np.cumsum(nbytes)
+    stops = nbytes.cumsum()
     middles = stops - nbytes + nbytes // 2
     share = np.minimum(middles * files // max(int(nbytes.sum()), 1), files - 1)
-    shares = [[rows[at] for at in np.flatnonzero(share == number).tolist()] for number in range(files)]
+    shares = [[rows[at] for at in (share == number).nonzero()[0].tolist()] for number in range(files)]
     return [own for number, own in enumerate(shares) if own or not number]
 
 
@@ -237,7 +237,7 @@ def _check_names(table: Table, rows: Sequence[int], *, strict: bool) -> None:
 
 def _dcp_file(key: str, boxes: Boxes, rows: Sequence[int], values: Mapping[str, bytes]) -> RankFile:
     plan, items = lay_out_items(key, [*values.values()], boxes.table, rows)
-    stops = np.cumsum(items)
+    stops = items.cumsum()
     starts = stops - items
     of_values = [(name, int(starts[at]), int(stops[at])) for at, name in enumerate(values)]
     stored = StoredBoxes(as_bytes(rows), as_bytes(starts[len(values) :]), as_bytes(stops[len(values) :]))

@@ -96,7 +96,7 @@ def hold(state: RankState, places: Ints | None) -> RankBoxes:
     tensors = state.tensors if places is None else places[state.tensors]
     if len(tensors) < 2 or bool((tensors[1:] >= tensors[:-1]).all()):
         return RankBoxes(tensors, None, state)
-    order = np.argsort(tensors, kind="stable")
+    order = tensors.argsort(kind="stable")
     return RankBoxes(tensors[order], order, state)
 
 
@@ -116,7 +116,7 @@ def agreed_aliases(held: Sequence[RankBoxes], merged: Merged) -> tuple[tuple[tup
     for rank, h in enumerate(held):
         has, same = _compare(h, names, bases)
         declared = set(h.state.aliases)
-        for i in np.flatnonzero(has).tolist():
+        for i in has.nonzero()[0].tolist():
             (yes if same[i] and pairs[i] in declared else no)[i].append(rank)
     agreed = tuple(pair for i, pair in enumerate(pairs) if yes[i] and not no[i])
     notes = []
@@ -136,7 +136,7 @@ def _compare(h: RankBoxes, names: Ints, bases: Ints) -> tuple[npt.NDArray[np.boo
         begins.append(np.searchsorted(tensors, wanted, side="left"))
         counts.append(np.searchsorted(tensors, wanted, side="right") - begins[-1])
     has, same = (counts[0] + counts[1]) > 0, counts[0] == counts[1]
-    pair = np.repeat(np.arange(len(names)), np.where(same, counts[0], 0))
+    pair = np.arange(len(names)).repeat(np.where(same, counts[0], 0))
     step = np.arange(len(pair)) - np.searchsorted(pair, pair, side="left")
     one, other = (filled[b[pair] + step] for b in begins)
     if h.order is not None:
@@ -181,7 +181,7 @@ def say_ranks(ranks: Iterable[int]) -> str:
     ('rank 3', 'ranks 0 to 2, 5 and 7')
     """
     ordered = np.unique(np.fromiter(ranks, np.int64))
-    stretches = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+    stretches = np.split(ordered, (np.diff(ordered) != 1).nonzero()[0] + 1)
     said: list[str] = []
     for s in stretches[:SHOWN]:
         said.extend([f"{s[0]} to {s[-1]}"] if len(s) > 2 else map(str, s))

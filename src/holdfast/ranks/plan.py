@@ -153,33 +153,33 @@ class _Written:
         self.boxes.append(slab.boxes[heads])
         alone = counts == 1
         np.add.at(self.loads, self.writers[-1][alone], slab.nbytes[alone])
-        self.shared.append(self._share(slab, np.flatnonzero(~alone), counts))
+        self.shared.append(self._share(slab, (~alone).nonzero()[0], counts))
 
     def _share(self, slab: Slab, numbers: Ints, counts: Ints) -> _Shared:
-        several = np.repeat(counts > 1, counts)
+        several = (counts > 1).repeat(counts)
         ranks, boxes = slab.ranks[several], slab.boxes[several]
         counts = counts[numbers]
-        heads = np.cumsum(counts) - counts
+        heads = counts.cumsum() - counts
         classes = np.zeros(len(numbers), np.int64)
         if len(numbers):
             keys = np.add.reduceat(self.marks[ranks], heads) + counts.astype(np.uint64)
-            order = np.argsort(keys)
-            begins = np.flatnonzero(np.concatenate(([True], keys[order[1:]] != keys[order[:-1]])))
+            order = keys.argsort()
+            begins = np.concatenate(([True], keys[order[1:]] != keys[order[:-1]])).nonzero()[0]
             firsts = np.minimum.reduceat(order, begins)
             ids = np.zeros(len(begins), np.int64)
-            for i in np.argsort(firsts).tolist():
+            for i in firsts.argsort().tolist():
                 first = int(firsts[i])
                 count, begin = int(counts[first]), int(heads[first])
                 ids[i] = self.classes.setdefault((int(keys[first]), count), len(self.holders))
                 if ids[i] == len(self.holders):
                     self.holders.append(ranks[begin : begin + count].astype(np.int64))
-            classes[order] = np.repeat(ids, np.diff(np.append(begins, len(order))))
+            classes[order] = ids.repeat(np.diff(np.append(begins, len(order))))
         return _Shared(numbers, heads, counts, classes, slab.nbytes[numbers], ranks, boxes)
 
     def deal(self) -> None:
         """Choose the writers of the boxes that have several holders, so that all ranks write about as much."""
         classes = [shared.classes for shared in self.shared]
-        stops = np.cumsum(np.sum([np.bincount(c, minlength=len(self.holders)) for c in classes], axis=0, dtype=np.int64))
+        stops = np.sum([np.bincount(c, minlength=len(self.holders)) for c in classes], axis=0, dtype=np.int64).cumsum()
         nbytes = np.empty(int(stops[-1]), np.int64)
         for shared, (order, places) in zip(self.shared, _grouped(classes, stops), strict=True):
             nbytes[places] = shared.nbytes[order]
@@ -203,7 +203,7 @@ class _Written:
         """For each rank the boxes that it writes, as it calls them and in the order of the slabs."""
         if not self.writers or not len(self.loads):
             return [np.zeros(0, np.int64) for _ in self.loads]
-        stops = np.cumsum(np.sum([np.bincount(w, minlength=len(self.loads)) for w in self.writers], axis=0, dtype=np.int64))
+        stops = np.sum([np.bincount(w, minlength=len(self.loads)) for w in self.writers], axis=0, dtype=np.int64).cumsum()
         sorted_boxes = np.empty(int(stops[-1]), np.int64)
         for boxes, (order, places) in zip(self.boxes, _grouped(self.writers, stops), strict=True):
             sorted_boxes[places] = boxes[order]
@@ -236,8 +236,8 @@ def _grouped(parts: Sequence[Ints | Int32s], stops: Ints) -> Iterator[tuple[Ints
     for numbers in parts:
         counts = np.bincount(numbers, minlength=len(stops))
         # numpy sorts 16-bit numbers in linear time.
-        order = np.argsort(numbers.astype(np.uint16) if len(stops) <= 1 << 16 else numbers, kind="stable")
-        yield order, np.arange(len(numbers)) + np.repeat(next_places - (np.cumsum(counts) - counts), counts)
+        order = (numbers.astype(np.uint16) if len(stops) <= 1 << 16 else numbers).argsort(kind="stable")
+        yield order, np.arange(len(numbers)) + (next_places - (counts.cumsum() - counts)).repeat(counts)
         next_places += counts
 
 
@@ -332,7 +332,7 @@ def deal(nbytes: Ints, loads: Ints) -> Ints:
     if len(loads) < 2:
         return picks
     heights = loads.copy()
-    order = np.argsort(-nbytes, kind="stable")
+    order = (-nbytes).argsort(kind="stable")
     for box in order[: LARGEST * len(loads)].tolist():
         lowest = int(heights.argmin())
         picks[box] = lowest
@@ -344,11 +344,11 @@ def deal(nbytes: Ints, loads: Ints) -> Ints:
 
 
 def _pour(nbytes: Ints, loads: Ints) -> Ints:
-    ends = np.cumsum(nbytes)
+    ends = nbytes.cumsum()
     total = int(ends[-1])
     floor = np.sort(loads)
     # The level if only the n lowest holders got any, for each n; the true n is the last whose floor is under its level.
-    levels = -(-(np.cumsum(floor) + total) // np.arange(1, len(loads) + 1))
-    level = levels[np.flatnonzero(floor <= levels)[-1]]
-    rooms = np.cumsum(np.maximum(level - loads, 0))
+    levels = -(-(floor.cumsum() + total) // np.arange(1, len(loads) + 1))
+    level = levels[(floor <= levels).nonzero()[0][-1]]
+    rooms = np.maximum(level - loads, 0).cumsum()
     return np.searchsorted(rooms, ends - nbytes + nbytes // 2, side="right").astype(np.int64)

@@ -144,7 +144,7 @@ class RankState(Value, frozen=True, eq=False):
         """
         rows = [(name, dtype, tuple(shape), list(boxes)) for name, dtype, shape, boxes in tensors]
         catalogue = Catalogue(tuple(r[0] for r in rows), tuple(r[1] for r in rows), tuple(r[2] for r in rows))
-        owners = np.repeat(np.arange(len(rows), dtype=np.int64), [len(r[3]) for r in rows])
+        owners = np.arange(len(rows), dtype=np.int64).repeat([len(r[3]) for r in rows])
         offsets = np.zeros((catalogue.rank, len(owners)), np.int64)
         sizes = np.ones((catalogue.rank, len(owners)), np.int64)
         for i, (name, box) in enumerate((r[0], box) for r in rows for box in r[3]):
@@ -171,9 +171,9 @@ class RankState(Value, frozen=True, eq=False):
             boxes = [chunk.box for chunk in tensor.chunks] or [Box((0,) * tensor.ndim, (0,) * tensor.ndim)] * bool(tensor.ndim)
             if len(boxes) != 1 or boxes[0].shape != tensor.shape:
                 cut[row], counts[row] = boxes, len(boxes)
-        owners = np.repeat(np.arange(len(table), dtype=np.int64), counts)
+        owners = np.arange(len(table), dtype=np.int64).repeat(counts)
         offsets, sizes = np.zeros((catalogue.rank, len(owners)), np.int64), catalogue.extents[:, owners]
-        firsts = np.cumsum(counts) - counts
+        firsts = counts.cumsum() - counts
         for row, boxes in cut.items():
             for number, box in enumerate(boxes, int(firsts[row])):
                 offsets[: box.rank, number], sizes[: box.rank, number] = box.start, box.shape
@@ -205,7 +205,7 @@ class RankState(Value, frozen=True, eq=False):
         for d in range(int(ranks.min()), form[0]):
             wrong = (ranks <= d) & ((self.offsets[d] != 0) | (self.sizes[d] != 1))
             if wrong.any():
-                place = int(np.flatnonzero(wrong)[0])
+                place = int(wrong.nonzero()[0][0])
                 raise MetadataError(f"a box has an extent in dimension {d}, which its tensor lacks", tensor=self._name(place))
 
     def _check_names(self) -> None:

@@ -126,7 +126,7 @@ def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> 
 
 
 def _gather(held: Sequence[RankBoxes], begins: Ints, stops: Ints, *, first: int, rank: int) -> _Boxes:
-    present = np.flatnonzero(stops > begins)
+    present = (stops > begins).nonzero()[0]
     if not len(present):
         none, no_columns = np.zeros(0, np.int32), np.zeros((rank, 0), np.int64)
         return _Boxes(present, none, none, no_columns, no_columns)
@@ -135,11 +135,11 @@ def _gather(held: Sequence[RankBoxes], begins: Ints, stops: Ints, *, first: int,
     tensors = np.concatenate([h.tensors[a:b] for h, a, b in parts])
     tensors -= first
     # Counted up from `begins` in each stretch; a rank whose boxes were not sorted has its own numbers.
-    boxes = np.arange(len(tensors)) + np.repeat(begins[present] - (np.cumsum(lengths) - lengths), lengths)
-    for (h, a, b), end in zip(parts, np.cumsum(lengths).tolist(), strict=True):
+    boxes = np.arange(len(tensors)) + (begins[present] - (lengths.cumsum() - lengths)).repeat(lengths)
+    for (h, a, b), end in zip(parts, lengths.cumsum().tolist(), strict=True):
         if h.order is not None:
             boxes[end + a - b : end] = h.order[a:b]
-    ranks = np.repeat(present.astype(np.int32), lengths)
+    ranks = present.astype(np.int32).repeat(lengths)
     if all(h.order is None and len(h.state.offsets) == rank for h, _, _ in parts):
         offsets = np.concatenate([h.state.offsets[:, a:b] for h, a, b in parts], axis=1)
         sizes = np.concatenate([h.state.sizes[:, a:b] for h, a, b in parts], axis=1)
@@ -167,10 +167,10 @@ class _About(Value, frozen=True):
         boxes, outside = self._inside(boxes, left_out)
         problems += outside
         order, same = self._sorted(boxes)
-        heads = np.flatnonzero(np.concatenate((np.ones(min(len(order), 1), np.bool_), ~same)))
+        heads = np.concatenate((np.ones(min(len(order), 1), np.bool_), ~same)).nonzero()[0]
         ranks = boxes.ranks[order]
         different = order[heads]
-        twice = np.flatnonzero(same & (ranks[1:] == ranks[:-1]))
+        twice = (same & (ranks[1:] == ranks[:-1])).nonzero()[0]
         for i in _first_of_each(boxes.tensors[order[twice]], order[twice]):
             where = f"{self._name(boxes, i)}: {say_ranks([int(boxes.ranks[i])])} has {self._box(boxes, i)} twice"
             problems.append((int(boxes.tensors[i]), where))
@@ -196,7 +196,7 @@ class _About(Value, frozen=True):
         outside &= ~unwanted
         problems = []
         if outside.any():
-            beyond = np.flatnonzero(outside)
+            beyond = outside.nonzero()[0]
             of_each = np.bincount(boxes.tensors[beyond], minlength=len(left_out))
             firsts = _first_of_each(boxes.tensors[beyond], beyond)
             owners = boxes.tensors[firsts].tolist()
@@ -208,16 +208,16 @@ class _About(Value, frozen=True):
 
     def _sorted(self, boxes: _Boxes) -> tuple[Ints, Bools]:
         """The order by tensor, start and rank; and for each box but the first, whether it is the same as the one before."""
-        places = np.concatenate(([0], np.cumsum(self.extents.prod(axis=0))[:-1]))[boxes.tensors]
+        places = np.concatenate(([0], self.extents.prod(axis=0).cumsum()[:-1]))[boxes.tensors]
         stride = np.ones(self.extents.shape[1], np.int64)
         for extent, offsets in zip(self.extents[::-1], boxes.offsets[::-1], strict=True):
             places += offsets * stride[boxes.tensors]
             stride *= np.maximum(extent, 1)
         # By tensor in linear time. Ranks mostly hold ascending parts, and then this was all.
-        order = np.argsort(boxes.tensors.astype(np.uint16), kind="stable")
+        order = boxes.tensors.astype(np.uint16).argsort(kind="stable")
         places = places[order]
         if not bool((places[1:] >= places[:-1]).all()):
-            again = np.argsort(places, kind="stable")
+            again = places.argsort(kind="stable")
             order, places = order[again], places[again]
         same = places[1:] == places[:-1]
         if same.any():
@@ -287,8 +287,8 @@ def defects(extents: Ints, tensors: Ints, *, starts: Ints, sizes: Ints) -> list[
     """
     totals = _product(extents)
     if not len(tensors):
-        return [_nothing(int(t), extents) for t in np.flatnonzero(totals)]
-    heads = np.flatnonzero(np.concatenate(([True], tensors[1:] != tensors[:-1])))
+        return [_nothing(int(t), extents) for t in totals.nonzero()[0]]
+    heads = np.concatenate(([True], tensors[1:] != tensors[:-1])).nonzero()[0]
     tails = np.append(heads[1:], len(tensors)) - 1
     owners = tensors[heads]
     cut = np.zeros(extents.shape, np.bool_)
@@ -306,13 +306,13 @@ def defects(extents: Ints, tensors: Ints, *, starts: Ints, sizes: Ints) -> list[
     linked = places[1:] == ends[:-1]
     linked[heads[1:] - 1] = True
     broken[tensors[1:][~linked]] = True
-    suspect = np.flatnonzero((broken | several)[owners])
+    suspect = ((broken | several)[owners]).nonzero()[0]
     found = {
         d.tensor: d
         for d in _first_defects(extents, cut, _Different(tensors, starts, sizes), heads=heads, stops=tails + 1, suspect=suspect)
     }
     totals[owners] = 0
-    found.update((int(t), _nothing(int(t), extents)) for t in np.flatnonzero(totals))
+    found.update((int(t), _nothing(int(t), extents)) for t in totals.nonzero()[0])
     return [found[t] for t in sorted(found)]
 
 
@@ -334,13 +334,13 @@ def _first_defects(extents: Ints, cut: Bools, boxes: _Different, *, heads: Ints,
         room = MAX_CORNERS >> len(dims)
         begin = 0
         while begin < len(groups):
-            stop = begin + int(np.searchsorted(np.cumsum(counts[begin:]), room, side="right"))
+            stop = begin + int(np.searchsorted(counts[begin:].cumsum(), room, side="right"))
             if stop == begin or len(dims) > MAX_CUT:
                 yield from _slowly(extents, boxes, begin=int(heads[groups[begin]]), stop=int(stops[groups[begin]]))
                 begin += 1
                 continue
             chosen = groups[begin:stop]
-            rows = np.repeat(heads[chosen] - np.cumsum(counts[begin:stop]) + counts[begin:stop], counts[begin:stop])
+            rows = (heads[chosen] - counts[begin:stop].cumsum() + counts[begin:stop]).repeat(counts[begin:stop])
             rows += np.arange(len(rows))
             yield from _compared(extents, dims, boxes, whole=owners[chosen], rows=rows)
             begin = stop
@@ -355,7 +355,7 @@ def _compared(extents: Ints, dims: tuple[int, ...], boxes: _Different, *, whole:
         weights[i] = volume
         volume *= extents[dims[i]] + 1
     bases = np.zeros(extents.shape[1], np.int64)
-    bases[whole[1:]] = np.cumsum(volume[whole])[:-1]
+    bases[whole[1:]] = volume[whole].cumsum()[:-1]
     tensors = boxes.tensors[rows]
     sides = [(w[tensors], boxes.starts[d][rows], boxes.sizes[d][rows]) for d, w in zip(dims, weights, strict=True)]
     plus, minus = _corners(bases[tensors], [(start * w, (start + size) * w) for w, start, size in sides])
@@ -364,7 +364,7 @@ def _compared(extents: Ints, dims: tuple[int, ...], boxes: _Different, *, whole:
     left, right = np.concatenate((*plus, *more)), np.concatenate((*minus, *less))
     left.sort()
     right.sort()
-    differ = np.flatnonzero(left != right)
+    differ = (left != right).nonzero()[0]
     corners = np.minimum(left[differ], right[differ])
     # A tensor has as many positive corners as negative ones, so the lists of one never shift those of the next.
     first, at = np.unique(np.searchsorted(bases[whole], corners, side="right") - 1, return_index=True)
@@ -376,7 +376,7 @@ def _compared(extents: Ints, dims: tuple[int, ...], boxes: _Different, *, whole:
             holds = tensors == t
             for d, (_, start, size) in zip(dims, sides, strict=True):
                 holds &= (start <= point[d]) & (point[d] < start + size)
-            one, other = rows[np.flatnonzero(holds)[:2]].tolist()
+            one, other = rows[holds.nonzero()[0][:2]].tolist()
             holders = (one, other)
         yield Defect(t, tuple(point.tolist()), holders)
 

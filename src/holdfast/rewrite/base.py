@@ -20,7 +20,7 @@ from functools import partial
 
 from holdfast.core.content_hash import HASH, Hashed
 from holdfast.core.keys import DATA, beside
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import Store
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
@@ -113,7 +113,7 @@ def open_base(
     try:
         url, goal = place_at(path).url, place_at(target).url
         if url is not None and goal is not None:
-            return _open_beside(url, goal, limits=limits or Limits(), threads=threads, block=block)
+            return _open_beside(url, goal, limits=limits or DEFAULTS, threads=threads, block=block)
         if url is not None or goal is not None:
             return not_used(path, "one of the two is in an object store", threads=threads, block=block)
         if not os.path.lexists(path):
@@ -148,7 +148,7 @@ def _opened(path: str, target: str, *, limits: Limits | None, threads: int | Non
         problem = "it is on another file system"
     if problem is not None:
         return not_used(path, problem, threads=threads, block=block)
-    store = store_of(folder, limits or Limits())
+    store = store_of(folder, limits or DEFAULTS)
     try:
         source = OpenSource(store, limits=limits)
         if MANIFEST not in store.list():

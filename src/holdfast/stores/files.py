@@ -157,10 +157,10 @@ class OsFiles:
     """The file system of this machine, for the process that makes it."""
 
     def __init__(self) -> None:
-        self._process = os.getpid()
+        self._process = _process
 
     def _check(self) -> None:
-        if os.getpid() != self._process:
+        if self._process != _process:
             # Its descriptors are closed here, and their numbers may stand for something else.
             raise OSError(errno.ESTALE, f"the save belongs to process {self._process}, of which this one is a fork")
 
@@ -289,12 +289,17 @@ class OsFiles:
         os.close(descriptor)
 
 
+_process = os.getpid()
+"""This process; a fork has another number."""
+
 _open: dict[int, bool] = {}
 """The descriptors that saves have open, and whether each is locked."""
 
 
 def _in_child() -> None:
     """Let go of what saves of the parent have open; it stays open there."""
+    global _process
+    _process = os.getpid()
     for descriptor in list(_open):
         with suppress(OSError):
             os.close(descriptor)
@@ -376,16 +381,14 @@ def split_path(path: str) -> tuple[str, str]:
 
 def entry_of(status: os.stat_result) -> FileEntry:
     """What the system says of something, in our words."""
-    mode = status.st_mode
-    kind: Kind = "other"
-    if stat.S_ISREG(mode):
-        kind = "file"
-    elif stat.S_ISDIR(mode):
-        kind = "directory"
-    elif stat.S_ISLNK(mode):
-        kind = "link"
+    kind, mode = status.st_mode & ~PERMISSIONS, status.st_mode & PERMISSIONS
+    found = KINDS[kind] if kind in KINDS else "other"  # noqa: SIM401  # a call less
     owner = (status.st_uid, status.st_gid)
-    return FileEntry(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size, owner, status.st_mtime)
+    return FileEntry(found, (status.st_dev, status.st_ino), mode, status.st_size, owner, status.st_mtime)
+
+
+PERMISSIONS = 0o7777
+KINDS: dict[int, Kind] = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 
 
 def make_parents(path: str, *, durable: bool) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Store
 from holdfast.engine.commit.linked import linked_or_copied
 from holdfast.engine.commit.new_file import NewFile
@@ -202,7 +202,7 @@ class FolderTarget(Target):
             files.close(at)
 
     def written(self) -> Store:
-        return LocalStore(self._folder.folder, max_files=Limits().files)
+        return LocalStore(self._folder.folder, max_files=DEFAULTS.files)
 
     def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
         folder = self._folder

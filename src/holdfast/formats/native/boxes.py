@@ -19,8 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import repeat
 
-import numpy as np
-
 from holdfast.core.arrays import Ints, shape_columns
 from holdfast.core.box import Box
 from holdfast.core.content_hash import HEAD_NBYTES, Hashed
@@ -81,7 +79,7 @@ class Boxes(Value, frozen=True, eq=False):
         kinds, known = [*table.kinds], dict[tuple[object, ...], int]()
         if table.odd:
             odd = {at: table.odd[row] for at, row in enumerate(rows) if row in table.odd}
-        for at in np.flatnonzero(~are_whole(starts, sizes, shape_columns(whole)[:, kind])).tolist():
+        for at in (~are_whole(starts, sizes, shape_columns(whole)[:, kind])).nonzero()[0].tolist():
             rank = len(whole[wholes[at]])
             box = Box.at(starts[:rank, at].tolist(), sizes[:rank, at].tolist())
             part = odd[at] = table.view(rows[at])[box.slices]

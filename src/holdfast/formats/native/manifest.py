@@ -193,14 +193,14 @@ class _Chunks:
             tensors[first:last] = part.tensors[own]
             starts[first:last], stops[first:last] = as_column(part.stored.starts), as_column(part.stored.stops)
             corners[: len(part.starts), first:last], sizes[: len(part.sizes), first:last] = part.starts[:, own], part.sizes[:, own]
-        order = self._order = np.argsort(tensors, kind="stable")
+        order = self._order = tensors.argsort(kind="stable")
         owners = tensors[order]
-        self._files = np.repeat(np.arange(len(parts)), counts)[order]
+        self._files = np.arange(len(parts)).repeat(counts)[order]
         self._starts, self._stops = starts[order], stops[order]
         kinds = np.array(outlines.kind, np.int64)[owners]
         extents = shape_columns([shape for _, shape in outlines.kinds])[:, kinds]
-        parted = np.flatnonzero(~are_whole(corners[:, order], sizes[:, order], extents)).tolist()
-        self._heads = np.flatnonzero(np.concatenate((np.ones(min(len(order), 1), np.bool_), np.diff(owners) != 0)))
+        parted = (~are_whole(corners[:, order], sizes[:, order], extents)).nonzero()[0].tolist()
+        self._heads = np.concatenate((np.ones(min(len(order), 1), np.bool_), np.diff(owners) != 0)).nonzero()[0]
         self._names = [outlines.names[tensor] for tensor in owners[self._heads].tolist()]
         self._kinds, self._kind = outlines.kinds, kinds[self._heads]
         self._boxed = {}

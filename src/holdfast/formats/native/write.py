@@ -92,7 +92,7 @@ def _taken_over(reuse: Reuse, extents: Ints) -> list[FileBoxes]:
     files = np.array([chunk.file for chunk in chunks], np.int64)
     found = []
     for number in range(len(reuse.linked)):
-        own = np.flatnonzero(files == number).tolist()
+        own = (files == number).nonzero()[0].tolist()
         here = [chunks[at] for at in own]
         starts, sizes = np.zeros((len(extents), len(own)), np.int64), extents[:, rows[own]]
         for at, chunk in enumerate(here):

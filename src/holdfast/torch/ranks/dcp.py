@@ -32,7 +32,7 @@ from holdfast.core import value as values
 from holdfast.core.arrays import Ints
 from holdfast.core.dtype import DTYPES
 from holdfast.core.leaves import PLAIN, Leaves
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
@@ -134,7 +134,7 @@ def flatten(state: State, raw: object) -> FlatState:
 def common_problems(state: State, table: Table, flat: FlatState) -> list[str]:
     """What no rank could say to the others, or no format could hold."""
     problems = [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
-    most = Limits().rank
+    most = DEFAULTS.rank
     wrong = {k: kind for k, kind in enumerate(table.kinds) if kind.traits.meta or len(kind.shape) > most}
     for name, kind in zip(table.names, table.kind, strict=True) if wrong else ():
         if kind in wrong and wrong[kind].traits.meta:
@@ -283,7 +283,7 @@ class _DeliveredBoxes:
         self._files = [receipt for _, receipts in delivered for receipt in receipts]
         parts = [(writes, receipt.stored) for writes, receipts in delivered for receipt in receipts]
         boxes = [as_column(stored.boxes) for _, stored in parts]
-        self._file = np.repeat(np.arange(len(parts)), [len(own) for own in boxes])
+        self._file = np.arange(len(parts)).repeat([len(own) for own in boxes])
         self._tensor, self._start, stop = np.zeros((3, len(self._file)), np.int64)
         rank = contents.catalogue.rank
         self._corner, self._size = np.zeros((rank, len(stop)), np.int64), np.ones((rank, len(stop)), np.int64)
@@ -298,10 +298,10 @@ class _DeliveredBoxes:
             self._corner[: len(writes.offsets), here] = writes.offsets[:, own]
             self._size[: len(writes.sizes), here] = writes.sizes[:, own]
         self._nbytes = stop - self._start
-        self._order = np.argsort(self._tensor, kind="stable")
+        self._order = self._tensor.argsort(kind="stable")
         self._listed, self._heads, self._counts = np.unique(self._tensor[self._order], return_index=True, return_counts=True)
         self._number = np.zeros(len(stop), np.int64)
-        self._number[self._order] = np.arange(len(stop)) - np.repeat(self._heads, self._counts)
+        self._number[self._order] = np.arange(len(stop)) - self._heads.repeat(self._counts)
 
     def _rows(self, tensor: int) -> Ints:
         """The boxes of a tensor."""

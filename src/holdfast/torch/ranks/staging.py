@@ -109,7 +109,7 @@ def stage(
     """
     numbers, rows = _each_storage(table)
     nbytes = table.storages.nbytes[numbers]
-    starts = np.cumsum(nbytes + -nbytes % ALIGNMENT) - nbytes - -nbytes % ALIGNMENT
+    starts = (nbytes + -nbytes % ALIGNMENT).cumsum() - nbytes - -nbytes % ALIGNMENT
     total = int(starts[-1] + nbytes[-1]) if len(numbers) else 0
     apart = {row: table.view(row) for row in table.apart}
     pieces = pieces_of(apart.values())
@@ -124,7 +124,7 @@ def stage(
     copies = Copies(room)
     try:
         # GPUs first: they copy by themselves while the rest is copied here.
-        direct = np.flatnonzero(on_gpu & (starts + nbytes <= room.locked_nbytes) & (nbytes > 0)).tolist()
+        direct = (on_gpu & (starts + nbytes <= room.locked_nbytes) & (nbytes > 0)).nonzero()[0].tolist()
         own = rows[direct].tolist()
         copies.begin_rows([cast(torch.Tensor, values[row]) for row in own], starts[direct], nbytes[direct])
         staged = _stage_pieces(tensors, places, copies, room, threads=threads)
@@ -154,7 +154,7 @@ def _each_storage(table: Table) -> tuple[Ints, Ints]:
     """The numbers of the storages that a row of a table is all of, ascending, and the first such row of each."""
     storage, whole = np.array(table.storage, np.int64), np.ones(len(table), np.bool_)
     whole[[*table.apart]] = False
-    plain = np.flatnonzero(whole)
+    plain = whole.nonzero()[0]
     numbers, first = np.unique(storage[plain], return_index=True)
     return numbers, plain[first]
 
@@ -170,7 +170,7 @@ def _on_gpu(table: Table, rows: Ints, values: Sequence[object]) -> Bools:
 
 def _copy_storages(storages: Storages, numbers: Ints, starts: Ints, nbytes: Ints, room: HostBlock, *, threads: int) -> None:
     """Copy storages to their places: long ones each by itself, short ones some megabytes at a time."""
-    filled = np.flatnonzero(nbytes)
+    filled = nbytes.nonzero()[0]
     wanted, lengths, memory = numbers[filled].tolist(), nbytes[filled], room.array.data
     ranges = [*zip(starts[filled].tolist(), (starts + nbytes)[filled].tolist(), strict=True)]
 
@@ -186,8 +186,8 @@ def _copy_storages(storages: Storages, numbers: Ints, starts: Ints, nbytes: Ints
 
         return run
 
-    long = np.flatnonzero(lengths > SMALL_NBYTES).tolist()
-    run_all([task(*edge) for edge in segment_runs(long, np.cumsum(lengths))], threads)
+    long = (lengths > SMALL_NBYTES).nonzero()[0].tolist()
+    run_all([task(*edge) for edge in segment_runs(long, lengths.cumsum())], threads)
 
 
 class RoomStorages:
