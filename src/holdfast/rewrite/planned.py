@@ -18,9 +18,11 @@ import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
+
+from msgspec import field as value_field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
@@ -140,18 +142,16 @@ def _as_it_is(report: R, progress: Progress | None) -> R:
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class Planned(Generic[R]):
+class Planned(Value, Generic[R], frozen=True, eq=False):
     """A save that is laid out and not begun. A context manager: its sources are open as long as the block lasts."""
 
     plan: SavePlan
     report: R
     """The result, unwritten."""
     writing: Writing
-    _: KW_ONLY
     reads: tuple[Store, ...] = ()
     """What is read; when it changes meanwhile, nothing is published."""
-    sources: ExitStack = field(default_factory=ExitStack)
+    sources: ExitStack = value_field(default_factory=ExitStack)
     """What is closed in the end."""
     sure: Callable[[], None] | None = None
     """Asked when all is written and before it is published: what it raises keeps everything as it was."""

@@ -393,8 +393,11 @@ KINDS: dict[int, Kind] = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.
 
 def make_parents(path: str, *, durable: bool) -> None:
     """Make the folders that lead to a path, where they are missing; with `durable`, so that they survive a power cut."""
+    is_link = False
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        os.lstat(path)  # a path that is too long says so before a part of it is made
+        is_link = stat.S_ISLNK(os.lstat(path).st_mode)  # a path that is too long says so before a part of it is made
+    if not is_link and os.path.isdir(os.path.dirname(path.rstrip("/")) or os.curdir):
+        return
     missing = []
     parent = os.path.dirname(os.path.realpath(path))
     while not os.path.lexists(parent) and parent != os.path.dirname(parent):  # a drive may be missing, and leads nowhere

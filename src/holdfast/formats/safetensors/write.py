@@ -15,7 +15,6 @@ A dtype that the format lacks is refused. Every tensor is written in C order.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -364,7 +363,8 @@ def plain_index(key: str, names: Sequence[str], files: Sequence[str], total_nbyt
 
 def _index_text(metadata: Mapping[str, object], names: Sequence[str], files: Sequence[str]) -> tuple[Literal, ...]:
     """The text as `json.dumps` makes it with an indent of 2, in pieces."""
-    head = json.dumps({"metadata": metadata, "weight_map": {}}, indent=2, ensure_ascii=False).removesuffix("}\n}")
+    raw = msgspec.json.encode({"metadata": metadata, "weight_map": {}})
+    head = msgspec.json.format(raw, indent=2).decode().removesuffix("}\n}")
     if not names:
         return (Literal(f"{head}}}\n}}\n".encode()),)
     quote, keys = as_keys(names)
