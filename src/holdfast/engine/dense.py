@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import compress
+from itertools import compress, pairwise
 
 import numpy as np
 
@@ -44,7 +44,7 @@ def read_dense(
     """
     if store.requests or store.in_order:
         return {}, 0
-    small = np.flatnonzero(rows.nbytes <= SMALL_NBYTES)
+    small = (rows.nbytes <= SMALL_NBYTES).nonzero()[0]
     arrays = _Arrays(store, rows, tensor, verify=verify)
     work: list[Callable[[], None]] = []
     total = 0
@@ -52,7 +52,7 @@ def read_dense(
         order = small[np.lexsort((rows.starts[small], rows.files[small]))]
         files = np.split(order, np.flatnonzero(np.diff(rows.files[order])) + 1)
     else:
-        files = [small[np.argsort(rows.starts[small], kind="stable")]]
+        files = [small[rows.starts[small].argsort(kind="stable")]]
     for chosen in files:
         if not len(chosen):
             continue
@@ -89,22 +89,21 @@ def _reads(rows: DenseRows, chosen: Ints, policy: Policy) -> tuple[list[tuple[in
     `chosen` is in the order of the file.
     """
     reads: list[tuple[int, int, Ints]] = []
-    empty = rows.nbytes[chosen] == 0
-    if empty.any():
+    lengths = rows.nbytes[chosen]
+    if np.count_nonzero(lengths) < len(lengths):
         # What has no bytes lies nowhere, whatever its place.
-        reads.append((0, 0, chosen[empty]))
-        chosen = chosen[~empty]
+        reads.append((0, 0, chosen[lengths == 0]))
+        chosen, lengths = chosen[lengths > 0], lengths[lengths > 0]
     starts = rows.starts[chosen]
-    stops = starts + rows.nbytes[chosen]
-    heads = coalesce(starts, stops, policy)
-    if not len(heads):
-        return reads, chosen
-    edges = np.append(heads, len(chosen))
-    several = np.flatnonzero(np.diff(edges) > 1)
-    reach = np.maximum.reduceat(stops, heads)
-    for first, last, stop in zip(edges[several].tolist(), edges[several + 1].tolist(), reach[several].tolist(), strict=True):
-        reads.append((int(starts[first]), stop, chosen[first:last]))
-    return reads, chosen[heads[np.diff(edges) == 1]]
+    stops = starts + lengths
+    heads = coalesce(starts, stops, policy).tolist()
+    single: list[int] = []
+    for first, last in pairwise([*heads, len(chosen)]):
+        if last == first + 1:
+            single.append(first)
+        else:
+            reads.append((starts.item(first), stops[first:last].max().item(), chosen[first:last]))
+    return reads, chosen[single]
 
 
 class _Arrays:

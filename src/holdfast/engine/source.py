@@ -77,11 +77,13 @@ class OpenSource:
         return bytes(out)
 
     def first(self, key: str, nbytes: int) -> Content:
+        known, head = self._first
+        if known == key and nbytes <= HEAD_NBYTES:
+            return head[:nbytes]
         store = self.store
         if store.requests or store.exact or nbytes > HEAD_NBYTES:
             return self.bytes(key, 0, min(store.size(key), nbytes))
-        known, head = self._first
-        return (head if known == key else self._head(key))[:nbytes]
+        return self._head(key)[:nbytes]
 
     def _head(self, key: str) -> Content:
         known, head = self._first
