@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import pickletools
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 import holdfast
 from holdfast import errors
 from holdfast.core.protocols import Foreign
+from holdfast.formats.detect import OPCODES
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,10 @@ def data(path) -> bytes:
 def ckpt(path):
     with holdfast.open(path) as opened:
         yield opened
+
+
+def test_what_may_begin_a_pickle():
+    assert {opcode.code.encode("latin-1") for opcode in pickletools.opcodes} == OPCODES
 
 
 # Ways in.

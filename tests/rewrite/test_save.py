@@ -214,3 +214,12 @@ def test_an_array_that_cannot_be_had_is_refused_by_name(tmp_path):
         holdfast.save({"a": {"w": Elsewhere()}, "b": np.ones(2)}, tmp_path / "x.safetensors")
     assert caught.value.problems == ("a.w: an Elsewhere gives no array: it spans devices of other processes",)
     assert not any(tmp_path.iterdir())
+
+
+def test_bytes_do_not_depend_on_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "archive.safetensors").mkdir()
+    (tmp_path / "archive").mkdir()
+    monkeypatch.chdir(tmp_path)
+    state = {"w": np.arange(4)}
+    with holdfast.open(holdfast.to_bytes(state, "safetensors")) as ckpt:
+        np.testing.assert_array_equal(ckpt["w"].numpy(), state["w"])

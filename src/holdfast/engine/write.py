@@ -123,7 +123,7 @@ def write_file(
     large = [s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES]
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
     sink.allocate(plan.nbytes)
-    stores = list(dict.fromkeys(s.tensor.source.store for s in plan.segments if isinstance(s, Data)))
+    stores = _stores(plan)
     far = max((store.requests for store in stores), default=0)
     threads = threads or max(_usual_threads(plan), far)
     block = block or (2 * BLOCK_NBYTES if far else cached_nbytes(threads, BLOCK_NBYTES))
@@ -148,17 +148,20 @@ def write_file(
 def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receipt]:
     """A short file put together in memory, with its checksums in it; `crcs` are those of files written before."""
     here: dict[str, int] = {}
-    with ExitStack() as blocks:
-        for store in {s.tensor.source.store for s in plan.segments if isinstance(s, Data)}:
-            if store.in_order:
-                blocks.enter_context(store.reading())
-        pieces = _pieces(plan.segments, here)
-    known = {**crcs, **here} if crcs else here
-    for at, segment in enumerate(plan.segments):
-        if pieces[at] is None:
-            pieces[at] = cast(Late, segment).content(known)
+    pieces: list[Piece] = []
+    run_reads((lambda: pieces.extend(_pieces(plan.segments, here)),), 1, stores=_stores(plan))
+    if None in pieces:
+        known = {**crcs, **here} if crcs else here
+        for at, segment in enumerate(plan.segments):
+            if isinstance(segment, Late) and pieces[at] is None:
+                pieces[at] = segment.content(known)
     content = b"".join(cast("list[bytes]", pieces))
     return content, Receipt(plan.nbytes, here, [(0, len(content), crc32(content))] if content else [])
+
+
+def _stores(plan: FilePlan) -> list[Store]:
+    """What the data of a file is read from."""
+    return [*dict.fromkeys([segment.tensor.source.store for segment in plan.segments if isinstance(segment, Data)])]
 
 
 def _hash_fields(label: str, hashed: Hashed) -> dict[str, int]:

@@ -109,6 +109,10 @@ def _fold_numbered(names: tuple[str | tuple[str, int], ...]) -> int:
     return fold(hashes[set_order(hashes)].tolist())
 
 
+SIGNED = ord("P")
+"""How the signature of a descriptor begins."""
+
+
 def mistaken_crc(head: bytes) -> int | None:
     """What torch's writer takes for a checksum at the beginning of a payload.
 
@@ -369,7 +373,7 @@ def lay_out_container(
         *(() if order_first else order),
     ]
     identity = Identity(records, crc=crc)
-    known = all(isinstance(record, tuple) and isinstance(record[1], bytes) for record in records)
+    known = all(isinstance(record, tuple) and isinstance(record[1], bytes) for record in storages)
     records.append((SERIALIZATION_ID, identity({}) if known else Late(NBYTES, identity)))
     return lay_out_zip(name, records, alignment=alignment, crc=crc)
 
@@ -395,7 +399,8 @@ class Identity:
             names.append(name)
             if isinstance(payload, bytes):
                 if payload:
-                    found += mistaken_crc(payload), crc32(payload) if self.crc else 0
+                    mistaken = mistaken_crc(payload) if payload[0] == SIGNED else None
+                    found += mistaken, crc32(payload) if self.crc else 0
             elif payload.nbytes:
                 found.append(mistaken_crc(first_bytes(payload)))
                 if not self.crc or isinstance(payload, Hole):

@@ -271,9 +271,10 @@ class _Forward:
             block = _zip64([nbytes, 0] * large + [at] * far)
             again = _zip64([nbytes, nbytes] * large + [at] * far)
             size, place, extra = min(nbytes, MAX32), min(at, MAX32), len(again).to_bytes(12, "little")
-        begin = at + FIXED + length + len(block)
+            at += len(block)
+        begin = at + FIXED + length
         pad = -begin % self.alignment
-        self.known.append(_padded(raw, bool(nbytes), pad, block))
+        self.known.append(_padded(raw, nbytes > 0, pad, block))
         self.entries += SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, size, size, length, extra, place) + raw + again
         self.count += 1
         self.at = begin + pad

@@ -150,10 +150,11 @@ def _is_special(path: str) -> bool:
 def _lay_out(
     obj: object, name: str, *, pickle_module: ModuleType, protocol: int, order_first: bool, skip: bool
 ) -> tuple[Segment, ...]:
-    alignment: int = config.save.storage_alignment
+    saving = config.save
+    alignment: int = saving.storage_alignment
     if not 1 <= alignment <= MAX_ALIGNMENT:
         raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
-    crc: bool = config.save.compute_crc32
+    crc: bool = saving.compute_crc32
     with resting_collector():
         if pickle_module is pickle and protocol == DEFAULT_PROTOCOL and not skip and versions.NUMBERED_CONTAINER:
             many = pickle_rows(obj)
