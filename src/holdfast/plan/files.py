@@ -27,9 +27,11 @@ BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
 def tabulated(tensors: Mapping[str, LazyTensor]) -> Table:
     """A table of lazy tensors that are there already. Those in one piece of one range of a file are rows; all others are odd."""
-    if isinstance(tensors, Table):
-        return tensors
-    views = [*tensors.values()]
+    return tensors if isinstance(tensors, Table) else tabulate([*tensors], [*tensors.values()])
+
+
+def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
+    """A table of lazy tensors under these names."""
     kinds: list[Kind] = []
     positions: dict[object, int] = {}
     kind, storage = array("q"), array("q")
@@ -67,12 +69,12 @@ def tabulated(tensors: Mapping[str, LazyTensor]) -> Table:
     columns = [part for _, part in parts.values()]
     if not single:
         storages = columns[0] if len(columns) == 1 else JoinedStorages(columns) if columns else NO_FILES
-        return Table([*tensors], kinds, kind, storage, storages, odd, views=views)
+        return Table(names, kinds, kind, storage, storages, odd, views=views)
     storages = JoinedStorages([*columns, _storages_of([(one, view) for _, one, view in single.values()])])
     numbers = np.asarray(storage, np.int64)
     later = np.flatnonzero(numbers < ODD)
     numbers[later] = storages.numbers_from(count)[ODD - 1 - numbers[later]]
-    return Table([*tensors], kinds, kind, numbers.tolist(), storages, odd, views=views)
+    return Table(names, kinds, kind, storage, storages, odd, views=views)
 
 
 def _one_range(view: LazyTensor) -> Layout | None:

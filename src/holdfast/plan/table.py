@@ -20,12 +20,12 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
-from holdfast.core.protocols import Source, State
+from holdfast.core.protocols import State
 from holdfast.core.table import ODD, FilePlace, Kind, Piece, Table
-from holdfast.core.tensor import BEYOND, NO_CRC, PLAIN, LazyTensor
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.plan import saves
-from holdfast.plan.files import FileStorages
+from holdfast.plan.files import FileStorages, tabulate
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Memory, Segment
 
 MEASURE = 1 << 20
@@ -103,17 +103,8 @@ def table_of(state: State | Mapping[str, LazyTensor]) -> Table:
 
 
 def lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
-    """A table of lazy tensors; rows that are in one piece in a file have the number of their storage."""
-    found = tabulate_lazy(tensors)
-    kinds, kind, storage, odd = [*found.kinds], [0] * len(tensors), [ODD] * len(tensors), dict[int, LazyTensor]()
-    for row, one, number in zip(found.rows, found.kind, found.storage, strict=True):
-        kind[row], storage[row] = one, number
-    for row, number in enumerate(storage) if len(found.rows) < len(tensors) else ():
-        if number == ODD:
-            odd[row], kind[row] = tensors[row], len(kinds)
-            kinds.append(Kind.of(tensors[row]))
-    assert isinstance(found.storages, FileStorages)
-    return Table(names, kinds, kind, storage, found.storages, odd)
+    """A table of lazy tensors for a layout; rows that are in one piece in a file have the number of their storage."""
+    return as_written(tabulate(names, tensors))
 
 
 def as_written(table: Table) -> Table:
@@ -147,12 +138,14 @@ def _is_near(place: FilePlace) -> bool:
 
 def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[int]:
     """The numbers of the storages of lazy tensors, as far as they are among these."""
-    places = {(id(one.home), one.key, one.start, one.nbytes) for tensor in tensors for one in tensor.storages}
-    if not places:
-        return []
+    # By its exact class: a storage of another kind may not know its place before it is asked, and is none of these.
+    places = {
+        (id(one.home), one.key, one.start, one.nbytes) for tensor in tensors for one in tensor.storages if type(one) is Storage
+    }
+    near = np.flatnonzero(np.isin(storages.start, [place[2] for place in places])) if places else np.zeros(0, np.int64)
     files = [(id(place.home), place.key) for place in storages.files]
-    each = zip(storages.file.tolist(), storages.start.tolist(), storages.nbytes.tolist(), strict=True)
-    return [number for number, (file, start, nbytes) in enumerate(each) if (*files[file], start, nbytes) in places]
+    each = (column.tolist() for column in (near, storages.file[near], storages.start[near], storages.nbytes[near]))
+    return [number for number, file, start, nbytes in zip(*each, strict=True) if (*files[file], start, nbytes) in places]
 
 
 def _names(table: Table, rows: Ints, numbers: Ints) -> Sequence[str]:
@@ -172,81 +165,10 @@ def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
     Left out is what a store computes or has to ask for, what shares a storage with a tensor that is left out, and what was a view
     of another storage before it was saved (`Traits.alias`).
     """
-    found = _FileRanges()
-    for row, tensor in enumerate(tensors):
-        found.add(row, tensor)
-    return found.tabulated()
-
-
-class _FileRanges:
-    """Ranges of files, as tensors come that lie in them."""
-
-    def __init__(self) -> None:
-        self._files: dict[tuple[int, str], int] = {}
-        self._places: list[FilePlace] = []
-        self._near: dict[int, bool] = {}
-        self._ranges: dict[tuple[int, int, int, int, str], int] = {}
-        """File, first byte, length, checksum and byte order of each storage, and its number."""
-        self._names: list[tuple[str, str]] = []
-        self._kinds: list[Kind] = []
-        self._positions: dict[tuple[object, ...], int] = {}
-        self._rows: list[tuple[int, int, int]] = []
-        """Row, kind and storage of each tensor."""
-        self._others: list[LazyTensor] = []
-
-    def add(self, row: int, tensor: LazyTensor) -> None:
-        traits, source = tensor.traits, tensor.source
-        store = source.store
-        if id(store) not in self._near:
-            self._near[id(store)] = not (store.requests or store.in_order or store.block_nbytes)
-        noted = traits is not PLAIN and (traits.alias is not None or traits.meta)
-        layout = None if noted or not self._near[id(store)] else tensor.layout()
-        # By its exact class: a storage of another kind is read in a way of its own.
-        if layout is None or type(layout[0]) is not Storage or not 0 <= layout[0].start < BEYOND:
-            layout = None
-        if layout is None or self._file_of(layout[0], source) == ODD:
-            self._others.append(tensor)
-            return
-        storage, offset, strides = layout
-        like = tensor.dtype, tensor.shape, strides, offset, storage.nbytes, storage.byteorder, storage.location, id(traits)
-        kind = self._positions.setdefault(like, len(self._kinds))
-        if kind == len(self._kinds):
-            length, order, where = storage.nbytes, storage.byteorder, storage.location
-            self._kinds.append(
-                Kind.strided(*like[:3], offset=offset, storage_nbytes=length, traits=traits, byteorder=order, location=where)
-            )
-        number = self._ranges.setdefault(self._range(storage), len(self._names))
-        if number == len(self._names):
-            self._names.append((tensor.name, storage.label))
-        self._rows.append((row, kind, number))
-
-    def _file_of(self, storage: Storage, source: Source) -> int:
-        """The number of the file of a storage; `ODD` where its bytes are computed: these cost other bytes than they are."""
-        key = id(storage.home), storage.key
-        file = self._files.get(key)
-        if file is None:
-            plain = source.store.cost(storage.key, MEASURE) == MEASURE
-            file = self._files[key] = len(self._places) if plain else ODD
-            self._places += [FilePlace(source, storage.key, storage.home)] if plain else []
-        return file
-
-    def _range(self, storage: Storage) -> tuple[int, int, int, int, str]:
-        crc = NO_CRC if storage.crc32 is None else storage.crc32
-        return self._files[id(storage.home), storage.key], storage.start, storage.nbytes, crc, storage.byteorder
-
-    def tabulated(self) -> Tabulated:
-        shared = {
-            self._ranges[place]
-            for tensor in self._others
-            for storage in tensor.storages
-            if (id(storage.home), storage.key) in self._files and (place := self._range(storage)) in self._ranges
-        }
-        rows = [row for row in self._rows if row[2] not in shared] if shared else self._rows
-        own, kind, number = ([row[column] for row in rows] for column in range(3))
-        columns = np.array([place[:4] for place in self._ranges], np.int64).reshape(-1, 4).T
-        names, labels = [name for name, _ in self._names], [label for _, label in self._names]
-        storages = FileStorages(self._places, *columns, names=names, labels=labels)
-        return Tabulated(own, self._kinds, kind, number, storages, lambda: [0] * len(names))
+    table = lazy_table([tensor.name for tensor in tensors], tensors)
+    rows = [row for row, number in enumerate(table.storage) if number != ODD]
+    kind, storage = [table.kind[row] for row in rows], [table.storage[row] for row in rows]
+    return Tabulated(rows, table.kinds, kind, storage, table.storages, lambda: [0] * len(table.storages.nbytes))
 
 
 def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segment | None:
