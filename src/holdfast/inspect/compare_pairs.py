@@ -103,9 +103,8 @@ class DensePairs(Value, frozen=True, eq=False):
         return [self.names[number] for number in self.numbers[~same].tolist()]
 
 
-def dense_pairs(a: Table, b: Table, names: Sequence[str]) -> list[DensePairs]:
-    """The pairs of these names, which both sides have, that are dense on both sides; those of two sources together."""
-    rows = [a.rows[name] for name in names], [b.rows[name] for name in names]
+def dense_pairs(a: Table, b: Table, rows: tuple[Sequence[int], Sequence[int]], names: Sequence[str]) -> list[DensePairs]:
+    """The pairs of these rows that are dense on both sides, those of two sources together; `names` of all pairs, for messages."""
     kinds = [np.array([side.kind[row] for row in own], np.int64) for side, own in zip((a, b), rows, strict=True)]
     # A pair of kinds is judged once.
     codes, where = np.unique(kinds[0] * max(len(b.kinds), 1) + kinds[1], return_inverse=True)

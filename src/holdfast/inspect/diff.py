@@ -21,7 +21,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import eq
 
 import numpy as np
 
@@ -237,19 +236,21 @@ class Comparison:
         self._changes: dict[str, TensorChange] = {}
         self._pairs: dict[str, Pair] = {}
         self._same = self._by_checksum = self._differing = 0
-        names = [name for name in left if name in right]
+        rows = [row for row, name in enumerate(left) if name in right]
+        names = [left.names[row] for row in rows]
+        others = [right.rows[name] for name in names]
         self._dense: list[DensePairs] = []
-        for name in self._plan_dense(dense_pairs(left, right, names), names):
+        for name in self._plan_dense(dense_pairs(left, right, (rows, others), names), names):
             self._plan_pair(name, (left[name], right[name]))
         if flat:
             self._trees = compare_trees(a.shell, b.shell)
-            if not all(map(eq, names, (name for name in right if name in left))):
+            if others != sorted(others):
                 self._trees.reordered.insert(0, ())
         else:
             self._trees = compare_trees(a.tree, b.tree, settled=self._compared_by_name)
             self._plan_places()
         self._removed = {name: left[name] for name in left if name not in right}
-        self._added = {name: right[name] for name in right if name not in left}
+        self._added = {name: right[name] for name in right if name not in left} if len(others) < len(right) else {}
         self._candidates = _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
         lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
         self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(t.nbytes for t in lone)

@@ -6,13 +6,12 @@ Their bytes in the file are those of the tensor, so a range and a kind say all. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Source
 from holdfast.core.table import ODD, FileColumns, Kind, Table
 from holdfast.core.tensor import LazyTensor
@@ -97,39 +96,16 @@ def _rows(
 def _places(table: Table, rows: Sequence[int]) -> Iterator[_Place]:
     """Rows that are all of a storage which no other of these rows has."""
     storages = table.storages
-    odd = {row: table.view(row) for row in rows if table.storage[row] == ODD}
-    taken = _storages(odd.values())
-    if isinstance(storages, FileColumns):
-        own = [row for row in rows if row not in odd]
-        numbers = np.fromiter((table.storage[row] for row in own), np.int64, len(own))
-        alone = np.bincount(numbers)[numbers] == 1
-        keys, sources = [place.key for place in storages.files], [place.source for place in storages.files]
-        columns = (storages.file[numbers], storages.start[numbers], storages.nbytes[numbers], storages.crc[numbers], alone)
-        for row, file, start, nbytes, crc, single in zip(own, *(column.tolist() for column in columns), strict=True):
-            kind, place = table.kind_of(row), (keys[file], start)
-            users = taken.get(place, 0) if taken else 0
-            if taken:
-                taken[place] = users + 1
-            if single and not users and kind.whole and kind.traits.alias is None:
-                yield _Place(table.names[row], sources[file], keys[file], start, nbytes, crc, kind)
-    for row, tensor in odd.items():
-        kind = Kind.of(tensor)
-        if kind.whole and kind.traits.alias is None:
-            storage = tensor.chunks[0].storage
-            if type(storage) is Storage and taken[storage.key, storage.start] == 1:
-                crc = UNKNOWN if storage.crc32 is None else storage.crc32
-                yield _Place(table.names[row], tensor.source, storage.key, storage.start, storage.nbytes, crc, kind)
-
-
-def _storages(tensors: Iterable[LazyTensor]) -> dict[tuple[str, int], int]:
-    """How many of these tensors have each storage."""
-    users: dict[tuple[str, int], int] = {}
-    for tensor in tensors:
-        # By exact classes: a storage of another kind may not know its place before it is asked, or is computed.
-        own = [chunk.storage for chunk in tensor.chunks if type(chunk.storage) is Storage]
-        for place in {(storage.key, storage.start) for storage in own}:
-            users[place] = users.get(place, 0) + 1
-    return users
+    if not isinstance(storages, FileColumns):
+        return
+    own = [row for row in rows if table.storage[row] != ODD]
+    numbers = np.fromiter((table.storage[row] for row in own), np.int64, len(own))
+    alone = np.bincount(numbers)[numbers] == 1
+    columns = storages.file[numbers], storages.start[numbers], storages.nbytes[numbers], storages.crc[numbers], alone
+    for row, file, start, nbytes, crc, single in zip(own, *(column.tolist() for column in columns), strict=True):
+        kind, place = table.kind_of(row), storages.files[file]
+        if single and kind.whole and kind.traits.alias is None:
+            yield _Place(table.names[row], place.source, place.key, start, nbytes, crc, kind)
 
 
 def _byte_kind(kind: Kind) -> ByteKind | None:
