@@ -63,7 +63,7 @@ class PlannedFile:
             case Late():
                 made = self._made.get(at)
                 if made is None:
-                    made = self._made[at] = segment.make(self._crcs) if segment.blank is None else segment.blank
+                    made = self._made[at] = segment.make(self._crcs)
                 return made
             case Memory():
                 return segment.content

@@ -150,8 +150,6 @@ class Late(Value, frozen=True):
     """From the CRC-32 of all data of the plan, by label, to exactly `nbytes` bytes."""
     needs: str | None = None
     """The one label that it depends on, where it is only one: it can then be made as soon as that data has passed by."""
-    blank: bytes | None = None
-    """What it is with 0 in the place of every checksum, where somebody has made that already."""
 
     def content(self, crcs: Mapping[str, int]) -> bytes:
         """What it makes of these checksums, of the length that it has."""

@@ -119,15 +119,8 @@ NOTHING = Reuse()
 
 def linked_receipts(reuse: Reuse) -> list[Receipt]:
     """The files that a rank takes over, and what lies in each."""
-    inside: dict[int, list[int]] = {number: [] for number in range(len(reuse.linked))}
-    chunks = {row: chunk for row, (chunk,) in reuse.chunks.items()}
-    files = np.array([chunk.file for chunk in chunks.values()], np.int64)
-    rows = np.array([*chunks], np.int64)
-    inside = {number: rows[files == number].tolist() for number in inside}
-    return [
-        Receipt(file.key, file.nbytes, StoredBoxes.of(inside[number], [chunks[row] for row in inside[number]]), linked=True)
-        for number, file in enumerate(reuse.linked)
-    ]
+    given = zip(reuse.linked, reuse.by_file(), strict=True)
+    return [Receipt(file.key, file.nbytes, StoredBoxes.of(*inside), linked=True) for file, inside in given]
 
 
 def is_part(name: str) -> bool:

@@ -71,6 +71,14 @@ class Reuse(Value, frozen=True):
     def files(self) -> tuple[DataFile, ...]:
         return tuple(DataFile(file.key, file.nbytes) for file in self.linked)
 
+    def by_file(self) -> list[tuple[list[int], list[StoredChunk]]]:
+        """Of each file that is taken over: the chunks in it that count, and the row of each."""
+        rows = [row for row, own in self.chunks.items() for _ in own]
+        chunks = [chunk for own in self.chunks.values() for chunk in own]
+        files = np.array([chunk.file for chunk in chunks], np.int64)
+        inside = [(files == number).nonzero()[0].tolist() for number in range(len(self.linked))]
+        return [([rows[at] for at in own], [chunks[at] for at in own]) for own in inside]
+
     def names(self, count: int) -> list[str]:
         """So many names of new files, each after those that are taken over."""
         number = max((int(found[1]) for file in self.linked if (found := NUMBER.match(file.key))), default=0)

@@ -157,15 +157,6 @@ class Parsed(Value, frozen=True):
     """The name of the algorithm of the chunks' hashes."""
 
 
-def encode_manifest(manifest: Manifest, recorded: Mapping[str, msgspec.Raw]) -> bytes:
-    """The text of a manifest with these fields of `RECORDED`, and with its own checksum.
-
-    Spaces stand behind it where the reader would think that it has too many lists for its length.
-    """
-    raw = msgspec.json.encode(msgspec.structs.replace(manifest, **recorded))
-    return seal(raw, paid_nbytes(raw))
-
-
 def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
     """The text of a manifest whose files have other names (`names`, by those they have), in the folder of the manifest.
 
@@ -175,7 +166,8 @@ def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
     if manifest is None:
         raise Unsupported("the manifest was not written by Holdfast, and names files of other folders; convert it instead")
     files = tuple(DataFile(names.get(file.name, file.name), file.nbytes) for file in manifest.files)
-    return encode_manifest(msgspec.structs.replace(manifest, version=HASHED_VERSION, files=files, sealed=msgspec.UNSET), {})
+    whole = msgspec.json.encode(msgspec.structs.replace(manifest, version=HASHED_VERSION, files=files, sealed=msgspec.UNSET))
+    return seal(whole, paid_nbytes(whole))
 
 
 def parse_manifest(raw: bytes, limits: Limits) -> Parsed:

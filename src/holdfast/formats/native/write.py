@@ -87,19 +87,14 @@ NOTHING = Reuse()
 
 def _taken_over(reuse: Reuse, extents: Ints) -> list[FileBoxes]:
     """What lies in the files that are taken over."""
-    rows = np.array([row for row, own in reuse.chunks.items() for _ in own], np.int64)
-    chunks = [chunk for own in reuse.chunks.values() for chunk in own]
-    files = np.array([chunk.file for chunk in chunks], np.int64)
     found = []
-    for number in range(len(reuse.linked)):
-        own = (files == number).nonzero()[0].tolist()
-        here = [chunks[at] for at in own]
-        starts, sizes = np.zeros((len(extents), len(own)), np.int64), extents[:, rows[own]]
-        for at, chunk in enumerate(here):
+    for rows, chunks in reuse.by_file():
+        starts, sizes = np.zeros((len(extents), len(rows)), np.int64), extents[:, rows]
+        for at, chunk in enumerate(chunks):
             if chunk.start is not None and chunk.stop is not None:
                 starts[: len(chunk.start), at], sizes[: len(chunk.start), at] = chunk.start, np.subtract(chunk.stop, chunk.start)
-        stored = StoredBoxes.of(range(len(own)), here)
-        found.append(FileBoxes(stored, rows[own], starts, sizes, sum(map(len, stored.tails))))
+        stored = StoredBoxes.of(range(len(rows)), chunks)
+        found.append(FileBoxes(stored, np.array(rows, np.int64), starts, sizes, sum(map(len, stored.tails))))
     return found
 
 
