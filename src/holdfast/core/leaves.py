@@ -20,7 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import FREE_CHARACTERS, HELD_NBYTES, NAME_CHARACTERS_A_BYTE, Path, step
 from holdfast.core.value import Value, replace
 from holdfast.errors import Unsupported
@@ -116,7 +116,7 @@ class Leaves:
             made.converted = dict(self.converted)
             for key, value, one in wholes:
                 made.converted[key] = value, replace(one, parts={name: views[id(part)] for name, part in one.parts.items()})
-        apart = {number for number, kind in enumerate(table.kinds) if not (kind.whole and kind.nbytes)}
+        apart = {number for number, kind in enumerate(table.kinds) if not (kind.whole and kind.nbytes) or _is_more(kind.traits)}
         rows_apart = [row for row, kind in enumerate(table.kind) if kind in apart or row in table.odd] if apart or table.odd else []
         made.odd = {id(made.values[row]): table.view(row) for row in rows_apart}
         return made
@@ -248,6 +248,11 @@ class Leaves:
     def samples(self) -> list[object]:
         """A container of each kind, with some of its plain values."""
         return [_sample(container, plain=not types.isdisjoint(PLAIN)) for (_, _, types), container in self._like.items()]
+
+
+def _is_more(traits: Traits) -> bool:
+    """Whether a tensor is more than its elements and a few marks, so that a tree says more of it than its name."""
+    return traits.subclass is not None or traits.state is not None or traits.blocks is not None
 
 
 def _sample(container: object, *, plain: bool) -> object:
