@@ -32,49 +32,47 @@ def tabulated(tensors: Mapping[str, LazyTensor]) -> Table:
 
 def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     """A table of lazy tensors under these names."""
-    kinds: list[Kind] = []
-    positions: dict[object, int] = {}
-    kind, storage = array("q"), array("q")
+    places = [view.position for view in views]
+    rows = [row for row, place in enumerate(places) if type(place) is FileRow]
+    here = [place for place in places if type(place) is FileRow]
+    media = [place.storages for place in here]
+    parts = dict(zip(map(id, media), media, strict=True))
+    first = dict(zip(parts, accumulate(map(len, parts.values()), initial=0), strict=False))
+    kind, storage = np.zeros(len(views), np.int64), np.full(len(views), ODD, np.int64)
+    storage[rows] = np.array([*map(first.__getitem__, map(id, media))], np.int64) + [place.number for place in here]
+    alike = [*zip(map(id, [place.kind for place in here]), map(id, [views[row].traits for row in rows]), strict=True)]
+    positions: dict[object, int] = dict(zip(dict.fromkeys(alike), range(len(alike)), strict=False))
+    example = dict(zip(reversed(alike), reversed(rows), strict=True))
+    kinds = [_kind_of(views[example[like]], is_odd=False) for like in dict.fromkeys(alike)]
+    kind[rows] = [*map(positions.__getitem__, alike)]
     odd: dict[int, LazyTensor] = {}
-    parts: dict[int, tuple[int, FileStorages]] = {}
     single: dict[object, tuple[int, Storage, LazyTensor]] = {}
-    count = 0
-    for row, view in enumerate(views):
-        place, traits = view.position, view.traits
+    """Storages that are no row of a column yet. What has no bytes shares them with nobody."""
+    count = sum(map(len, parts.values()))
+    for row in [row for row, place in enumerate(places) if type(place) is not FileRow]:
+        view = views[row]
+        traits, found = view.traits, _one_range(view)
         like: tuple[object, ...]
-        if isinstance(place, FileRow):
-            own = place.storages
-            if id(own) not in parts:
-                parts[id(own)] = count, own
-                count += len(own)
-            like = id(place.kind), id(traits)
-            storage.append(parts[id(own)][0] + place.number)
+        if found is None:
+            odd[row] = view
+            like = id(view.dtype), view.shape, id(traits)
         else:
-            found = _one_range(view)
-            if found is None:
-                odd[row] = view
-                like = id(view.dtype), view.shape, id(traits)
-                storage.append(ODD)
-            else:
-                one, offset, strides = found
-                like = id(view.dtype), view.shape, strides, offset, one.nbytes, one.byteorder, one.location, id(traits)
-                # Storages that are no row of a column yet have numbers below `ODD` until all of them are known. What has no bytes
-                # shares them with nobody.
-                storage.append(single.setdefault(one if one.nbytes else row, (ODD - 1 - len(single), one, view))[0])
+            one, offset, strides = found
+            like = id(view.dtype), view.shape, strides, offset, one.nbytes, one.byteorder, one.location, id(traits)
+            storage[row] = single.setdefault(one if one.nbytes else row, (count + len(single), one, view))[0]
         position = positions.get(like)
         if position is None:
             position = positions[like] = len(kinds)
             kinds.append(_kind_of(view, is_odd=row in odd))
-        kind.append(position)
-    columns = [part for _, part in parts.values()]
+        kind[row] = position
+    columns = [*parts.values()]
     if not single:
         storages = columns[0] if len(columns) == 1 else JoinedStorages(columns) if columns else NO_FILES
-        return Table(names, kinds, kind, storage, storages, odd, views=views)
-    storages = JoinedStorages([*columns, _storages_of([(one, view) for _, one, view in single.values()])])
-    numbers = np.asarray(storage, np.int64)
-    later = np.flatnonzero(numbers < ODD)
-    numbers[later] = storages.numbers_from(count)[ODD - 1 - numbers[later]]
-    return Table(names, kinds, kind, storage, storages, odd, views=views)
+        return Table(names, kinds, array("q", kind.tobytes()), array("q", storage.tobytes()), storages, odd, views=views)
+    joined = JoinedStorages([*columns, _storages_of([(one, view) for _, one, view in single.values()])])
+    later = np.flatnonzero(storage >= count)
+    storage[later] = joined.numbers_from(count)[storage[later] - count]
+    return Table(names, kinds, array("q", kind.tobytes()), array("q", storage.tobytes()), joined, odd, views=views)
 
 
 def _one_range(view: LazyTensor) -> Layout | None:

@@ -252,8 +252,10 @@ class _Search:
         lies = np.array([self._lie(kind) for kind in table.kinds], np.int64)[np.array(table.kind, np.int64)]
         numbers = np.array(table.storage, np.int64)
         if isinstance(storages, FileStorages):
-            rows = np.flatnonzero((numbers != ODD) & (lies >= 0))
-            held, which = np.unique(numbers[rows], return_inverse=True)
+            rows = ((numbers != ODD) & (lies >= 0)).nonzero()[0]
+            which = _numbered(numbers[rows])
+            held = np.empty(which.max(initial=-1) + 1, np.int64)
+            held[which] = numbers[rows]
             owners = [self._owner(place.source, place.key) for place in storages.files]
             lengths = storages.nbytes[held].tolist()
             places = zip(
@@ -265,7 +267,7 @@ class _Search:
             crcs = np.where(whole, storages.crc[numbers[rows]], NO_CRC)
             self._found.append(np.stack((first + rows, np.array(known, np.int64)[which], lies[rows], crcs)))
             numbers[rows], lies[rows] = 0, EMPTY
-        apart = np.flatnonzero((numbers == ODD) | (lies != EMPTY)).tolist()
+        apart = ((numbers == ODD) | (lies != EMPTY)).nonzero()[0].tolist()
         placed = [(first + row, *place, NO_CRC) for row in apart if (place := self._place(table.view(row))) is not None]
         self._found.append(np.array(placed, np.int64).reshape(-1, 4).T)
 
@@ -307,7 +309,7 @@ class _Search:
     def placed(self) -> Placed:
         """All rows that were found, in order."""
         columns = np.concatenate(self._found, axis=1)
-        positions, storages, lies, crcs = columns[:, np.argsort(columns[0], kind="stable")]
+        positions, storages, lies, crcs = columns[:, columns[0].argsort(kind="stable")]
         own = _numbered(storages)
         lengths = np.zeros(len(self._lengths), np.int64)
         lengths[own] = [self._lengths[storage] for storage in storages.tolist()]
@@ -348,10 +350,23 @@ class _Search:
 
 def _numbered(values: Ints) -> Ints:
     """A number for each value: 0 for the first and those that are equal to it, and so on."""
-    _, first, which = np.unique(values, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[which]
+    order = values.argsort(kind="stable")
+    new = _edges(values[order])
+    rank, found = np.empty(len(new), np.int64), np.empty(len(values), np.int64)
+    rank[order[new].argsort()] = np.arange(len(new))
+    found[order] = rank.repeat(_lengths(new, len(values)))
+    return found
+
+
+def _edges(ordered: Ints) -> Ints:
+    """Where values begin in a column that has equal ones together."""
+    new = np.ones(len(ordered), np.bool_)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return new.nonzero()[0]
+
+
+def _lengths(starts: Ints, count: int) -> Ints:
+    return np.array([*starts[1:].tolist(), count], np.int64)[: len(starts)] - starts
 
 
 class Placed(Value, frozen=True, eq=False):
@@ -383,7 +398,9 @@ class Placed(Value, frozen=True, eq=False):
 
     def by_content(self, threads: int | None, progress: Progress | None, *, tied: bool) -> AliasGraph:
         """`tied` says whether names of one copy are a group, too, where there is no other that holds the same."""
-        _, first = np.unique(self.copies, return_index=True)
+        order = self.copies.argsort(kind="stable")
+        edges = [*_edges(self.copies[order]).tolist(), len(order)]
+        first = order[edges[:-1]]
         crcs, notes = self._sums(first, threads, progress)
         canon = np.array(_numbers(self.search.canonical()), np.int64)[self.lies[first]]
         alike = [one.tolist() for one in _several(canon * (1 << 33) + np.where(crcs >= 0, crcs, (1 << 32) + np.arange(len(crcs))))]
@@ -395,8 +412,6 @@ class Placed(Value, frozen=True, eq=False):
                 *classes,
                 *([int(self.copies[rows[0]])] for rows in _several(self.copies) if self.copies[rows[0]] not in within),
             ]
-        order = np.argsort(self.copies, kind="stable")
-        edges = np.searchsorted(self.copies[order], np.arange(len(first) + 1))
         made = []
         for number, copies in enumerate(classes):
             own = [order[edges[copy] : edges[copy + 1]] for copy in copies]
@@ -442,10 +457,12 @@ def _numbers(values: Sequence[object]) -> list[int]:
 
 def _several(numbers: Ints) -> list[Ints]:
     """Positions of equal numbers, where there are two or more, by the first of them."""
-    order = np.argsort(numbers, kind="stable")
-    groups = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(numbers) else []
-    counts = np.bincount(_numbered(numbers))
-    return sorted((group for group in groups if len(group) > 1), key=lambda group: int(group[0])) if (counts > 1).any() else []
+    order = numbers.argsort(kind="stable")
+    starts = _edges(numbers[order])
+    stops = starts + _lengths(starts, len(numbers))
+    some = (stops - starts > 1).nonzero()[0]
+    some = some[order[starts[some]].argsort()]
+    return [order[start:stop] for start, stop in zip(starts[some].tolist(), stops[some].tolist(), strict=True)]
 
 
 def _classes(
