@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from holdfast.cli.outline import Branch, Leaf, leaves, outline
+from holdfast.cli.outline import Branch, LeafNode, leaves, outline
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.sparse.storage import SparseStorage
@@ -131,7 +131,7 @@ class _Values:
     def __init__(self, room: int) -> None:
         self._room = room
 
-    def entry(self, leaf: Leaf) -> dict[str, object]:
+    def entry(self, leaf: LeafNode) -> dict[str, object]:
         if leaf.kind == "link":
             return {"name": leaf.name, "type": "link", "to": clip(leaf.text, LONGEST)}
         entry: dict[str, object] = {"name": leaf.name, "type": leaf.type, "text": leaf.text}

@@ -5,7 +5,7 @@
 2. Dotted names are split: a flat state dict `{"layers.0.weight": …}` becomes the tree that its names describe.
 3. Siblings that differ in a number only, and have the same structure, are folded into one (`fold`).
 
-`Leaf` and `Branch` hold raw text out of the file; whoever prints them escapes it.
+`LeafNode` and `Branch` hold raw text out of the file; whoever prints them escapes it.
 
 Folding shows 32 layers of the same structure once:
 
@@ -50,7 +50,7 @@ SPLITS = 32
 """Dots of one name that open levels. A name with more of them stays in one piece."""
 
 
-class Leaf(Struct):
+class LeafNode(Struct):
     """A tensor, a plain value, or a link to something shown elsewhere."""
 
     label: str
@@ -95,7 +95,7 @@ class Branch(Struct):
     nbytes: int = 0
 
 
-Node = Leaf | Branch
+Node = LeafNode | Branch
 
 
 def outline(checkpoint: Checkpoint, found: Survey | None = None, *, split: bool = True) -> Branch:
@@ -106,7 +106,7 @@ def outline(checkpoint: Checkpoint, found: Survey | None = None, *, split: bool 
     tree = checkpoint.tree if found is None or not checkpoint.flat else LookAlikes(found)
     room = NAME_CHARACTERS_A_BYTE * checkpoint.stored_nbytes + FREE_CHARACTERS
     root = _OutlineWalk({} if found is None else found.ties, split, room=room).node(tree, "", "", depth=0)
-    if isinstance(root, Leaf):
+    if isinstance(root, LeafNode):
         root.label = root.name = LONE_TENSOR_NAME
         root = Branch("", "", "dict", children=[root])
     return root
@@ -137,7 +137,7 @@ def total(branch: Branch) -> None:
                 branch.nbytes += 0 if child.tensor.traits.meta else child.tensor.nbytes * child.times
 
 
-def leaves(branch: Branch) -> Iterator[Leaf]:
+def leaves(branch: Branch) -> Iterator[LeafNode]:
     """Every leaf below a branch, in order."""
     for child in branch.children:
         if isinstance(child, Branch):
@@ -161,14 +161,14 @@ class _OutlineWalk(Struct):
         if isinstance(value, LazyTensor):
             traits = value.traits
             role = "parameter" if traits.parameter else "buffer" if traits.buffer else ""
-            return Leaf(label, name, "tensor", tensor=value, role=role, tie=self.ties.get(name, ""))
+            return LeafNode(label, name, "tensor", tensor=value, role=role, tie=self.ties.get(name, ""))
         if not isinstance(value, Mapping | list | tuple | Opaque | Composite) or self._shown_in_place(value):
             kind, of = ("object", "object") if isinstance(value, Opaque) else ("value", type(value).__name__)
-            return Leaf(label, name, kind, brief(value), of, value=value)
+            return LeafNode(label, name, kind, brief(value), of, value=value)
         if id(value) in self.met:
-            return Leaf(label, name, "link", self.met[id(value)] or "(the root)")
+            return LeafNode(label, name, "link", self.met[id(value)] or "(the root)")
         if depth >= DEEPEST:
-            return Leaf(label, name, "value", "…", type(value).__name__)
+            return LeafNode(label, name, "value", "…", type(value).__name__)
         self.met[id(value)] = name
         return self._branch(value, label, name, depth=depth)
 
@@ -210,7 +210,7 @@ class _OutlineWalk(Struct):
         for group, role in (("_parameters", "parameter"), ("_buffers", "buffer")):
             held = value.attribute(group)
             for child in branch.children:
-                if isinstance(child, Leaf) and isinstance(held, dict) and child.label in held:
+                if isinstance(child, LeafNode) and isinstance(held, dict) and child.label in held:
                     child.role = role
         return branch
 
@@ -219,7 +219,7 @@ class _OutlineWalk(Struct):
         module = branch.kind == "module"
         for owner, children in inside:
             if owner is not value and id(owner) in self.met:
-                branch.children.append(Leaf("(shared)", f"{branch.name}.(shared)", "link", self.met[id(owner)] or "(the root)"))
+                branch.children.append(LeafNode("(shared)", f"{branch.name}.(shared)", "link", self.met[id(owner)] or "(the root)"))
                 continue
             if owner is not value:
                 self.met[id(owner)] = branch.name
@@ -314,7 +314,7 @@ class _Fold:
 
     def visit(self, node: Node) -> int:
         """Fold below a node; returns its signature."""
-        if isinstance(node, Leaf):
+        if isinstance(node, LeafNode):
             return self._number(self._leaf_key(node))
         children = node.children
         signatures = [self.visit(child) for child in children]
@@ -324,7 +324,7 @@ class _Fold:
         labels = tuple((child.label, child.times) for child in children)
         return self._number((node.kind, node.text, labels, tuple(signatures)))
 
-    def _leaf_key(self, leaf: Leaf) -> Hashable:
+    def _leaf_key(self, leaf: LeafNode) -> Hashable:
         tensor = leaf.tensor
         if tensor is None:
             return (leaf.kind, leaf.type)
@@ -342,7 +342,7 @@ class _Fold:
         for position, child in enumerate(children):
             found = NUMBER.match(child.label) if len(child.label) <= 256 else None
             # Plain values in a row are content, not structure: `loss1 = 0.3` stays as it is.
-            if found and not (isinstance(child, Leaf) and child.kind != "tensor"):
+            if found and not (isinstance(child, LeafNode) and child.kind != "tensor"):
                 series.setdefault((found[1], found[3], signatures[position]), []).append(position)
         gone: set[int] = set()
         for (before, after, _), positions in series.items():
@@ -385,14 +385,14 @@ def _blend(members: list[Node]) -> Node:
             _blend(list(children))
         return first
     if first.kind == "tensor":
-        if any(m.tie != first.tie for m in members if isinstance(m, Leaf)):
+        if any(m.tie != first.tie for m in members if isinstance(m, LeafNode)):
             first.tie = f"{first.tie[:2].strip()} …"
-    elif any(_differ(first, m) for m in members if isinstance(m, Leaf)):
+    elif any(_differ(first, m) for m in members if isinstance(m, LeafNode)):
         first.text = DIFFERS
     return first
 
 
-def _differ(a: Leaf, b: Leaf) -> bool:
+def _differ(a: LeafNode, b: LeafNode) -> bool:
     """By what they are: texts are cut, and long ones look alike."""
     from holdfast.inspect.compare_values import compare_values
 

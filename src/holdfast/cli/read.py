@@ -39,7 +39,7 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.stores.platform import ALWAYS, NO_LINK, sync
 
 if TYPE_CHECKING:
-    from holdfast.cli.outline import Leaf
+    from holdfast.cli.outline import LeafNode
 
 
 def run(path: Path, names: Sequence[str], *, index: str | None, output: Path | None, raw: bool) -> int:
@@ -60,13 +60,13 @@ def run(path: Path, names: Sequence[str], *, index: str | None, output: Path | N
     return 0
 
 
-def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[Leaf]]:
+def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[LeafNode]]:
     """The plain values that names or globs mean which mean no tensor: one by its name, or all that are below it."""
     from holdfast.cli.outline import leaves, outline
 
     wanted = {name: matcher(name) for name in names if name not in checkpoint and not any(map(matcher(name), checkpoint))}
     # What is below a name as well, where all of it are values: `optimizer.param_groups`.
-    found: dict[str, list[Leaf]] = {}
+    found: dict[str, list[LeafNode]] = {}
     for leaf in leaves(outline(checkpoint, split=False)) if wanted and not checkpoint.flat else ():
         for name, matches in wanted.items():
             if leaf.kind != "tensor" and matches(leaf.name):
@@ -74,7 +74,7 @@ def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[
     return found
 
 
-def show_values(values: Sequence[Leaf]) -> Iterator[Line]:
+def show_values(values: Sequence[LeafNode]) -> Iterator[Line]:
     """Each value under a line with its name and type."""
     from holdfast.inspect.brief import brief
 

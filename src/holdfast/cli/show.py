@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.cli.outline import Branch, Leaf, Node, arrange, fold, leaves, outline, total
+from holdfast.cli.outline import Branch, LeafNode, Node, arrange, fold, leaves, outline, total
 from holdfast.cli.seal import seal_lines
 from holdfast.cli.text import Line, guides, line_width, print_lines, width
 from holdfast.core.checkpoint import Checkpoint
@@ -115,7 +115,8 @@ def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False
     found = survey(checkpoint)
     tensors = {name: found.tensors[name] for name in in_order(filter(wanted, found.tensors))}
     rows = [
-        _tensor_row("", Leaf(name, name, "tensor", tensor=tensor, tie=found.ties.get(name, ""))) for name, tensor in tensors.items()
+        _tensor_row("", LeafNode(name, name, "tensor", tensor=tensor, tie=found.ties.get(name, "")))
+        for name, tensor in tensors.items()
     ]
     everywhere = leaves(outline(checkpoint, found, split=False))
     values = in_order((leaf for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)), lambda leaf: leaf.name)
@@ -222,7 +223,7 @@ def _rows(branch: Branch, lead: str, depth: int, *, pieces: tuple[str, str, str,
             yield OutlineRow(here, [*_named(child.label), *_value(child)])
 
 
-def _tensor_row(lead: str, leaf: Leaf) -> OutlineRow:
+def _tensor_row(lead: str, leaf: LeafNode) -> OutlineRow:
     if leaf.tensor is None:
         raise ValueError("a row of a tensor needs one")
     shape = str(list(leaf.tensor.shape))
@@ -268,7 +269,7 @@ def _named(label: str) -> Line:
     return [(_plain_text(label) or "''", "name")]
 
 
-def _value(leaf: Leaf) -> Line:
+def _value(leaf: LeafNode) -> Line:
     if leaf.kind == "link":
         return [(f" = {_plain_text(leaf.text)}", "tie"), (" (the same object)", "dim")]
     return [(" = ", "dim"), (_plain_text(leaf.text), "foreign" if leaf.kind == "object" else "value")]

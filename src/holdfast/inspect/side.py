@@ -55,18 +55,21 @@ class Side(Value, frozen=True):
 
 def same_view(one: LazyTensor | None, other: LazyTensor) -> bool:
     """Whether two are the same elements of one file, whatever they are called."""
-    return one is other or (one is not None and identity(one) == identity(other))
+    if one is None or one is other:
+        return one is other
+    # One position, under two names: nothing has to be made to tell.
+    alike = one.position is not None and one.position is other.position and one.shape == other.shape
+    return (alike and one.traits is other.traits and one.dtype is other.dtype) or identity(one) == identity(other)
 
 
-def _flat(tree: object, tensors: Mapping[str, LazyTensor]) -> bool:
+def _flat(tree: object, tensors: Table) -> bool:
     """Whether a dict has the tensors under their names in their order, and they are nothing but tensors."""
     if type(tree) not in (dict, OrderedDict) or not isinstance(tree, dict) or len(tree) != len(tensors):
         return False
     if not all(map(eq, tree, tensors)) or not all(isinstance(value, LazyTensor) for value in tree.values()):
         return False
-    traits = {id(tensor.traits): tensor.traits for tensor in tensors.values()}
-    plain = all(one.subclass is None and one.state is None for one in traits.values())
-    return plain and all(map(same_view, tree.values(), tensors.values()))
+    plain = all(kind.traits.subclass is None and kind.traits.state is None for kind in tensors.kinds)
+    return plain and all(map(same_view, tree.values(), map(tensors.view, range(len(tensors)))))
 
 
 def chosen_sides(
