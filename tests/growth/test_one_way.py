@@ -47,7 +47,6 @@ GROWTH = 1.1
 OPEN: dict[str, tuple[float, ...]] = {
     # case: times the calls of the plain save, with 64 and 2,000 tensors and for each more
     "save safetensors, nested": (3.3, 2.3, 2.2),
-    "save pt, nested": (2.7, 7.6, 8.7),
     "convert pt to native": (7.0, 9.9, 10.6),
     "convert pt to safetensors": (11.6, 12.5, 13.0),
     "convert pt to pt": (5.4, 7.3, 7.8),
@@ -59,7 +58,6 @@ OPEN: dict[str, tuple[float, ...]] = {
     "save_sharded, nested": (2.8, 2.0, 1.9),
     "torch.Run.async_save twice": (3.0, 1.9, 1.6),
     "edit pt": (5.7, 7.4, 7.9),
-    "save pt, tied": (3.5, 9.1, 32.1),
 }
 """Cases that make more calls than they may; those of ranks without the figure for 64."""
 

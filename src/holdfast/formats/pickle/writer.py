@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import islice
 from pathlib import PurePath
@@ -422,7 +422,7 @@ class PickleWriter:
         for batch in _batches(value.items()):
             self._fill(batch, b"s" if len(batch) == 1 else b"u")
 
-    def _fill(self, items: list[tuple[object, object]], opcode: bytes) -> None:
+    def _fill(self, items: Collection[tuple[object, object]], opcode: bytes) -> None:
         """One batch of values under their keys (SETITEM, SETITEMS) or one behind the other (APPEND, APPENDS)."""
         if opcode in b"eu":
             self.out.append(b"(")

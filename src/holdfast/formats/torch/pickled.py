@@ -22,6 +22,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import repeat
+from typing import cast
 
 import numpy as np
 from msgspec import Struct
@@ -34,7 +36,7 @@ from holdfast.core.sharing import overlaps
 from holdfast.core.table import Kind
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
-from holdfast.formats.pickle.writer import TEXT, TUPLES, integer
+from holdfast.formats.pickle.writer import MAX_TEXT_NBYTES, TEXT, TUPLES, integer
 
 BYTES = DTYPES.storage("ByteStorage")
 UNTYPED = "ByteStorage"
@@ -199,6 +201,8 @@ class Template(Struct, eq=False):
 
     before: bytes
     """Up to the key of the storage."""
+    behind_text: bytes
+    """The same with a number of the memo before it, that of a text."""
     behind: bytes
     """From there on."""
     holes: Ints
@@ -320,3 +324,55 @@ class PickledRows(Value, frozen=True, eq=False):
 
 
 NO_ROWS = PickledRows((), (), (), (), frozenset(), lambda row: row, lambda value: value)
+
+
+PAIRS = DTYPES.name("float4_e2m1fn_x2")
+"""torch has 4-bit floats in pairs only: an element of a byte, the first float in the low half."""
+
+
+def as_texts(keys: Sequence[object]) -> list[bytes]:
+    """Texts as opcodes, but for what remembers them; nothing for those that are too long, and for what is no text."""
+    if {*map(type, keys)} != {str}:
+        return [as_texts([key])[0] if type(key) is str else b"" for key in keys]
+    texts = cast("Sequence[str]", keys)
+    try:
+        raws = [*map(str.encode, texts)]
+    except UnicodeEncodeError:
+        raws = [text.encode("utf-8", "surrogatepass") for text in texts]
+    if max(map(len, raws)) > MAX_TEXT_NBYTES:
+        return [b""] * len(raws)
+    return [*map(bytes.__add__, map(TEXT, repeat(b"X"), map(len, raws)), raws)]
+
+
+def builder_of(tensor: LazyTensor) -> str:
+    """What builds it."""
+    if tensor.traits.meta:
+        return "_rebuild_meta_tensor_no_storage"
+    return "_rebuild_tensor_v2" if tensor.dtype.storage else "_rebuild_tensor_v3"
+
+
+def problem_of(tensor: LazyTensor) -> str | None:
+    """Why torch could not have this tensor."""
+    if tensor.dtype.name == "float4_e2m1fn":
+        return f"4-bit floats of shape {list(tensor.shape)} that do not lie in pairs, as torch has them"
+    if tensor.dtype.torch is None:
+        return f"a tensor of {tensor.dtype}, which torch does not have"
+    if tensor.dtype.kind == "quantized":
+        return f"elements of {tensor.dtype} without their scale"
+    return None
+
+
+def as_pairs(tensor: LazyTensor) -> LazyTensor:
+    """4-bit floats as the pairs that torch has; given back as they are where they do not lie in pairs."""
+    if tensor.dtype.name != "float4_e2m1fn" or PAIRS is None or not tensor.shape or tensor.shape[-1] % 2:
+        return tensor
+    chunks = []
+    for chunk in tensor.chunks:
+        start, stop, last = chunk.box.start, chunk.box.stop, chunk.strides[-1]
+        if start[-1] % 2 or stop[-1] % 2 or chunk.offset % 8 or any(s % 8 for s in chunk.strides[:-1]):
+            return tensor
+        if last != tensor.dtype.bits and tensor.size:
+            return tensor
+        box = Box((*start[:-1], start[-1] // 2), (*stop[:-1], stop[-1] // 2))
+        chunks.append(Chunk(box, chunk.storage, chunk.offset, (*chunk.strides[:-1], PAIRS.bits)))
+    return replace(tensor, dtype=PAIRS, shape=(*tensor.shape[:-1], tensor.shape[-1] // 2), chunks=tuple(chunks))

@@ -20,7 +20,7 @@ and the numbers that the memo counts.
 1. The opcodes of a kind are known before (`kind_opcodes`): bytes, references to globals and texts, and places where the memo takes
    a number. As long as these numbers have one byte, and for the first tensor that refers to something, they are written one by one.
 2. From then on a tensor is its key between two pieces of bytes (`Template`). The numbers are four bytes wide, and are filled in
-   together: of the items of a large dict when they are written, of others by `finish`.
+   together when many pieces are joined (`_settle`), as those of texts and dicts are.
 
 All others (odd rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
 """
@@ -28,23 +28,32 @@ All others (odd rows, composites, lazy tensors that are parts of a storage) are 
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, repeat
 from typing import cast
 
 import numpy as np
 
-from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, c_strides
-from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.chunk import c_strides
+from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.table import ODD, Kind
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.core.value import replace
-from holdfast.formats.pickle.writer import LONG_PUT, PUT1, TEXT, TUPLES, PickleWriter, Row, get, integer, put
+from holdfast.formats.pickle.writer import (
+    BATCH_ITEMS,
+    INT1,
+    LONG_PUT,
+    PUT1,
+    TEXT,
+    TUPLES,
+    PickleWriter,
+    Row,
+    get,
+    integer,
+    put,
+)
 from holdfast.formats.torch.composites import COMPOSITES
 from holdfast.formats.torch.pickled import (
     NO_ROWS,
@@ -57,17 +66,18 @@ from holdfast.formats.torch.pickled import (
     StorageRecord,
     StorageRecords,
     Template,
+    as_pairs,
+    as_texts,
+    builder_of,
     fill_in,
     integers,
     is_simple,
+    problem_of,
 )
 from holdfast.formats.torch.table import LAYOUTS
 from holdfast.plan.saves import BATCH
 
 TENSOR = Global("torch", "Tensor")
-PAIRS = DTYPES.name("float4_e2m1fn_x2")
-"""torch has 4-bit floats in pairs only: an element of a byte, the first float in the low half."""
-
 BUFFER: dict[str, object] = {"persistent": True, "_is_buffer": True}
 """The attributes by which an `nn.Buffer` is known."""
 
@@ -81,6 +91,12 @@ OFFSET = 4
 
 SHORT = 255
 """The last number of the memo that takes one byte."""
+
+PUT_LATER = bytes([*b"r", 0, 0, 0, 0])
+"""LONG_BINPUT of a number that is filled in later. This very object is looked for."""
+
+PIECES = 4096
+"""More pieces than this are joined once a batch of items is written: they take memory."""
 
 MANY = 16
 """Items of a dict that are worth to be looked at together."""
@@ -123,12 +139,21 @@ class TorchPickle(PickleWriter):
         self._kinds: list[PickledKind | None] = [PickledKind.of(kind, anew=anew) for kind in rows.kinds]
         self._alike: dict[tuple[object, ...], PickledKind | None] = {}
         """Kinds of lazy tensors."""
-        self._keys = array("q")
+        self._keys: list[int] = []
         """The memo's number of each record's key."""
-        self._made: list[Template] = []
-        """Of each tensor that was written by a template and is to be filled in: that template."""
-        self._pieces, self._numbers = array("q"), array("q")
-        """Of each of them, which of the pieces in `out` has the memo's numbers, and the first of those."""
+        self._identities, self._stop = [*map(id, rows.values)], len(rows.values)
+        self._templates: dict[int, Template] = {}
+        """By the identity of the bytes that stand behind a key: in `out`, these are to be filled in."""
+        self._numbers: list[int] = []
+        """Of each of them that is not filled in yet: the memo's first number."""
+        self._puts: list[int] = []
+        """The same for each `PUT_LATER`, also at the begin of a template."""
+        self._later = {id(PUT_LATER)}
+        """The identities of bytes that begin with one, and of those behind a key."""
+        self._refs: dict[str, tuple[str, bytes]] = {}
+        """Texts that came twice, and references to them."""
+        self._head, self._next_head = KEY_TEXTS[2], 100
+        """How the key of a record begins, and the first record where it begins in another way."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
         """Where in `out` a count and an offset are left open; the record, the first bit, the bits of an element."""
 
@@ -137,6 +162,7 @@ class TorchPickle(PickleWriter):
     def written_types() -> Mapping[type, Row]:
         return {
             **PickleWriter.written_types(),
+            dict: TorchPickle._dict,
             LazyTensor: TorchPickle.tensor,
             Composite: TorchPickle._composite,
             Size: TorchPickle.size,
@@ -153,16 +179,27 @@ class TorchPickle(PickleWriter):
             # An empty tensor begins nowhere, and may come before what its record holds.
             out[place + OFFSET] = integer((start - record.base) // bits) if start > record.base else ZERO
         out.append(b".")
-        if not self._made:
-            return b"".join(out)
-        ends = np.cumsum(np.fromiter(map(len, out), np.int64, len(out)))
-        content = bytearray().join(out)
-        out.clear()
-        for first in range(0, len(self._made), BATCH):
-            some = slice(first, first + BATCH)
-            at = ends[np.array(self._pieces[some], np.int64) - 1]
-            fill_in(content, self._made[some], at, np.array(self._numbers[some], np.int64))
-        return bytes(content)
+        self._settle(0, 0, 0)
+        return out[0]
+
+    def _settle(self, first: int, row: int, put: int) -> None:
+        """Join the pieces from one on, and fill in what is open in them: the numbers from these on."""
+        pieces, templates, later = self.out[first:], self._templates, self._later
+        content = bytearray().join(pieces)
+        if len(self._numbers) > row or len(self._puts) > put:
+            lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+            starts = lengths.cumsum() - lengths
+            marks = [(at, mark) for at, mark in enumerate(map(id, pieces)) if mark in later]
+            places = [(at, templates[mark]) for at, mark in marks if mark in templates]
+            for begin in range(0, len(places), BATCH):
+                some = places[begin : begin + BATCH]
+                numbers = np.array(self._numbers[row + begin : row + begin + BATCH], np.int64)
+                fill_in(content, [made for _, made in some], starts[[at for at, _ in some]], numbers)
+            holes = starts[[at for at, mark in marks if mark not in templates]] + 1
+            filled = np.array(self._puts[put:], "<u4").view(np.uint8).reshape(-1, 4)
+            np.frombuffer(content, np.uint8)[holes[:, None] + np.arange(4)] = filled
+        self.out[first:] = [bytes(content)]
+        del self._numbers[row:], self._puts[put:]
 
     def attributes(self, value: dict[object, object]) -> None:
         """What stands in the attributes of a container is nobody's row."""
@@ -170,36 +207,97 @@ class TorchPickle(PickleWriter):
         super().attributes(value)
         self._aside -= 1
 
-    def _fill(self, items: list[tuple[object, object]], opcode: bytes) -> None:
-        """As for all values; texts before rows are written here, without a call for each."""
-        if opcode != b"u" or self._aside:
+    def _dict(self, value: dict[object, object]) -> None:
+        """As for all values, in fewer steps."""
+        identity, number, count = id(value), self.count, len(value)
+        if identity in self.memo or number <= SHORT or not 1 < count < BATCH_ITEMS:
+            super()._dict(value)
+            return
+        self.out += (b"}", PUT_LATER)
+        self._puts += (number,)
+        self.memo[identity] = number
+        self.count = number + 1
+        if not self.too_deep():
+            self._fill(value.items(), b"u")
+
+    def _fill(self, items: Collection[tuple[object, object]], opcode: bytes) -> None:
+        """As for all values. No function is called for a row with a new storage, nor for a text that came twice."""
+        if self._aside:
             super()._fill(items, opcode)
             return
-        out, memo, types, write, path = self.out, self.memo, self._given.types, self.write, self.path
-        out.append(b"(")
-        path.append(None)
-        again = 0
+        out, memo, path, refs, sources = self.out, self.memo, self.path, self._refs, self.sources
+        given, identities, kinds, records = self._given, self._identities, self._kinds, self._records
+        values, types, kind_of, storage_of = given.values, given.types, given.kind, given.storage
+        numbers, puts, stop, keyed = self._numbers, self._puts, self._stop, opcode in b"su"
+        count = len(items)
+        again, begin = (0, (len(out), len(numbers), len(puts))) if count >= MANY else (count, None)
+        texts: Sequence[bytes] | None = None
+        if opcode in b"eu":
+            out += (b"(",)
+        path += (None,)
         for at, (key, item) in enumerate(items):
-            if at >= again and self.count > SHORT and len(self.sources) >= ONE_DIGIT and len(items) - at >= MANY:
-                if self._fill_many(*zip(*items[at:], strict=True)):
+            if keyed and at >= again and self.count > SHORT and len(sources) >= ONE_DIGIT:
+                if count - at >= MANY and self._fill_many(*zip(*[*items][at:], strict=True)):
                     break
                 again = at + AGAIN
             path[-1] = key
-            if type(key) is str and (number := memo.get(id(key))) is not None:
-                out.append(get(number))
-            elif type(key) is str and len(key) < SHORT:
-                number = memo[id(key)] = self.count
-                self.count = number + 1
-                raw = key.encode("utf-8", "surrogatepass")
-                out += (TEXT(b"X", len(raw)), raw, put(number))
+            later = False
+            if not keyed:
+                pass
+            elif type(key) is not str:
+                if type(key) is int and 0 <= key <= 0xFFFF:
+                    out += (INT1[key] if key <= 0xFF else b"M%c%c" % (key & 0xFF, key >> 8),)
+                else:
+                    self.write(key)
+            elif key in refs and refs[key][0] is key:
+                out += (refs[key][1],)
+            elif (identity := id(key)) in memo:
+                refs[key] = key, get(memo[identity])
+                out += (refs[key][1],)
+            elif (number := self.count) <= SHORT:
+                self._str(key)
             else:
-                write(key)
-            if type(item) in types:
+                if texts is None:
+                    texts = as_texts([key for key, _ in items])
+                if later := bool(texts[at]):
+                    out += (texts[at],)
+                    puts += (number,)
+                    memo[identity] = number
+                    self.count = number + 1
+                else:
+                    self._str(key)
+            kind = type(item)
+            if kind in types:
+                row, number, record = self._come, self.count, len(sources)
+                if row < stop and values[row] is item and identities[row] not in memo:
+                    storage, like = storage_of[row], kinds[kind_of[row]]
+                    made = None if like is None else like.new
+                    if made is not None and storage != ODD and storage not in records and number > SHORT and record >= ONE_DIGIT:
+                        if record >= self._next_head:
+                            self._head, self._next_head = KEY_TEXTS[len(str(record))], 10 ** len(str(record))
+                        out += (made.behind_text if later else made.before, b"%b%d" % (self._head, record), made.behind)
+                        self._keys += (number,)
+                        numbers += (number,)
+                        records[storage] = record
+                        sources += (storage,)
+                        self.count = number + made.count
+                        memo[identities[row]] = self.count - 1
+                        self._come = row + 1
+                        continue
+            if later:
+                out += (PUT_LATER,)
+            if kind in types:
                 self._row(item)
+            elif kind is dict:
+                self._dict(item)  # type: ignore[arg-type]
+            elif kind is int and 0 <= item <= 0xFFFF:  # type: ignore[operator]
+                out += (INT1[item] if item <= 0xFF else b"M%c%c" % (item & 0xFF, item >> 8),)  # type: ignore[operator,call-overload]
             else:
-                write(item)
-        path.pop()
-        out.append(opcode)
+                self.write(item)
+        del path[-1]
+        out += (opcode,)
+        if begin and len(out) - begin[0] > PIECES and (not self._open or self._open[-1][0] < begin[0]):
+            self._settle(*begin)
 
     def _fill_many(self, keys: tuple[object, ...], values: tuple[object, ...]) -> bool:
         """Texts and rows of which none has come before, each with a storage of its own: all at once. False for others."""
@@ -305,9 +403,7 @@ class TorchPickle(PickleWriter):
                 self.out += (made.before, KEY_TEXTS[len(key)], key)
             else:
                 self.out += (made.before, get(self._keys[record]))
-            self._made.append(made)
-            self._pieces.append(len(self.out))
-            self._numbers.append(number)
+            self._numbers += (number,)
             self.out.append(made.behind)
             self.count = number + made.count
         self.memo[id(value)] = self.count - 1
@@ -360,7 +456,10 @@ class TorchPickle(PickleWriter):
         ends = [*accumulate(map(len, behind), initial=0)]
         remembers = [at for at, one in enumerate(kind.opcodes[cut if new else cut + 1 :]) if one is REMEMBER or one is RECORD_KEY]
         holes = np.array([ends[at] + 1 for at in remembers], np.int64)
-        made = Template(b"".join(pieces[:cut]), b"".join(behind), holes, len(remembers))
+        before = b"".join(pieces[:cut])
+        made = Template(before, PUT_LATER + before, b"".join(behind), holes, len(remembers))
+        self._templates[id(made.behind)] = made
+        self._later |= {id(made.behind), id(made.behind_text)}
         if new:
             kind.new = made
         else:
@@ -375,8 +474,8 @@ class TorchPickle(PickleWriter):
         if kind is not None:
             self._alike_tensor(tensor, kind, self._place(tensor)[0].number)
             return
-        whole, tensor = tensor, _as_pairs(tensor)
-        problem = _problem(tensor)
+        whole, tensor = tensor, as_pairs(tensor)
+        problem = problem_of(tensor)
         if problem:
             self.refuse(problem)
             return
@@ -384,7 +483,7 @@ class TorchPickle(PickleWriter):
         if traits.subclass is not None or (not traits.parameter and (traits.state is not None or traits.buffer)):
             self.name("torch._tensor", "_rebuild_from_type_v2")
             self.out.append(b"(")
-            self.name(UTILS, _function(tensor))
+            self.name(UTILS, builder_of(tensor))
             self._global(traits.subclass or TENSOR)
             self._args(tensor, traits.requires_grad)
             self.write(BUFFER if traits.state is None and traits.buffer else traits.state)
@@ -400,7 +499,7 @@ class TorchPickle(PickleWriter):
     def _whole_kind(self, tensor: LazyTensor) -> PickledKind | None:
         """The kind of a tensor that is all of its storage in C order, and so of its record, whoever shares it; None for others."""
         dtype, traits, shape, chunks = tensor.dtype, tensor.traits, tensor.shape, tensor.chunks
-        if len(chunks) != 1 or not is_simple(traits) or _problem(tensor):
+        if len(chunks) != 1 or not is_simple(traits) or problem_of(tensor):
             return None
         (chunk,) = chunks
         storage, bits = chunk.storage, dtype.bits
@@ -437,7 +536,7 @@ class TorchPickle(PickleWriter):
 
     def _plain(self, tensor: LazyTensor, requires_grad: bool) -> None:
         """The tensor without what it is beyond its elements."""
-        self.name(UTILS, _function(tensor))
+        self.name(UTILS, builder_of(tensor))
         self._args(tensor, requires_grad)
         self.out.append(b"R")
         self.put()
@@ -599,37 +698,3 @@ class TorchPickle(PickleWriter):
     def layout(self, name: str) -> None:
         """torch.strided and the like are made by a call, once."""
         self.call(LAYOUT_OF[name], "torch.serialization._get_layout", (f"torch.{name}",))
-
-
-def _function(tensor: LazyTensor) -> str:
-    """What builds it."""
-    if tensor.traits.meta:
-        return "_rebuild_meta_tensor_no_storage"
-    return "_rebuild_tensor_v2" if tensor.dtype.storage else "_rebuild_tensor_v3"
-
-
-def _problem(tensor: LazyTensor) -> str | None:
-    """Why torch could not have this tensor."""
-    if tensor.dtype.name == "float4_e2m1fn":
-        return f"4-bit floats of shape {list(tensor.shape)} that do not lie in pairs, as torch has them"
-    if tensor.dtype.torch is None:
-        return f"a tensor of {tensor.dtype}, which torch does not have"
-    if tensor.dtype.kind == "quantized":
-        return f"elements of {tensor.dtype} without their scale"
-    return None
-
-
-def _as_pairs(tensor: LazyTensor) -> LazyTensor:
-    """4-bit floats as the pairs that torch has; given back as they are where they do not lie in pairs."""
-    if tensor.dtype.name != "float4_e2m1fn" or PAIRS is None or not tensor.shape or tensor.shape[-1] % 2:
-        return tensor
-    chunks = []
-    for chunk in tensor.chunks:
-        start, stop, last = chunk.box.start, chunk.box.stop, chunk.strides[-1]
-        if start[-1] % 2 or stop[-1] % 2 or chunk.offset % 8 or any(s % 8 for s in chunk.strides[:-1]):
-            return tensor
-        if last != tensor.dtype.bits and tensor.size:
-            return tensor
-        box = Box((*start[:-1], start[-1] // 2), (*stop[:-1], stop[-1] // 2))
-        chunks.append(Chunk(box, chunk.storage, chunk.offset, (*chunk.strides[:-1], PAIRS.bits)))
-    return replace(tensor, dtype=PAIRS, shape=(*tensor.shape[:-1], tensor.shape[-1] // 2), chunks=tuple(chunks))
