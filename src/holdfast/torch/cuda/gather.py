@@ -6,21 +6,26 @@
              views of it              what is asked for; with the last one the block goes back to the pool
 
 Tensors of one dtype that are all of their storages are gathered as they are. Of others the bytes are, and the views for that are
-made beforehand, by one thread: made by the writers, each call into torch would wait for the interpreter lock.
+made by one thread, all at once: made by the writers, each call into torch would wait for the interpreter lock.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter
 
 import torch
 
+from holdfast.core.runtime import renewed
 from holdfast.plan.saves import Data
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL
 from holdfast.torch.cuda.memory import GpuMemory, GpuSource
 from holdfast.torch.cuda.streams import lanes
+
+DEVICE = attrgetter("device")
 
 
 class GpuStorages:
@@ -29,12 +34,20 @@ class GpuStorages:
     def __init__(self, tensors: Mapping[int, torch.Tensor], nbytes: Sequence[int], *, alike: bool = False) -> None:
         """`tensors`: one over each storage; `nbytes` of the storages. `alike`: all are of one dtype, and each is all of its storage
         in C order."""
-        self._nbytes = nbytes
-        with torch.no_grad():
-            self._rows = tensors if alike else {number: _all_bytes(tensor, nbytes[number]) for number, tensor in tensors.items()}
-        self._devices = {number: row.device for number, row in self._rows.items()}
-        self._lanes = lanes(set(self._devices.values()))
+        self._nbytes, self._tensors = nbytes, tensors
+        self._lanes = lanes({*map(DEVICE, tensors.values())})
         self._source = GpuSource(GpuMemory(self._lanes.__getitem__))
+        self._making = renewed(threading.Lock())
+        self._flat: Mapping[int, torch.Tensor] | None = tensors if alike else None
+
+    @property
+    def _rows(self) -> Mapping[int, torch.Tensor]:
+        """What is gathered. Views are made by whoever reads first, all of them: a save that copies its tensors reads none."""
+        with self._making:
+            if self._flat is None:
+                with torch.no_grad():
+                    self._flat = {number: _all_bytes(tensor, self._nbytes[number]) for number, tensor in self._tensors.items()}
+            return self._flat
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
@@ -42,18 +55,19 @@ class GpuStorages:
             return self._fetch(next(iter(self._lanes)), numbers) if numbers else []
         pieces: dict[int, memoryview] = {}
         for device in self._lanes:
-            own = [number for number in numbers if self._devices[number] == device]
+            own = [number for number in numbers if self._tensors[number].device == device]
             if own:
                 pieces.update(zip(own, self._fetch(device, own), strict=True))
         return [pieces[number] for number in numbers]
 
     def alone(self, number: int, label: str) -> Data:
         """Those of one, in blocks."""
-        return Data(self._source.bytes_of(self._rows[number].untyped_storage(), label), label)
+        return Data(self._source.bytes_of(self._tensors[number].untyped_storage(), label), label)
 
     def _fetch(self, device: torch.device, numbers: Sequence[int]) -> list[memoryview]:
         edges = [*accumulate([self._nbytes[number] for number in numbers], initial=0)]
-        rows = [self._rows[number] for number in numbers]
+        known = self._rows
+        rows = [known[number] for number in numbers]
         (block,) = POOL.lend(1, max(edges[-1], BLOCK_NBYTES))
         lane = self._lanes[device]
         try:

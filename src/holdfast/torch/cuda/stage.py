@@ -12,6 +12,7 @@ is ordinary memory, filled through the blocks of the pool by several threads, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -104,16 +105,18 @@ class Copies:
         one kernel, and cross the bus as one. The caller's streams wait for that.
         """
         self._kept.append(tensors)
-        devices = [tensor.device for tensor in tensors]
-        for device, lane in lanes(devices).items():
-            own = [at for at, one in enumerate(devices) if one == device]
+        devices = [*map(DEVICE, tensors)]
+        sides = lanes({*devices})
+        for device, lane in sides.items():
+            own, begins, stops = tensors, starts, starts + nbytes
+            if len(sides) > 1:
+                here = [at for at, one in enumerate(devices) if one == device]
+                own, begins, stops = [tensors[at] for at in here], starts[here], stops[here]
+            gaps = begins[1:] - stops[:-1]
             with torch.no_grad(), lane.on():
-                for first, stop in _stretches(starts[own], nbytes[own]):
-                    some = own[first:stop]
-                    begin, end = int(starts[some[0]]), int(starts[some[-1]] + nbytes[some[-1]])
-                    gaps = starts[some[1:]] - (starts + nbytes)[some[:-1]]
-                    joined = _joined([tensors[at] for at in some], gaps.tolist())
-                    self._room.tensor[begin:end].copy_(joined, non_blocking=True)
+                for first, stop in _stretches(begins, stops - begins):
+                    joined = _joined(own[first:stop], gaps[first : stop - 1])
+                    self._room.tensor[int(begins[first]) : int(stops[stop - 1])].copy_(joined, non_blocking=True)
             self._marks.append(lane.hold_caller())
 
     def wait(self) -> None:
@@ -129,6 +132,8 @@ class Copies:
             return ()
         return (f"{self.unlocked_nbytes:,} bytes went through ordinary memory: page-locked memory was not allowed, or refused",)
 
+
+DEVICE, DTYPE = attrgetter("device"), attrgetter("dtype")
 
 GATHER_NBYTES = 64 << 20
 """Bytes that are laid behind each other on a GPU at a time."""
@@ -149,15 +154,15 @@ def _stretches(starts: Ints, nbytes: Ints) -> list[tuple[int, int]]:
     return found
 
 
-def _joined(tensors: Sequence[torch.Tensor], gaps: Sequence[int]) -> torch.Tensor:
+def _joined(tensors: Sequence[torch.Tensor], gaps: Ints) -> torch.Tensor:
     """The bytes of tensors of one device behind each other, with so many zeros between them."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1).view(torch.uint8)
-    rows = list(tensors) if len({tensor.dtype for tensor in tensors}) == 1 else [t.reshape(-1).view(torch.uint8) for t in tensors]
-    if any(gaps):
+    rows = list(tensors) if len({*map(DTYPE, tensors)}) == 1 else [t.reshape(-1).view(torch.uint8) for t in tensors]
+    if gaps.any():
         zeros = torch.zeros(PADDING_NBYTES, dtype=torch.uint8, device=rows[0].device).view(rows[0].dtype)
         width = rows[0].element_size()
-        rows = [rows[0], *(one for gap, row in zip(gaps, rows[1:], strict=True) for one in (zeros[: gap // width], row))]
+        rows = [rows[0], *(one for gap, row in zip(gaps.tolist(), rows[1:], strict=True) for one in (zeros[: gap // width], row))]
     # One call, without the interpreter lock, for what `torch.cat` wants flat.
     return torch._C._nn.flatten_dense_tensors(rows).view(torch.uint8)
 
