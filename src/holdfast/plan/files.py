@@ -69,10 +69,13 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     if not single:
         storages = columns[0] if len(columns) == 1 else JoinedStorages(columns) if columns else NO_FILES
         return Table(names, kinds, array("q", kind.tobytes()), array("q", storage.tobytes()), storages, odd, views=views)
-    joined = JoinedStorages([*columns, _storages_of([(one, view) for _, one, view in single.values()])])
-    later = np.flatnonzero(storage >= count)
-    storage[later] = joined.numbers_from(count)[storage[later] - count]
-    return Table(names, kinds, array("q", kind.tobytes()), array("q", storage.tobytes()), joined, odd, views=views)
+    storages = _storages_of([(one, view) for _, one, view in single.values()])
+    if columns:
+        joined = JoinedStorages([*columns, storages])
+        later = np.flatnonzero(storage >= count)
+        storage[later] = joined.numbers_from(count)[storage[later] - count]
+        storages = joined
+    return Table(names, kinds, array("q", kind.tobytes()), array("q", storage.tobytes()), storages, odd, views=views)
 
 
 def _one_range(view: LazyTensor) -> Layout | None:

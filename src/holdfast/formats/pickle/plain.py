@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import cast
 from weakref import proxy
@@ -59,6 +60,12 @@ class DefaultDict(defaultdict[object, object]):
     __slots__ = ()
 
 
+@cache
+def plain_values() -> Mapping[Name, object]:
+    """Globals that are only ever mentioned."""
+    return {(BUILTINS, name): Global(BUILTINS, name) for name in (*PLAIN_TYPES, *MENTIONED)} | numpy_values()
+
+
 class PlainTable(ReducerTable):
     """The inert table with the rows for plain Python and numpy, and the rows that are given, which win.
 
@@ -96,9 +103,8 @@ class PlainTable(ReducerTable):
             (BUILTINS, "list"): nothing_given(list),
             (BUILTINS, "set"): nothing_given(set),
         }
-        mentioned = [Global(BUILTINS, name) for name in (*PLAIN_TYPES, *MENTIONED)]
         super().__init__(
-            values={(g.module, g.name): g for g in mentioned} | numpy_values() | dict(values or {}),
+            values={**plain_values(), **(values or {})},
             calls=plain | numpy_calls(proxy(self)) | dict(calls or {}),
             news=empty | dict(news or {}),
         )
