@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.order import in_order, natural
-from holdfast.core.patterns import glob, matcher, renamer
+from holdfast.core.patterns import glob, matcher, meant, renamed, renamer
 
 
 class Part:
@@ -78,9 +78,9 @@ NAMES = st.lists(st.text("ab.01*?[{-", max_size=8) | st.integers(0, 140).map(str
 @given(ROWS, st.data())
 def test_a_glob_is_what_the_oracle_says(part, data):
     found = glob(part.text)
-    for meant in (data.draw(part.sample), data.draw(part.sample), data.draw(NAMES)):
-        at = data.draw(st.integers(0, len(meant)))
-        for name in (meant, meant[:at] + meant[at + 1 :], meant[:at] + data.draw(st.sampled_from("ab.01")) + meant[at:]):
+    for text in (data.draw(part.sample), data.draw(part.sample), data.draw(NAMES)):
+        at = data.draw(st.integers(0, len(text)))
+        for name in (text, text[:at] + text[at + 1 :], text[:at] + data.draw(st.sampled_from("ab.01")) + text[at:]):
             assert found.matches(name) == (name == part.text or len(name) in part.ends(name, 0)), (part.text, name)
 
 
@@ -109,6 +109,39 @@ def test_a_star_stands_for_as_much_as_it_can_from_the_left(pieces, name):
     stars = pattern.count("*")
     if slow is not None:
         assert renamer([(pattern, "|".join(["*"] * stars))])(name) == "|".join(slow.groups())
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(ROWS, min_size=1, max_size=3), st.data())
+def test_a_column_of_names_is_matched_as_each_name(parts, data):
+    patterns = [part.text for part in parts]
+    names = [data.draw(st.one_of(NAMES, *(part.sample for part in parts))) for _ in range(6)]
+    names += [pattern + below for pattern in patterns for below in ("", ".w", "w")]
+    assert meant(patterns, names) == [any(matcher(pattern)(name) for pattern in patterns) for name in names]
+    for pattern in patterns:
+        assert glob(pattern).each_stood_for(names) == [glob(pattern).stood_for(name) for name in names]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.sampled_from(["a.*", "*.b", "a*b", "*", "a", "b.a", "*a*"]), max_size=3),
+    st.lists(st.text("ab.", max_size=6), max_size=6),
+)
+def test_names_become_what_the_first_rule_says(olds, names):
+    renames = [(old, old.replace("*", "<*>") + "!") for old in olds]
+
+    def oracle(name):
+        for old, new in renames:
+            stars = glob(old).stood_for(name)
+            if stars is not None and len(stars) == old.count("*"):
+                for star in stars:
+                    new = new.replace("*", star.replace("*", "?"), 1)
+                return new
+            if "*" not in old and name.startswith(f"{old}."):
+                return new + name[len(old) :]
+        return name
+
+    assert renamed(renames, names) == [oracle(name) for name in names]
 
 
 PARTS = st.sampled_from(["a", "b", "layers", "_", ".", "007", "0", "00"]) | st.integers(0, 10**6).map(str)

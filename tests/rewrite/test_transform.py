@@ -223,3 +223,45 @@ def test_losses_are_told_by_dtype(tmp_path):
     done = holdfast.convert(tmp_path / "a.pt", tmp_path / "b.pt", dtype={"a": "f16", "*": "float8_e5m2"})
     assert any("cast to float16: 1 of 2 values" in note and "'a'" in note for note in done.notes)
     assert any("cast to float8_e5m2: 1 of 2 values" in note and "'b'" in note for note in done.notes)
+
+
+FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu")
+EXTREMES = (0.0, -0.0, 1.5, -3.0, 1e-300, -1e-40, 1e-8, 3e-3, 448.0, 6e4, -1e9, 1e39, 1e300, float("inf"), float("nan"))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("format", ["", ".safetensors", ".pt"])
+def test_many_are_cast_as_each_by_itself(tmp_path, dtype, format):
+    """Short tensors are cast together, long ones block by block; values and losses are those of each tensor alone."""
+    import holdfast
+    from holdfast.engine.casting import cast, count_losses
+
+    generator = np.random.default_rng(7)
+    to, state = dtype_named(dtype), {}
+    for number, name in enumerate(FLOATS[:-1] * 3):
+        with np.errstate(all="ignore"):
+            values = generator.choice(EXTREMES, size=generator.integers(0, 9)).astype(dtype_named(name).numpy)
+        state[f"{number}.{name}"] = torch.from_numpy(values.view(f"i{values.itemsize}")).view(getattr(torch, name))
+    state["long"] = torch.from_numpy(generator.choice(EXTREMES, size=70_000))
+    state["tied"], state["rows"], state["whole"] = state["long"], torch.arange(6.0), torch.arange(4)
+    state["part"] = state["rows"][2:4]
+    holdfast.save(state, tmp_path / f"source{format}")
+    told = holdfast.convert(tmp_path / f"source{format}", tmp_path / f"target{format}", dtype=dtype)
+    lost: dict[str, int] = {}
+    with holdfast.open(tmp_path / f"source{format}") as source, holdfast.open(tmp_path / f"target{format}") as target:
+        assert set(source) == set(target)
+        for name, tensor in target.items():
+            given = source[name].numpy()
+            changes = source[name].dtype.kind == "float" and source[name].dtype is not to
+            made = cast(given.reshape(-1), to).reshape(given.shape) if changes else given
+            assert tensor.dtype is (to if changes else source[name].dtype)
+            nan = np.isnan(made.astype("f8")) if made.dtype.kind != "i" else np.zeros(made.shape, bool)
+            assert tensor.numpy()[~nan].tobytes() == made[~nan].tobytes()
+            assert not changes or np.isnan(tensor.numpy().astype("f8"))[nan].all()
+            if changes and name not in ("tied", "part"):
+                for outcome, count in count_losses(given.reshape(-1), None, to).items():
+                    lost[outcome] = lost.get(outcome, 0) + count
+    counts = sorted(
+        int(note.split(": ", 1)[1].split(" of ")[0].replace(",", "")) for note in told.notes if note.startswith("cast to")
+    )
+    assert counts == sorted(lost.values())

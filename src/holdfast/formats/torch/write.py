@@ -289,9 +289,17 @@ def pickled_rows(state: State) -> PickledRows:
         storage = [ODD if number in shared else number for number in storage]
     others = frozenset(type(value) for value, made in leaves.converted.values() if made is not value) - leaves.kinds
 
+    made: dict[int, LazyTensor] = {}
+
     def view(row: int) -> object:
-        value = leaves.described(leaves.values[row])
-        return value if isinstance(value, LazyTensor | Composite) else table.view(row)
+        value = leaves.values[row]
+        found = leaves.described(value)
+        if found is not value and isinstance(found, LazyTensor | Composite):
+            return found
+        # What stands in the tree is only a place: a lazy tensor there may be of another dtype. One object stays one object.
+        if id(value) not in made:
+            made[id(value)] = table.view(row)
+        return made[id(value)]
 
     return PickledRows(leaves.values, kinds, table.kind, storage, leaves.kinds, view, leaves.described, others)
 
