@@ -275,7 +275,7 @@ def read_entries(raw: bytes, tail: Tail, *, key: str, start: int, fold_case: boo
     inside = (packed <= tail.directory) & (offsets <= tail.directory)
     places.require(inside, "a record outside of the archive")
     names = decode_names(raw_names, flags.tolist(), places, fold_case=fold_case)
-    folders = np.fromiter((name.endswith("/") for name in names), np.bool_, len(names))
+    folders = np.array([name[-1:] == "/" for name in names], np.bool_)
     _check_attributes(fields["attributes"], folders, places)
     places.require(~folders | ((sizes == 0) & (methods == STORED)), "a folder that has content")
     order = np.argsort(offsets, kind="stable")
@@ -298,15 +298,16 @@ def _walk(raw: bytes, count: int, *, key: str, place: int) -> tuple[Ints, list[b
     head, last = ENTRY.itemsize, len(raw) - ENTRY.itemsize
     unpack = LENGTHS.unpack_from
     position = 0
-    positions, names = [], []
+    positions: list[int] = []
+    names: list[bytes] = []
     for _ in range(count):
         if position > last:
             where = place + min(position, len(raw))
             raise refused(f"fewer than {count} entries in the directory", key=key, offset=where)
         name, extra, comment = unpack(raw, position + LENGTHS_AT)
         stop = position + head + name
-        positions.append(position)
-        names.append(raw[position + head : stop])
+        positions += (position,)
+        names += (raw[position + head : stop],)
         position = stop + extra + comment
     if position != len(raw):
         raise refused(

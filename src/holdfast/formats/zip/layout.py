@@ -228,7 +228,7 @@ class Records(Mapping[str, ZipRecord]):
     A record is made when it is asked for: a million of them as columns take a quarter of the memory.
     """
 
-    __slots__ = ("_columns", "_rows")
+    __slots__ = ("_columns", "_rows", "_views")
 
     def __init__(
         self,
@@ -243,6 +243,7 @@ class Records(Mapping[str, ZipRecord]):
     ) -> None:
         self._rows = rows
         self._columns = (starts, packed, crcs, methods, headers, sizes)
+        self._views = tuple([column.data for column in self._columns])  # one number of it is an integer of Python's
 
     def __getitem__(self, name: str) -> ZipRecord:
         row = self._rows[name]
@@ -254,9 +255,9 @@ class Records(Mapping[str, ZipRecord]):
         row = self._rows.get(name)
         if row is None:
             return None
-        starts, packed, crcs, methods, _, sizes = self._columns
-        crc = crcs.item(row)
-        return starts.item(row), packed.item(row), crc if crc or not sizes.item(row) else None, methods.item(row) == STORED
+        starts, packed, crcs, methods, _, sizes = self._views
+        crc = crcs[row]
+        return starts[row], packed[row], crc if crc or not sizes[row] else None, methods[row] == STORED
 
     def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""

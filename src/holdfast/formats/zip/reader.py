@@ -243,11 +243,7 @@ class _Check:
         headers.require(fields["flags"] == entries.flags[rows], "two different sets of flags for one record")
         headers.require(fields["method"] == entries.methods[rows], "two different methods for one record")
         names = entries.raw_names[rows]
-        same = np.fromiter(
-            (raw.startswith(name, at) for name, at in zip(names, (positions + LOCAL.itemsize).tolist(), strict=True)),
-            np.bool_,
-            len(names),
-        )
+        same = np.array([*map(raw.startswith, names, (positions + LOCAL.itemsize).tolist())], np.bool_)
         fixed = self.fixed[rows]
         same &= fields["name_nbytes"] == fixed - LOCAL.itemsize
         headers.require(same, "two different names for one record")
@@ -359,7 +355,8 @@ def _prefix(names: list[str]) -> str:
     ('archive', '', '', '')
     """
     top, slash, _ = names[0].partition("/") if names else ("", "", "")
-    return top if slash and all(name.startswith(top + slash) for name in names) else ""
+    width = len(top) + 1
+    return top if slash and {name[:width] for name in names} == {top + slash} else ""
 
 
 BLOCK_NBYTES = 1 << 20
