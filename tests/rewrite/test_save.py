@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, defaultdict
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -223,3 +224,19 @@ def test_bytes_do_not_depend_on_the_current_directory(tmp_path, monkeypatch):
     state = {"w": np.arange(4)}
     with holdfast.open(holdfast.to_bytes(state, "safetensors")) as ckpt:
         np.testing.assert_array_equal(ckpt["w"].numpy(), state["w"])
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors", ""])
+def test_a_dimension_of_one_may_have_any_stride(tmp_path: Path, suffix: str):
+    """numpy leaves it below zero where such an array was turned round; a file has none of those."""
+    state = {
+        "plain": np.ones((1,), np.bool_),
+        "one": np.ones((1,), np.bool_)[::-1],
+        "two": np.arange(6, dtype=np.int16).reshape(3, 1, 2)[:, ::-1],
+        "empty": np.zeros((0, 2), np.float64)[:, ::-1],
+        "turned": np.arange(3)[::-1],
+    }
+    for _ in range(2):
+        holdfast.save(state, tmp_path / f"a{suffix}", overwrite=True)
+        with holdfast.open(tmp_path / f"a{suffix}") as opened:
+            assert {name: opened[name].numpy().tolist() for name in opened} == {name: one.tolist() for name, one in state.items()}

@@ -318,11 +318,19 @@ def leaf_names(tree: object) -> list[str]:
     """
     if not is_entered(tree):
         return [""]
-    names: list[str] = []
-    left = MOST_LEAVES
+    naming = _LeafNaming()
+    naming.add(tree, "")
+    return naming.names
 
-    def add(container: object, prefix: str) -> None:
-        nonlocal left
+
+class _LeafNaming:
+    """One walk of `leaf_names`."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._left = MOST_LEAVES
+
+    def add(self, container: object, prefix: str) -> None:
         keys: Iterable[object]
         if isinstance(container, dict):
             keys, inside = container, [*container.values()]
@@ -331,21 +339,18 @@ def leaf_names(tree: object) -> list[str]:
         else:
             inside = [*cast("list[object] | tuple[object, ...]", container)]
             keys = range(len(inside))
-        left -= len(inside)
-        if left < 0:
+        self._left -= len(inside)
+        if self._left < 0:
             raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
         below = entered(inside)
         if True not in below:
-            names.extend([f"{prefix}{key}" for key in keys])
+            self.names.extend([f"{prefix}{key}" for key in keys])
             return
         for key, value, inner in zip(keys, inside, below, strict=True):
             if inner:
-                add(value, f"{prefix}{key}.")
+                self.add(value, f"{prefix}{key}.")
             else:
-                names.append(f"{prefix}{key}")
-
-    add(tree, "")
-    return names
+                self.names.append(f"{prefix}{key}")
 
 
 def rebuilt(

@@ -90,6 +90,14 @@ def _plain_dtype(dtype: AnyDType) -> DType | None:
     return None if row is None or row.packed else row
 
 
+def _known_strides(array: np.ndarray) -> tuple[int, ...]:
+    """Bytes from one element to the next; not below zero where there is no next element, as a dimension of one may have it."""
+    if min(array.strides, default=0) >= 0:
+        return array.strides
+    single = [array.size == 0 or length == 1 for length in array.shape]
+    return tuple([abs(stride) if one else stride for stride, one in zip(array.strides, single, strict=True)])
+
+
 class Resident:
     """The memory of one state that is being saved. Its tensors keep every buffer alive that they point at, through their source."""
 
@@ -127,7 +135,7 @@ class Resident:
         start = root.__array_interface__["data"][0]
         storage = self.memory(start, flat.data, owner=root)
         offset = array.__array_interface__["data"][0] - start
-        return self.strided(storage, dtype, array.shape, array.strides, offset)
+        return self.strided(storage, dtype, array.shape, _known_strides(array), offset)
 
     def memory(self, address: int, content: memoryview, *, owner: object, location: str = "cpu") -> Storage:
         """The storage for a range of memory; the same one for the same range."""

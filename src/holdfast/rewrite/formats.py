@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import islice
 
+from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, State, Store
@@ -197,7 +198,8 @@ def _of_each_kind(table: Table) -> dict[object, int]:
         kind = table.kinds[number]
         traits = kind.traits
         marks = (traits.requires_grad, traits.parameter, traits.buffer)
-        alike[kind.dtype.name, len(kind.shape), kind.nbytes == 0, marks, kind.location] = row
+        usual = kind.strides == c_strides(kind.shape, kind.dtype.bits)
+        alike[kind.dtype.name, len(kind.shape), kind.nbytes == 0, usual, marks, kind.location] = row
     return alike
 
 

@@ -71,7 +71,7 @@ def with_tree(state: State, tree: object, limits: Limits | None = None) -> State
         if found is not None:
             moved = table.select([rows[id(value)] for value in found.values], found.names)
             return replace(state, tree=tree, tensors=moved, leaves=_marked(found.over(moved), moved))
-        tree = _lazy_tree(tree, leaves, table)
+        tree = _LazyTree(leaves, table).walk(tree)
     named = name_tensors(tree, limits or DEFAULTS, MOST_VISITS, held=True)
     return replace(state, tree=tree, tensors=named.tensors, paths=named.paths, leaves=None)
 
@@ -80,23 +80,25 @@ def lazily(state: State) -> State:
     """The state with a lazy tensor in the place of each leaf, for whoever looks at them one by one."""
     if state.leaves is None:
         return state
-    tree = _lazy_tree(state.tree, state.leaves, table_of(state))
+    tree = _LazyTree(state.leaves, table_of(state)).walk(state.tree)
     named = name_tensors(tree, DEFAULTS, MOST_VISITS, held=True)
     return replace(state, tree=tree, tensors=named.tensors, paths=named.paths, leaves=None)
 
 
-def _lazy_tree(tree: object, leaves: Leaves, table: Table) -> object:
-    """A tree of leaves with their lazy tensors in their places."""
-    views = {id(value): row for row, value in enumerate(leaves.values)}
-    made: dict[int, object] = {}
+class _LazyTree:
+    """Makes a tree of leaves again, with their lazy tensors in their places."""
 
-    def walk(value: object) -> object:
+    def __init__(self, leaves: Leaves, table: Table) -> None:
+        self._leaves, self._table = leaves, table
+        self._rows = {id(value): row for row, value in enumerate(leaves.values)}
+        self._made: dict[int, object] = {}
+
+    def walk(self, value: object) -> object:
+        made = self._made
         if id(value) not in made:
             if isinstance(value, dict | list | tuple) and type(value) in CONTAINERS:
-                made[id(value)] = rebuilt(value, [*map(walk, value.values() if isinstance(value, dict) else value)])
+                made[id(value)] = rebuilt(value, [*map(self.walk, value.values() if isinstance(value, dict) else value)])
             else:
-                found = leaves.described(value)
-                made[id(value)] = table.view(views[id(found)]) if id(found) in views else found
+                found = self._leaves.described(value)
+                made[id(value)] = self._table.view(self._rows[id(found)]) if id(found) in self._rows else found
         return made[id(value)]
-
-    return walk(tree)

@@ -152,6 +152,8 @@ class _Flattening:
 
     def __init__(self, flat: FlatState, leaves: Leaves | None) -> None:
         self._flat, self._leaves = flat, leaves
+        self._plain = leaves is not None and not leaves.odd and not leaves.composites()
+        """Whether all tensors are plain ones."""
 
     def walk(self, value: object, raw: object, path: Path) -> None:
         if isinstance(value, Mapping) and isinstance(raw, Mapping) and (value or not path):
@@ -177,7 +179,7 @@ class _Flattening:
     def _all_tensors(self, value: Mapping[object, object], path: Path) -> bool:
         """Take a mapping of plain tensors as a whole; False where it is another one, and nothing is done."""
         leaves, flat = self._leaves, self._flat
-        if leaves is None or leaves.odd or not value or not leaves.kinds.issuperset(map(type, value.values())):
+        if leaves is None or not self._plain or not value or not leaves.kinds.issuperset(map(type, value.values())):
             return False
         before = "".join([f"{key}." for key in path])
         names = {f"{before}{key}": (*path, str(key)) for key in value}
