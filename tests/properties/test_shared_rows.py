@@ -36,7 +36,7 @@ def views(draw):
                 one = one.conj()
             elif how == "imag" and one.is_complex():
                 one = one.imag
-            elif how == "bytes" and one.dtype == torch.float32 and one.is_contiguous():
+            elif how == "bytes" and one.dtype == torch.float32 and one.is_contiguous() and not one.is_neg():
                 one = one.view(torch.int32)
             elif how == "parameter" and not one.is_complex() and one.is_floating_point():
                 one = torch.nn.Parameter(one.detach(), requires_grad=False)

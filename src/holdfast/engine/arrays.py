@@ -2,8 +2,8 @@
 
 A numpy buffer is a chunk like any other, and arrays over one buffer are aliases.
 
-An array is *plain* where it is of numpy's own class, owns its memory, lies in C order, and has a dtype that a file may have: what
-owns its memory shares it with no other that does.
+An array of numpy's own class and of a dtype that a file may have is a row of a table where it owns its memory, or is a view of one
+that does: what owns its memory shares it with no other that does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.stores.memory import MemoryStore
 ARRAY_TYPES = (np.ndarray,)
 """Types of arrays that may be rows, by exact class."""
 
-DTYPE, SHAPE, NBYTES, BASE, FLAGS = map(attrgetter, ("dtype", "shape", "nbytes", "base", "flags"))
+DTYPE, SHAPE, STRIDES, NBYTES, BASE, FLAGS = map(attrgetter, ("dtype", "shape", "strides", "nbytes", "base", "flags"))
 IN_ORDER, OWNED = attrgetter("c_contiguous"), attrgetter("owndata")
 
 
@@ -45,12 +45,12 @@ class ArrayStorages:
     def read(self, numbers: Sequence[int]) -> list[bytes]:
         """Copies of those of these numbers: to make a view takes longer."""
         arrays = self._arrays
-        return [arrays[number].tobytes() for number in numbers]
+        return [arrays[number].tobytes("A") for number in numbers]
 
     def alone(self, number: int, label: str) -> Memory | bytes:
         """Those of one, where they lie."""
         array = self._arrays[number]
-        return Memory(byte_row(array).data, label, array) if array.nbytes else b""
+        return Memory(byte_row(array if array.flags.c_contiguous else array.T).data, label, array) if array.nbytes else b""
 
     def addresses(self) -> list[int]:
         """Where each begins."""
@@ -58,30 +58,55 @@ class ArrayStorages:
 
 
 def tabulate_arrays(values: list[object]) -> Tabulated:
-    """The plain ones among some arrays."""
+    """The arrays among some that are views of an array which owns its memory, or own it themselves."""
     arrays = cast("list[np.ndarray]", values)
     rows: Sequence[int] = range(len(arrays))
     flags = list(map(FLAGS, arrays))
-    apart = {*map(id, map(BASE, arrays))} == {id(None)}
-    if not apart or not all(map(IN_ORDER, flags)) or not all(map(OWNED, flags)):
-        fine = [one.base is None and flag.c_contiguous and flag.owndata for one, flag in zip(arrays, flags, strict=True)]
-        arrays, rows = [*compress(arrays, fine)], [*compress(rows, fine)]
+    plain = {*map(id, map(BASE, arrays))} == {id(None)} and all(map(IN_ORDER, flags)) and all(map(OWNED, flags))
+    roots = arrays
+    if not plain:
+        roots = [one if one.base is None else one.base for one in arrays]
+        known_roots = {id(root): root for root in roots}
+        good = {place for place, root in known_roots.items() if _is_root(root)}
+        fine = [place in good for place in map(id, roots)]
+        arrays, roots, rows = [*compress(arrays, fine)], [*compress(roots, fine)], [*compress(rows, fine)]
     dtypes = list(map(DTYPE, arrays))
     known = {dtype: _plain_dtype(dtype) for dtype in set(dtypes)}
     if any(row is None for row in known.values()):
         fine = [known[dtype] is not None for dtype in dtypes]
-        arrays, rows, dtypes = [*compress(arrays, fine)], [*compress(rows, fine)], [*compress(dtypes, fine)]
-    positions: dict[tuple[AnyDType, tuple[int, ...]], int] = {}
-    kind = [positions.setdefault(one, len(positions)) for one in zip(dtypes, map(SHAPE, arrays), strict=True)]
-    kinds = [Kind.plain(row, shape) for dtype, shape in positions if (row := known[dtype]) is not None]
+        arrays, roots, rows, dtypes = ([*compress(column, fine)] for column in (arrays, roots, rows, dtypes))
+    positions: dict[tuple[object, ...], int] = {}
+    if plain:
+        kind = [positions.setdefault(one, len(positions)) for one in zip(dtypes, map(SHAPE, arrays), strict=True)]
+        kinds = [Kind.plain(known[dtype], shape) for dtype, shape in positions]
+    else:
+        offsets = [
+            one.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+            for one, root in zip(arrays, roots, strict=True)
+        ]
+        asked = zip(dtypes, map(SHAPE, arrays), map(STRIDES, arrays), offsets, map(NBYTES, roots), strict=True)
+        kind = [positions.setdefault(one, len(positions)) for one in asked]
+        kinds = [_view_kind(known[dtype], *rest) for dtype, *rest in positions]  # type: ignore[arg-type]
     storage: Sequence[int] = range(len(arrays))
-    numbers = dict(zip(map(id, reversed(arrays)), reversed(storage), strict=True))
-    if len(numbers) < len(arrays):
+    numbers = dict(zip(map(id, reversed(roots)), reversed(storage), strict=True))
+    if len(numbers) < len(roots):
         firsts = sorted(numbers.values())
-        numbers = {id(arrays[first]): number for number, first in enumerate(firsts)}
-        storage, arrays = [*map(numbers.__getitem__, map(id, arrays))], [arrays[first] for first in firsts]
-    held = ArrayStorages(arrays)
+        numbers = {id(roots[first]): number for number, first in enumerate(firsts)}
+        storage, roots = [*map(numbers.__getitem__, map(id, roots))], [roots[first] for first in firsts]
+    held = ArrayStorages(roots)
     return Tabulated(rows, kinds, kind, storage, held, held.addresses)
+
+
+def _is_root(array: object) -> bool:
+    """Whether an array owns its memory, and all bytes of it are its own."""
+    return (
+        type(array) is np.ndarray and array.base is None and array.flags.owndata and array.flags.forc and not array.dtype.hasobject
+    )
+
+
+def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, nbytes: int) -> Kind:
+    """The kind of a view; strides and offset in bytes, in the memory of an array of so many bytes."""
+    return Kind.strided(dtype, shape, tuple([8 * stride for stride in strides]), offset=8 * offset, storage_nbytes=nbytes)
 
 
 def _plain_dtype(dtype: AnyDType) -> DType | None:
