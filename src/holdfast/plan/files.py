@@ -66,15 +66,12 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
             kinds.append(_kind_of(view, is_odd=row in odd))
         kind[row] = position
     columns = [*parts.values()]
-    if not single:
-        storages = columns[0] if len(columns) == 1 else JoinedStorages(columns) if columns else NO_FILES
-        return Table(names, kinds, array("q", kind.tobytes()), array("q", storage.tobytes()), storages, odd, views=views)
-    storages = _storages_of([(one, view) for _, one, view in single.values()])
-    if columns:
-        joined = JoinedStorages([*columns, storages])
+    if single:
+        columns.append(_storages_of([(one, view) for _, one, view in single.values()]))
+    storages = columns[0] if len(columns) == 1 else JoinedStorages(columns) if columns else NO_FILES
+    if single and isinstance(storages, JoinedStorages):
         later = np.flatnonzero(storage >= count)
-        storage[later] = joined.numbers_from(count)[storage[later] - count]
-        storages = joined
+        storage[later] = storages.numbers_from(count)[storage[later] - count]
     return Table(names, kinds, array("q", kind.tobytes()), array("q", storage.tobytes()), storages, odd, views=views)
 
 

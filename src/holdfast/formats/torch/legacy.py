@@ -14,7 +14,7 @@ from __future__ import annotations
 from holdfast.core.chunk import Storage
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
-from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated
 from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
 from holdfast.formats.pickle.table import ReducerTable
@@ -377,6 +377,6 @@ def _tensors(cursor: Cursor, storages: dict[int, LazyTensor]) -> dict[int, LazyT
         if not 0 <= rank <= limits.rank:
             raise LimitExceeded(f"a tensor with {rank} dimensions, above Limits(rank={limits.rank})", found=rank)
         size, stride, (offset,) = cursor.ints(rank), cursor.ints(rank), cursor.ints(1)
-        found[name] = strided_view(storages[owner], storages[owner].dtype, offset, size=size, stride=stride, traits=Traits())
+        found[name] = strided_view(storages[owner], storages[owner].dtype, offset, size=size, stride=stride, traits=PLAIN)
     cursor.finish()
     return found

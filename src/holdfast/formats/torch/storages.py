@@ -15,11 +15,11 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.table import FilePlace, Kind
-from holdfast.core.tensor import NO_CRC, PLAIN, LazyTensor, Traits
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, MetadataError, PickleError
 from holdfast.formats.pickle.glance import Make, TensorArguments
-from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach
+from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach, view_traits
 from holdfast.formats.zip.layout import Place
 from holdfast.plan.files import FileRow, FileStorages
 
@@ -133,7 +133,7 @@ class Storages:
         if last < 0 or dtype.packed or last >= asked.count:
             return None
         strides = tuple(step * bits for step in steps)
-        traits = Traits(requires_grad=True) if claim.grad else PLAIN
+        traits = view_traits(claim.grad, False, False)
         kind = Kind.strided(
             dtype, shape, strides, offset=begin * bits, storage_nbytes=asked.nbytes, traits=traits, byteorder=rows.byteorder,
             location=claim.location,

@@ -30,6 +30,7 @@ from holdfast.formats.torch.tensors import (
     quantized,
     sparse,
     strided_view,
+    view_traits,
 )
 
 Args = tuple[object, ...]
@@ -160,9 +161,7 @@ def _tensor_v2(args: Args) -> object:
         return Opaque(Global("torch._utils", "_rebuild_tensor_v2"), args)
     grad = args[4] if len(args) > 4 else False
     conj, neg = _flags(args[6] if len(args) > 6 else None)
-    return strided_view(
-        storage, storage.dtype, offset, size=size, stride=stride, traits=Traits(requires_grad=grad is True, conj=conj, neg=neg)
-    )
+    return strided_view(storage, storage.dtype, offset, size=size, stride=stride, traits=view_traits(grad is True, conj, neg))
 
 
 def _tensor_v3(args: Args) -> object:
@@ -171,9 +170,7 @@ def _tensor_v3(args: Args) -> object:
     if not isinstance(storage, LazyTensor):
         return Opaque(Global("torch._utils", "_rebuild_tensor_v3"), args)
     conj, neg = _flags(args[7] if len(args) > 7 else None)
-    return strided_view(
-        storage, _dtype(dtype), offset, size=size, stride=stride, traits=Traits(requires_grad=grad is True, conj=conj, neg=neg)
-    )
+    return strided_view(storage, _dtype(dtype), offset, size=size, stride=stride, traits=view_traits(grad is True, conj, neg))
 
 
 def _parameter(args: Args) -> object:

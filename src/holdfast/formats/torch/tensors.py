@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
-from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
 from holdfast.errors import LimitExceeded, MetadataError, PickleError
 
 MAX_ELEMENTS = 1 << 62
@@ -24,6 +25,12 @@ MAX_ELEMENTS = 1 << 62
 
 MAX_STRIDE = 1 << 55
 """Elements of 128 bits at this distance are countable in 64 bits."""
+
+
+@lru_cache(maxsize=8)
+def view_traits(requires_grad: bool, conj: bool, neg: bool) -> Traits:
+    """The traits of a plain tensor: one object for all that are alike."""
+    return Traits(requires_grad=requires_grad, conj=conj, neg=neg) if requires_grad or conj or neg else PLAIN
 
 
 def checked_ints(values: object, what: str, rank: int | None = None) -> tuple[int, ...]:
