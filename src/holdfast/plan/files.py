@@ -27,7 +27,26 @@ BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
 def tabulated(tensors: Mapping[str, LazyTensor]) -> Table:
     """A table of lazy tensors that are there already. Those in one piece of one range of a file are rows; all others are odd."""
-    return tensors if isinstance(tensors, Table) else tabulate([*tensors], [*tensors.values()])
+    return tensors if isinstance(tensors, Table) else ViewTable([*tensors], [*tensors.values()])
+
+
+COLUMNS = ("kinds", "kind", "storage", "storages", "odd")
+
+
+class ViewTable(Table):
+    """A table of lazy tensors that are there already. Its columns are made when one is asked for first."""
+
+    def __init__(self, names: Sequence[str], views: Sequence[LazyTensor]) -> None:
+        self.names, self._views = names, views
+        self._rows = self._apart = None
+
+    def __getattr__(self, name: str) -> object:
+        if name not in COLUMNS:
+            raise AttributeError(f"a table has no {name!r}", name=name, obj=self)
+        made = tabulate(self.names, self._views or ())
+        # Whoever comes second makes the same.
+        self.kinds, self.kind, self.storage, self.storages, self.odd = made.kinds, made.kind, made.storage, made.storages, made.odd
+        return getattr(made, name)
 
 
 def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
