@@ -106,6 +106,7 @@ WRITING: dict[str, Callable[[Path, Path], object]] = {
     "to torch": lambda src, dst: holdfast.convert(src, dst / "y.pt", overwrite=True),
     "to safetensors": lambda src, dst: holdfast.convert(src, dst / "y.safetensors", overwrite=True),
     "to native": lambda src, dst: holdfast.convert(src, dst / "y", overwrite=True),
+    "cast": lambda src, dst: holdfast.convert(src, dst / "y", dtype="bf16", overwrite=True),
     "edit": lambda src, dst: holdfast.edit(src, dst / "y.pt", drop=["w1"], overwrite=True),
     "tie": lambda src, dst: holdfast.tie(src, dst / "y.pt", overwrite=True),
     "compact": lambda src, dst: holdfast.compact(src, dst / "y.safetensors", overwrite=True),

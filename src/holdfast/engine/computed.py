@@ -261,9 +261,10 @@ class ComputedStorages:
             if number not in self._rows:
                 way, name = self._ways[self._way[number]], self._origin.names[number]
                 count = int(self.nbytes[number]) // way.dtype.numpy.itemsize
+                done = self._seen  # not `self`, which leads back here
 
                 def observe(elements: np.ndarray, made: np.ndarray) -> None:
-                    if not self._seen[number]:
+                    if not done[number]:
                         way.observe([name], np.zeros(1, np.int64), elements, made)
 
                 seen, original = Seen(), self._origin.view(number, Kind.plain(way.origin, (count,)), name)
