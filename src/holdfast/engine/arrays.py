@@ -106,7 +106,9 @@ def _is_root(array: object) -> bool:
 
 def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, nbytes: int) -> Kind:
     """The kind of a view; strides and offset in bytes, in the memory of an array of so many bytes."""
-    return Kind.strided(dtype, shape, tuple([8 * stride for stride in strides]), offset=8 * offset, storage_nbytes=nbytes)
+    # The stride of a single element is never used, and torch has none below 0.
+    bits = tuple([8 * (abs(stride) if n == 1 else stride) for n, stride in zip(shape, strides, strict=True)])
+    return Kind.strided(dtype, shape, bits, offset=8 * offset, storage_nbytes=nbytes)
 
 
 def _plain_dtype(dtype: AnyDType) -> DType | None:
