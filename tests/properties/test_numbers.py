@@ -29,7 +29,7 @@ def expected(array: np.ndarray, bins: int) -> dict[str, object]:
         finite = wide[np.isfinite(wide)]
         found: dict[str, object] = {
             "nans": int(np.isnan(wide).sum()), "infinities": int(np.isinf(wide).sum()), "zeros": int((finite == 0).sum()),
-            "norm": float(np.sqrt(np.sum(finite * finite))),
+            "norm": float(np.sqrt(np.sum(finite * finite))) if finite.size or not wide.size else None,
         }  # fmt: skip
         if not finite.size:
             return {**found, "histogram": ()}

@@ -106,9 +106,10 @@ def _is_root(array: object) -> bool:
 
 def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, nbytes: int) -> Kind:
     """The kind of a view; strides and offset in bytes, in the memory of an array of so many bytes."""
-    # The stride of a single element is never used, and torch has none below 0.
-    bits = tuple([8 * (abs(stride) if n == 1 else stride) for n, stride in zip(shape, strides, strict=True)])
-    return Kind.strided(dtype, shape, bits, offset=8 * offset, storage_nbytes=nbytes)
+    if 0 in shape:
+        strides, offset = (0,) * len(shape), 0
+    known = tuple([8 * stride for stride in _known_strides(shape, strides)])
+    return Kind.strided(dtype, shape, known, offset=8 * offset, storage_nbytes=nbytes)
 
 
 def _plain_dtype(dtype: AnyDType) -> DType | None:
@@ -117,12 +118,11 @@ def _plain_dtype(dtype: AnyDType) -> DType | None:
     return None if row is None or row.packed else row
 
 
-def _known_strides(array: np.ndarray) -> tuple[int, ...]:
+def _known_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Bytes from one element to the next; not below zero where there is no next element, as a dimension of one may have it."""
-    if min(array.strides, default=0) >= 0:
-        return array.strides
-    single = [array.size == 0 or length == 1 for length in array.shape]
-    return tuple([abs(stride) if one else stride for stride, one in zip(array.strides, single, strict=True)])
+    if min(strides, default=0) >= 0:
+        return strides
+    return tuple([abs(stride) if length == 1 or 0 in shape else stride for length, stride in zip(shape, strides, strict=True)])
 
 
 class Resident:
@@ -162,7 +162,7 @@ class Resident:
         start = root.__array_interface__["data"][0]
         storage = self.memory(start, flat.data, owner=root)
         offset = array.__array_interface__["data"][0] - start
-        return self.strided(storage, dtype, array.shape, _known_strides(array), offset)
+        return self.strided(storage, dtype, array.shape, _known_strides(array.shape, array.strides), offset)
 
     def memory(self, address: int, content: memoryview, *, owner: object, location: str = "cpu") -> Storage:
         """The storage for a range of memory; the same one for the same range."""

@@ -42,12 +42,12 @@ from holdfast.formats.zip.reader import read_archive
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
-from holdfast.plan.table import table_of
+from holdfast.plan.table import lazy_table, table_of
 from holdfast.rewrite.formats import Options, check_archive_name, plan_save, suffix_of, without_origin
 from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, state_of, weights_of
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, check_target, planned_fields, rewritten, stores_of
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.rows import lazily, with_odd, with_table
+from holdfast.rewrite.rows import lazily, with_table
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.tie import tie_state
 from holdfast.rewrite.writing import Writing
@@ -164,6 +164,8 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
         raise CannotHold("a package holds models by their names", wrong)
     opened: dict[tuple[object, ...], object] = {}
     states: dict[str, State] = {}
+    once: dict[int, State] = {}
+    """By identity: two models of one checkpoint are rows of one table, and share what they have."""
     beside: dict[str, Beside] = {}
     memory: dict[str, object] = {}
     notes: list[str] = []
@@ -178,7 +180,9 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
             tree, beside[model] = _member(value, limits)
             states[model] = state_of(tree, {})
         elif isinstance(value, Checkpoint | State):
-            state = states[model] = value if isinstance(value, State) else tabulate_state(value, limits=limits)
+            if id(value) not in once:
+                once[id(value)] = value if isinstance(value, State) else tabulate_state(value, limits=limits)
+            state = states[model] = once[id(value)]
             notes += [f"model {model!r}: {note}" for note in state.notes]
             texts = ", ".join(sorted(without_origin(state.metadata).keys() - {"models"})[:8])
             notes += [f"model {model!r}: its metadata ({texts}) has no place in a package and is not kept"] if texts else []
@@ -321,7 +325,7 @@ def share_files(state: State) -> State:
         chunks = tuple(chunk.over(chunk.storage.moved(source.store)) for chunk in tensor.chunks)
         return replace(tensor, chunks=chunks, source=source)
 
-    return with_table(state, with_odd(table, {row: moved(tensor) for row, tensor in enumerate(tensors)}))
+    return with_table(state, lazy_table(table.names, [*map(moved, tensors)]))
 
 
 @understood
