@@ -21,10 +21,11 @@ from holdfast.core.tensor import NO_CRC, Composite, LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.engine.casting import cast
 from holdfast.engine.computed import Computed
-from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError
+from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, SaveError
 from holdfast.formats.safetensors.schema import ADDRESSABLE
 from holdfast.plan.files import tabulated
 from holdfast.plan.stored import parts_of
+from holdfast.plan.table import table_of
 from holdfast.ranks.state import RankState
 from holdfast.rewrite.state import tabulate_state
 
@@ -200,6 +201,18 @@ def test_rows_over_memory_own_it():
     table = tabulate_state(state).tensors
     del state
     assert np.frombuffer(b"".join(table.read([0, 1])), np.float32).tolist() == [1.0] * 1000 + [2.0] * 8
+
+
+@pytest.mark.parametrize("others", [{}, {"array": np.ones(3)}])
+def test_a_tensor_that_is_resized_meanwhile_is_named(others):
+    tensors = {"first": torch.ones(64), "second": torch.ones(64)}
+    table = table_of(tabulate_state({**others, **tensors}))
+    rows = range(len(table))
+    assert bytes(table.read(rows)[-1]) == np.ones(64, np.float32).tobytes()
+    tensors["second"].untyped_storage().resize_(1 << 20)
+    with pytest.raises(SaveError, match="resized") as caught:
+        table.read(rows)
+    assert caught.value.tensor == "second"
 
 
 def test_composite_tensors_are_several_rows_and_one_record_in_the_tree(tmp_path):

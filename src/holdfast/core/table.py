@@ -27,6 +27,7 @@ from holdfast.core.protocols import Source, Store
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import NO_CRC, PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value
+from holdfast.errors import SaveError
 
 if TYPE_CHECKING:
     from holdfast.plan.saves import Data, Memory
@@ -114,6 +115,15 @@ class Kind(Value, frozen=True, eq=False):
         )  # fmt: skip
 
 
+class StorageMoved(Exception):
+    """A storage in memory is no longer where it was: resized, or freed."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.at = at
+        """Which of the storages that were to be read."""
+
+
 class Storages(Protocol):
     """The medium of a table: a column of stretches of bytes."""
 
@@ -130,7 +140,10 @@ class Storages(Protocol):
         """What is read, beside this process's memory."""
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
-        """The bytes of storages of these numbers, all of them together. Raises what names the storage that cannot be had."""
+        """The bytes of storages of these numbers, all of them together.
+
+        Raises what names the storage that cannot be had; `StorageMoved` for memory.
+        """
 
     def alone(self, number: int, label: str) -> bytes | Data | Memory:
         """The bytes of one storage under a label where they lie, as a segment; `b""` where there are none."""
@@ -264,7 +277,10 @@ class Table(Mapping[str, LazyTensor]):
     def read(self, rows: Sequence[int]) -> Sequence[Piece]:
         """The bytes of rows that are all of their storages, all together."""
         storage = self.storage
-        return self.storages.read([storage[row] for row in rows])
+        try:
+            return self.storages.read([storage[row] for row in rows])
+        except StorageMoved as moved:
+            raise SaveError("its storage was resized or freed while it was saved", tensor=self.names[rows[moved.at]]) from None
 
     def alone(self, row: int, label: str) -> bytes | Data | Memory:
         """The bytes of a row that is all of its storage, as a segment; `b""` where there are none."""

@@ -21,7 +21,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.protocols import State
-from holdfast.core.table import ODD, FilePlace, Kind, Piece, Table
+from holdfast.core.table import ODD, FilePlace, Kind, Piece, StorageMoved, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.plan import saves
@@ -79,7 +79,10 @@ class StateStorages:
         pieces: list[Piece] = [b""] * len(numbers)
         for side in np.unique(sides).tolist():
             here = np.flatnonzero(sides == side)
-            found = self._parts[side].read((wanted[here] - self._edges[side]).tolist())
+            try:
+                found = self._parts[side].read((wanted[here] - self._edges[side]).tolist())
+            except StorageMoved as moved:
+                raise StorageMoved(int(here[moved.at])) from None
             for place, piece in zip(here.tolist(), found, strict=True):
                 pieces[place] = piece
         return pieces

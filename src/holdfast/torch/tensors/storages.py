@@ -24,7 +24,7 @@ import torch
 from holdfast.core.arrays import Ints
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.runtime import memories_at, memory_at
-from holdfast.core.table import Kind
+from holdfast.core.table import Kind, StorageMoved
 from holdfast.core.tensor import PLAIN, Traits
 from holdfast.core.value import Value, replace
 from holdfast.plan.saves import BATCH, Data, Memory
@@ -85,8 +85,14 @@ class TensorStorages:
         return [pieces[number] for number in numbers]
 
     def _near(self, numbers: Sequence[int]) -> list[memoryview]:
-        some = slice(numbers.start, numbers.stop) if isinstance(numbers, range) else list(numbers)
-        return memories_at(self._addresses[some].tolist(), self.nbytes[some].tolist())
+        some = list(numbers)
+        held = [self._storages[number] for number in some]
+        addresses, lengths = self._addresses[some].tolist(), self.nbytes[some].tolist()
+        now = [*map(torch.UntypedStorage.data_ptr, held)], [*map(torch.UntypedStorage.nbytes, held)]
+        if now != (addresses, lengths):
+            was = zip(addresses, lengths, *now, strict=True)
+            raise StorageMoved(next(at for at, (place, nbytes, here, long) in enumerate(was) if (place, nbytes) != (here, long)))
+        return memories_at(addresses, lengths)
 
     def alone(self, number: int, label: str) -> Memory | Data | bytes:
         """Those of one."""
