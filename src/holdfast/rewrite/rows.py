@@ -23,7 +23,7 @@ def flat_state(table: Table, metadata: Mapping[str, str]) -> State:
 
 
 def _marked(leaves: Leaves, table: Table) -> Leaves:
-    leaves.marked = any(is_marked(kind.traits) for kind in table.kinds)
+    leaves.marked = any(is_marked(table.kinds[kind].traits) for kind in {*table.kind})
     return leaves
 
 

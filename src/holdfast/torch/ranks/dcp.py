@@ -243,7 +243,7 @@ DICT = pickle.EMPTY_DICT + pickle.MEMOIZE
 
 def _empty_index(path: str, save_id: str) -> m.Metadata:
     """The index with nothing in its three dicts."""
-    made = m.Metadata({}, {}, {}, m.StorageMeta(checkpoint_id=path, save_id=save_id))
+    made = m.Metadata({}, {}, {}, m.StorageMeta(checkpoint_id=str(path), save_id=save_id))
     if versions.VERSIONED:
         made.version = "1.0.0"
     return made
