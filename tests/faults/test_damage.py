@@ -245,6 +245,17 @@ def test_the_checksum_that_was_expected_is_named(folder):
     assert (damage.expected, damage.found) == (caught.value.expected, caught.value.found)
 
 
+def test_a_damaged_record_is_placed(tmp_path):
+    path = tmp_path / "model.safetensors"
+    holdfast.save({"w": np.arange(4, dtype=np.float32)}, path)
+    raw = path.read_bytes()
+    at = raw.index(b"crc32")
+    path.write_bytes(raw[:at] + b"crc33" + raw[at + 5 :])
+    with pytest.raises(Corrupted, match="in __metadata__") as caught:
+        holdfast.open(path)
+    assert (caught.value.file, caught.value.offset) == (path.name, 8)
+
+
 def test_files_that_no_tensor_depends_on_are_verified(folder):
     index = folder / "model.safetensors.index.json"
     raw = index.read_bytes()

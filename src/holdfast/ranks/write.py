@@ -67,7 +67,7 @@ from holdfast.ranks.files import (
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
 from holdfast.ranks.together import Together
-from holdfast.rewrite.formats import Outline, check_holds, described, near_limits, rehearse
+from holdfast.rewrite.formats import Outline, check_holds, described, near_limits, note_opened, rehearse, was_opened
 from holdfast.rewrite.references import References
 from holdfast.rewrite.renewal import NOTHING as NO_SEALS
 from holdfast.rewrite.state import describe_state
@@ -87,8 +87,14 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors.
 
     Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
+    What was opened once in a process opens again: of contents without texts of the caller's, by their kinds.
     """
     kinds = _of_each_kind(contents.catalogue)
+    names = [contents.catalogue.names[row] for row in kinds.values()]
+    marks = [(name in contents.grads, *map(type, contents.paths.get(name, ()))) for name in names]
+    key = "ranks", format, *kinds, *marks, bool(contents.values)
+    if not contents.metadata and was_opened(key):
+        return
     sample = _sample(contents, sorted(kinds.values()))
     catalogue = sample.catalogue
     tensors = [_nowhere(*one) for one in _outlines(catalogue).items()]
@@ -106,6 +112,8 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     plans = [*(file.plan for file in files), *index_files(format, sample, [(writes, receipts)], dcp_index=dcp_index)]
     found = described(PlannedStore(plans, name=path), READ_AS[format])
     check_holds(found.tensors, _outlines(catalogue), path)
+    if not contents.metadata:
+        note_opened(key)
 
 
 def opens_containers(state: State) -> bool:

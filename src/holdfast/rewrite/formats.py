@@ -154,7 +154,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     key = format, options.keep_tree, options.sparse, options.base is None, plan.directory, len(plan.files) > 1, frozenset(alike)
     ties = tied(table)
     plain = leaves.flat and not table.apart and not ties and not without_origin(state.metadata)
-    if plain and key in OPENED:
+    if plain and was_opened(key):
         return replace(plan, opens=True)
     wholes = leaves.composites()
     parts = {id(part) for whole in wholes for part in whole.parts.values()}
@@ -181,6 +181,11 @@ OPENED: set[object] = set()
 """What the reader has opened in this process: formats and kinds of tensors, of plain dicts of plain tensors."""
 
 MOST_OPENED = 1024
+
+
+def was_opened(key: object) -> bool:
+    """Whether the reader has opened such tensors in this process."""
+    return key in OPENED
 
 
 def note_opened(key: object) -> None:

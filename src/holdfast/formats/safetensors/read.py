@@ -149,7 +149,7 @@ def read_header(source: Source, key: str) -> Header:
     metadata = {name: text for name, text in document.metadata.items() if name != RECORD}
     with located(file=key):
         about = About(document.entries, metadata, document.entries)
-        record = read_record(document.metadata.get(RECORD), about, source.limits)
+        record = read_record(document.metadata.get(RECORD), about, source.limits, start=PREFIX_NBYTES)
         if record.changed is not None:
             record.changed.file = key
     return Header(key, data_start, document.entries, metadata, columns, record)

@@ -178,10 +178,11 @@ class RecordText:
         return sealing(crc32(quoted, self._crc), len(self.opening) + len(quoted), self._nbytes)
 
 
-def read_record(text: object, about: About, limits: Limits) -> HeaderRecord:
+def read_record(text: object, about: About, limits: Limits, *, start: int = 0) -> HeaderRecord:
     """Check a record against what it must be about; `text` is what stands in its place, None for nothing.
 
-    Raises `Corrupted` where it is damaged, `HeaderError`, or `LimitExceeded` for nesting.
+    Raises `Corrupted` where it is damaged, `HeaderError`, or `LimitExceeded` for nesting: with `start`, where the document with
+    the record begins in its file. The record is text in that document, so its own places are none of the file.
     """
     if text is None:
         _look_elsewhere(about)
@@ -192,7 +193,7 @@ def read_record(text: object, about: About, limits: Limits) -> HeaderRecord:
         return _read(text.encode("utf-8"), about, limits)
     except (Corrupted, HeaderError, LimitExceeded) as error:
         error.args = (f"in __metadata__.{RECORD}: {error.message}",)
-        error.message = error.args[0]
+        error.message, error.offset = error.args[0], start
         raise
 
 
