@@ -64,6 +64,22 @@ def test_safetensors_and_zip_open_with_few_requests(proxy: Proxy, url: str):
             np.testing.assert_array_equal(checkpoint["w"].numpy(), STATE["w"])
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npz"])
+def test_a_small_object_is_opened_and_read_by_one_request(suffix: str, proxy: Proxy, url: str, tmp_path: Path):
+    small = {"w": np.arange(300, dtype=np.float32), "b": np.ones(5)}
+    if suffix == ".npz":
+        np.savez(tmp_path / "x.npz", **small)
+        holdfast.copy(tmp_path / "x.npz", url + suffix)
+    else:
+        holdfast.save(small, url + suffix)
+    proxy.clear()
+    with holdfast.open(url + suffix) as checkpoint:
+        found = checkpoint.read()
+    assert [one.method for one in proxy.asked] == ["GET"]
+    for name, array in small.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
 def test_every_later_range_is_pinned(proxy: Proxy, url: str):
     holdfast.save(STATE, url + ".safetensors")
     with holdfast.open(url + ".safetensors") as checkpoint:
@@ -127,7 +143,7 @@ def test_a_slow_answer_is_asked_for_again(proxy: Proxy, url: str, monkeypatch: p
     with holdfast.open(url + ".safetensors") as checkpoint:
         proxy.clear()
         proxy.fault = lambda asked: 20.0 if asked.number == 0 else None
-        np.testing.assert_array_equal(checkpoint["b"].numpy(), STATE["b"])
+        np.testing.assert_array_equal(checkpoint["w"][-2:].numpy(), STATE["w"][-2:])
         assert len(proxy.asked) == 2
 
 

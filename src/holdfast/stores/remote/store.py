@@ -8,7 +8,8 @@ that etag: an object that was replaced meanwhile is an error. What an index says
 answer.
 
 **Headers** are read through windows (`peek`): the first one and the last one of an object are fetched whole, since a header, a
-zip's directory or a pickle is asked for piece by piece. Elements of tensors are read exactly as they are asked for.
+zip's directory or a pickle is asked for piece by piece. Elements of tensors are read exactly as they are asked for, from a window
+where they lie in one: an object that is shorter than that is opened and read by one request.
 """
 
 from __future__ import annotations
@@ -175,6 +176,9 @@ class RemoteStore(BaseStore):
         self._open()
         if start < 0:
             raise Truncated(f"wanted bytes from {start} on", file=self.label(key), offset=0)
+        if self._holds_windows(key, start, start + out.nbytes):
+            self.peek(key, start, out)
+            return
         for at in range(0, out.nbytes, PIECE_NBYTES):
             piece = out[at : at + PIECE_NBYTES]
             piece[:] = self._range(key, start + at, start + at + piece.nbytes)
@@ -185,11 +189,10 @@ class RemoteStore(BaseStore):
         stop = start + out.nbytes
         if start < 0 or stop > nbytes:
             raise Truncated(f"wanted bytes {start} to {stop} of {nbytes}", file=self.label(key), offset=nbytes)
-        first, last = start // WINDOW_NBYTES, (stop - 1) // WINDOW_NBYTES
-        if out.nbytes > WINDOW_NBYTES * 4 and not all((key, number) in self._windows for number in range(first, last + 1)):
+        if out.nbytes > WINDOW_NBYTES * 4 and not self._holds_windows(key, start, stop):
             self.read(key, start, out)
             return
-        for number in range(first, last + 1):
+        for number in _windows(start, stop):
             window, begin = self._window(key, number, nbytes), number * WINDOW_NBYTES
             low, high = max(start, begin), min(stop, begin + WINDOW_NBYTES)
             out[low - start : high - start] = window[low - begin : high - begin]
@@ -260,6 +263,9 @@ class RemoteStore(BaseStore):
             raise Truncated(f"wanted bytes {start} to {stop} of {got.found.nbytes}", file=self.label(key), offset=got.found.nbytes)
         return got.data
 
+    def _holds_windows(self, key: str, start: int, stop: int) -> bool:
+        return all((key, number) in self._windows for number in _windows(start, stop))
+
     def _window(self, key: str, number: int, nbytes: int) -> memoryview:
         with self._lock:
             window = self._windows.get((key, number))
@@ -313,6 +319,11 @@ class RemoteStore(BaseStore):
         )
         gone.errno = error.errno
         return gone
+
+
+def _windows(start: int, stop: int) -> range:
+    """The numbers of the windows that these bytes lie in."""
+    return range(start // WINDOW_NBYTES, -(-stop // WINDOW_NBYTES))
 
 
 def _counts(key: str) -> bool:

@@ -16,6 +16,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from types import ModuleType
 from typing import cast
@@ -28,9 +29,9 @@ from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import resting_collector
 from holdfast.core.value import replace
 from holdfast.engine.threads import default_threads
-from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
+from holdfast.errors import Corrupted, HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.zip import PICKLE, record_bytes
+from holdfast.formats.torch.zip import PICKLE, TorchZip, record_bytes
 from holdfast.formats.zip.directory import END
 from holdfast.formats.zip.layout import Archive
 from holdfast.formats.zip.reader import read_archive
@@ -99,18 +100,21 @@ def load(
         if file.head(4) == b"PK\x03\x04":
             if mmap and file.path is None:
                 raise ValueError("f must be a file path in order to use the mmap argument")
-            with file.source.store.reading():
-                return _load_zip(
-                    file,
-                    place,
-                    pickle_module=pickle_module,
-                    arguments=arguments,
-                    weights_only=weights_only,
-                    mmap=mmap,
-                    map_location=map_location,
-                    verify=verify,
-                    max_host_memory=max_host_memory,
-                )
+            try:
+                with file.source.store.reading():
+                    return _load_zip(
+                        file,
+                        place,
+                        pickle_module=pickle_module,
+                        arguments=arguments,
+                        weights_only=weights_only,
+                        mmap=mmap,
+                        map_location=map_location,
+                        verify=verify,
+                        max_host_memory=max_host_memory,
+                    )
+            except Corrupted as error:
+                raise _named(error, file) from None
         if file.path is not None and file.path.endswith(".safetensors"):
             return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify, max_host_memory=max_host_memory)
         if mmap:
@@ -250,6 +254,16 @@ def _load_zip(
         raise refusal(error, protocol=table.protocol) from None
     storages.fill()
     return result
+
+
+def _named(error: Corrupted, file: OpenedFile) -> Corrupted:
+    """The error about a damaged storage with the name of a tensor over it: storages are loaded before tensors have names."""
+    with suppress(HoldfastError):
+        for name, tensor in TorchZip().describe(file.source).tensors.items():
+            if any(storage.start == error.offset for storage in tensor.storages):
+                error.tensor = name
+                break
+    return error
 
 
 def _archive(file: OpenedFile) -> Archive:
