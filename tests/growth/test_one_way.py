@@ -47,7 +47,6 @@ GROWTH = 1.1
 OPEN: dict[str, tuple[float, ...]] = {
     # case: times the calls of the plain save, with 64 and 2,000 tensors and for each more
     "save safetensors, nested": (3.3, 2.3, 2.2),
-    "save native, base, bucket": (3.2, 1.7, 1.5),
     "convert pt to native": (7.0, 7.9, 8.1),
     "convert pt to safetensors": (11.1, 10.0, 10.0),
     "convert pt to pt": (5.0, 5.8, 6.2),

@@ -384,7 +384,8 @@ def bucket_of(url: Url) -> Bucket:
         raise Unsupported(message, file=str(url)) from None
     if url.client is not None:
         return _kept((url.root, id(url.client)), lambda: Bucket(url.root, url.client))  # type: ignore[arg-type]  # obstore checks it
-    given = tuple(sorted(item for item in os.environ.items() if item[0].startswith(ENVIRONMENT)))
+    names = [] if url.scheme == "memory" else [name for name in os.environ if name.startswith(ENVIRONMENT)]
+    given = tuple([(name, os.environ[name]) for name in sorted(names)])
     return _kept((url.root, given), lambda: Bucket(url.root, _made(url)))
 
 
