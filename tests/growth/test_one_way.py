@@ -46,13 +46,10 @@ GROWTH = 1.1
 
 OPEN: dict[str, tuple[float, ...]] = {
     # case: times the calls of the plain save, with 64 and 2,000 tensors and for each more
-    "save safetensors, nested": (3.3, 2.3, 2.2),
     "convert pt to native": (7.0, 7.9, 8.1),
     "convert pt to safetensors": (11.1, 10.0, 10.0),
     "convert pt to pt": (5.0, 5.8, 6.2),
     "copy pt": (3.5, 5.1, 5.0),
-    "tie native": (3.1, 1.9, 1.7),
-    "tie safetensors": (4.3, 2.2, 1.8),
     "tie pt": (5.2, 6.2, 6.8),
     "compact pt": (5.1, 6.5, 7.0),
     "save_sharded, nested": (2.8, 2.0, 1.9),

@@ -337,7 +337,10 @@ class Table(Mapping[str, LazyTensor]):
             numbers = [at for at, row in enumerate(rows) if storage[row] != ODD and kinds[kind[row]].dense]
             rows = [rows[at] for at in numbers]
         own = [kind[row] for row in rows]
-        where = np.array([storage[row] for row in rows], np.int64)
+        everything = range(len(storages.start))
+        where: slice | Ints = slice(None)
+        if rows != everything or storage != everything:
+            where = np.array([storage[row] for row in rows], np.int64)
         dtypes, shapes = [one.dtype.numpy for one in kinds], [one.shape for one in kinds]
         starts, nbytes, crcs = storages.start[where], storages.nbytes[where], storages.crc[where]
         if not all(one.whole for one in kinds if one.dense):

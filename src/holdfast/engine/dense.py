@@ -34,6 +34,8 @@ SHARED_NBYTES = 2 << 10
 """Of tensors that are shorter than this on the average, one thread makes all arrays: to make one takes the interpreter lock, which
 two threads would only hand to each other."""
 
+NONE = np.zeros(0, np.bool_)
+
 
 def read_dense(
     store: Store, rows: DenseRows, tensor: Callable[[int], LazyTensor], *, policy: Policy, verify: bool, threads: int
@@ -59,10 +61,14 @@ def read_dense(
         key = rows.keys[rows.files.item(chosen.item(0))]
         joined, single = _reads(rows, chosen, policy)
         work += [partial(arrays.read, key, (start, stop), members) for start, stop, members in joined]
-        work += [partial(arrays.scattered, key, single[at : at + TASK_READS]) for at in range(0, len(single), TASK_READS)]
-        total += sum(stop - start for start, stop, _ in joined) + int(rows.nbytes[single].sum())
-    wanted = int(rows.nbytes[small].sum())
-    run_all(work, 1 if wanted < INLINE_NBYTES or wanted < SHARED_NBYTES * len(small) else threads)
+        total += sum([stop - start for start, stop, _ in joined])
+        if len(single):
+            work += [partial(arrays.scattered, key, single[at : at + TASK_READS]) for at in range(0, len(single), TASK_READS)]
+            total += int(rows.nbytes[single].sum())
+    if len(work) > 1 and threads > 1:
+        wanted = int(rows.nbytes[small].sum())
+        threads = 1 if wanted < INLINE_NBYTES or wanted < SHARED_NBYTES * len(small) else threads
+    run_all(work, threads)
     arrays.check()
     return arrays.made(), total
 
@@ -90,7 +96,7 @@ def _reads(rows: DenseRows, chosen: Ints, policy: Policy) -> tuple[list[tuple[in
     """
     reads: list[tuple[int, int, Ints]] = []
     lengths = rows.nbytes[chosen]
-    if np.count_nonzero(lengths) < len(lengths):
+    if 0 in lengths:
         # What has no bytes lies nowhere, whatever its place.
         reads.append((0, 0, chosen[lengths == 0]))
         chosen, lengths = chosen[lengths > 0], lengths[lengths > 0]
@@ -103,7 +109,7 @@ def _reads(rows: DenseRows, chosen: Ints, policy: Policy) -> tuple[list[tuple[in
             single.append(first)
         else:
             reads.append((starts.item(first), stops[first:last].max().item(), chosen[first:last]))
-    return reads, chosen[single]
+    return reads, chosen[single] if single else chosen[:0]
 
 
 class _Arrays:
@@ -143,8 +149,8 @@ class _Arrays:
         array, shapes, dtypes, places = np.ndarray, rows.shapes, rows.dtypes, begins.tolist()
         for number, place in zip(members.tolist(), places, strict=True):
             out[number] = array(shapes[number], dtypes[number], data, place).copy()
-        recorded = rows.crcs[members] != NO_CRC
-        if self._verify and recorded.any():
+        recorded = rows.crcs[members] != NO_CRC if self._verify else NONE
+        if True in recorded:
             ends = (begins + rows.nbytes[members]).tolist()
             sums = [crc32(data[place:end]) for place, end in compress(zip(places, ends, strict=True), recorded)]
             self._compare(sums, members[recorded])
@@ -165,8 +171,8 @@ class _Arrays:
             made = map(np.ndarray, shapes, dtypes, pieces)
         for number, row in zip(numbers, made, strict=True):
             out[number] = row.copy()
-        recorded = rows.crcs[members] != NO_CRC
-        if self._verify and recorded.any():
+        recorded = rows.crcs[members] != NO_CRC if self._verify else NONE
+        if True in recorded:
             self._compare([crc32(piece) for piece in compress(pieces, recorded)], members[recorded])
 
     def _compare(self, sums: list[int], members: Ints) -> None:

@@ -26,6 +26,9 @@ from holdfast.stores.virtual import Virtual
 HEAD_NBYTES = 4096
 """First bytes of a file that are read at once, since formats are told by them."""
 
+NO_FILE = (None, b"", 0)
+"""Where no first bytes were read yet."""
+
 
 class OpenSource:
     """What formats read headers from and lazy tensors read elements from."""
@@ -49,13 +52,16 @@ class OpenSource:
         self.verify = verify
         """Whether checksums that the file records are compared when a storage is read from end to end."""
         self.policy = policy or (FAR if store.requests else MEMORY)
-        self._first: tuple[str | None, bytes] = (None, b"")
-        """The file whose first bytes were read last, and these."""
+        self._resident = store.resident
+        self._reads_ahead = not (store.requests or store.exact)
+        """Whether more may be read of a file than was asked for."""
+        self._first: tuple[str | None, bytes, int] = NO_FILE
+        """The file whose first bytes were read last, these, and how many were wanted."""
         self.read_nbytes = 0
         """Bytes that were read for tensors so far."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_first": (None, b"")}
+        return {**vars(self), "_first": NO_FILE}
 
     def over(self, store: Store, *, threads: int | None = None) -> OpenSource:
         return OpenSource(
@@ -64,35 +70,27 @@ class OpenSource:
         )  # fmt: skip
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
-        store = self.store
-        content = store.map(key) if store.resident else None
+        content = self.store.map(key) if self._resident else None
         if content is not None and 0 <= start <= stop <= content.nbytes:
             return bytes(content[start:stop])
-        if 0 <= start <= stop <= HEAD_NBYTES and not (store.requests or store.exact):
-            head = self._head(key)
+        if self._reads_ahead and 0 <= start <= stop <= HEAD_NBYTES:
+            head = self.first(key, HEAD_NBYTES)
             if stop <= len(head):
                 return head[start:stop]
-        out = bytearray(max(stop - start, 0))
-        store.peek(key, start, memoryview(out))
-        return bytes(out)
+        return self._read(key, start, stop)
 
     def first(self, key: str, nbytes: int) -> Content:
-        known, head = self._first
-        if known == key and nbytes <= HEAD_NBYTES:
-            return head[:nbytes]
-        store = self.store
-        if store.requests or store.exact or nbytes > HEAD_NBYTES:
-            return self.bytes(key, 0, min(store.size(key), nbytes))
-        return self._head(key)[:nbytes]
+        known, head, wanted = self._first
+        if known != key or nbytes > wanted:
+            wanted = max(nbytes, HEAD_NBYTES) if self._reads_ahead else nbytes
+            head = self._read(key, 0, min(self.store.size(key), wanted))
+            self._first = key, head, wanted
+        return head[:nbytes]
 
-    def _head(self, key: str) -> Content:
-        known, head = self._first
-        if known != key:
-            out = bytearray(min(self.store.size(key), HEAD_NBYTES))
-            self.store.peek(key, 0, memoryview(out))
-            head = Content(out)
-            self._first = key, head
-        return head
+    def _read(self, key: str, start: int, stop: int) -> Content:
+        out = bytearray(max(stop - start, 0))
+        self.store.peek(key, start, memoryview(out))
+        return Content(out)
 
     def plan(self, requests: Sequence[Request]) -> ReadPlan:
         """The reads that `read` would do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from holdfast.core.printed import check_printable
@@ -24,12 +24,19 @@ def _of_ranks() -> tuple[Format, ...]:
 
 @cache
 def _zips() -> tuple[Format, ...]:
-    from holdfast.formats.npy.archive import NpyFile, NpzArchive
+    from holdfast.formats.npy.archive import NpzArchive
     from holdfast.formats.pt2.archive import Pt2Archive
     from holdfast.formats.torch.zip import TorchZip
 
     # A .pt2 is a zip as well, and told from one of torch.save by a record that only it has.
-    return Pt2Archive(), NpzArchive(), TorchZip(), NpyFile()
+    return Pt2Archive(), NpzArchive(), TorchZip()
+
+
+@cache
+def _arrays() -> tuple[Format, ...]:
+    from holdfast.formats.npy.archive import NpyFile
+
+    return (NpyFile(),)
 
 
 @cache
@@ -40,11 +47,17 @@ def _streams() -> tuple[Format, ...]:
 
 
 @cache
-def _with_headers() -> tuple[Format, ...]:
+def _gguf() -> tuple[Format, ...]:
     from holdfast.formats.gguf.read import GgufFile
+
+    return (GgufFile(),)
+
+
+@cache
+def _safetensors() -> tuple[Format, ...]:
     from holdfast.formats.safetensors.read import SafetensorsFile
 
-    return GgufFile(), SafetensorsFile()
+    return (SafetensorsFile(),)
 
 
 @cache
@@ -73,11 +86,16 @@ def _last() -> tuple[Format, ...]:
     return GgufDirectory(), ZeroDirectory(), TorchDirectory()
 
 
-def formats() -> Iterator[Format]:
-    """The formats, in the order in which they are tried. They are imported when their turn comes: to open a `.pt` takes few."""
-    for some in (_of_ranks, _zips, _streams, _with_headers, _native, _directories, _last):
-        yield from some()
+ZIP = b"PK"
+FIRST_NBYTES = 30 + 512
+"""First bytes of a file that its format is told by, at the most."""
 
+FORMATS: Sequence[tuple[Callable[[], tuple[Format, ...]], bytes]] = (
+    (_of_ranks, ZIP), (_zips, ZIP), (_arrays, b"\x93NUMPY"), (_streams, b""), (_gguf, b"GGUF"), (_safetensors, b""),
+    (_native, b""), (_directories, b""), (_last, b""),
+)  # fmt: skip
+"""The formats in the order in which they are tried, with what a single file of them begins with. They are imported when their turn
+comes: to open a file takes few."""
 
 PLAIN = ("safetensors", "npy", "gguf")
 """Formats of one file that torch does not know."""
@@ -132,10 +150,15 @@ HINTS = (
 
 def detect(source: Source) -> Format:
     """The format whose content this is."""
-    for candidate in formats():
-        if candidate.matches(source):
-            _refuse_second_reading(source, candidate)
-            return candidate
+    key = source.store.single
+    head = b"" if key is None else source.first(key, FIRST_NBYTES)
+    for group, begins in FORMATS:
+        if key is not None and not head.startswith(begins):
+            continue
+        for candidate in group():
+            if candidate.matches(source):
+                _refuse_second_reading(source, candidate)
+                return candidate
     keys = source.store.list()
     if not keys:
         raise StoreError("the folder is empty", file=source.store.name)

@@ -234,10 +234,10 @@ def parse_recorded(document: Mapping[str, object]) -> Recorded:
 def _texts(value: object, name: str) -> dict[str, str]:
     if not isinstance(value, dict):
         raise HeaderError(f"at {pointer(name)}: expected an object, found {kind(value)}")
-    for key, text in value.items():
-        if not isinstance(text, str):
-            raise HeaderError(f"at {pointer(name, key)}: expected text, found {kind(text)}")
-    return value
+    if {*map(type, value.values())} <= {str}:
+        return value
+    key, text = next((key, text) for key, text in value.items() if not isinstance(text, str))
+    raise HeaderError(f"at {pointer(name, key)}: expected text, found {kind(text)}")
 
 
 def _place(value: object) -> bool:
@@ -247,15 +247,13 @@ def _place(value: object) -> bool:
 
 def with_notes(stored: Table, recorded: Recorded) -> Table:
     """The rows of a file with the notes put back: other names, old storages, true dtypes."""
-    rows = [*range(len(stored)), *(stored.rows[first] for first in recorded.aliases.values())]
-    table = stored.select(rows, [*stored.names, *recorded.aliases])
     firsts = [*stored.names, *recorded.aliases.values()]
+    table = stored.select([*map(stored.rows.__getitem__, firsts)], [*stored.names, *recorded.aliases])
     kinds, kind = [*table.kinds], [*table.kind]
     odd = dict(table.odd)
-    for row, first in enumerate(firsts):
+    noted = recorded.views.keys() | recorded.pairs
+    for row, first in [(row, first) for row, first in enumerate(firsts) if first in noted]:
         view = recorded.views.get(first)
-        if view is None and first not in recorded.pairs:
-            continue
         tensor = _as_pairs(table.view(row)) if first in recorded.pairs else table.view(row)
         if view is not None:
             tensor = replace(tensor, traits=replace(tensor.traits, alias=view))
@@ -271,13 +269,14 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Mapping[
 
     Raises `HeaderError` where the notes name tensors that are not there, `MetadataError` where they cannot be true.
     """
+    rows = stored.rows if recorded.changes_tensors else {}
     for other, first in recorded.aliases.items():
-        if first not in stored:
+        if first not in rows:
             raise HeaderError(f"at {pointer('aliases', other)}: there is no tensor {quoted(first)}", tensor=other)
-        if other in stored:
+        if other in rows:
             raise HeaderError(f"at {pointer('aliases', other)}: a tensor that has bytes of its own", tensor=other)
     for name in (*recorded.views, *recorded.pairs):
-        if name not in stored:
+        if name not in rows:
             field = "views" if name in recorded.views else "dtypes"
             raise HeaderError(f"at {pointer(field)}: there is no tensor {quoted(name)}", tensor=name)
     for name, view in recorded.views.items():

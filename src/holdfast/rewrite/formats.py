@@ -17,7 +17,6 @@ import os
 import secrets
 from collections.abc import Collection, Mapping
 from functools import partial
-from itertools import islice
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
@@ -25,7 +24,7 @@ from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, State, Store
 from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import tied
-from holdfast.core.table import Table, outlines
+from holdfast.core.table import Kind, Table, outlines
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
@@ -151,14 +150,18 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     alike = _of_each_kind(table)
     if _near_limits(plan, table):
         return rehearse(plan, path)
-    key = format, options.keep_tree, options.sparse, options.base is None, plan.directory, len(plan.files) > 1, frozenset(alike)
-    ties = tied(table)
-    plain = leaves.flat and not table.apart and not ties and not without_origin(state.metadata)
+    # One pair of rows that are tied, if some are.
+    tie = next(iter(tied(table).items()), ())
+    plain = leaves.flat and not table.apart and not without_origin(state.metadata)
+    key = (
+        format, options.keep_tree, options.sparse, options.base is None, plan.directory, len(plan.files) > 1, frozenset(alike),
+        tuple([_likeness(table.kind_of(row)) for row in tie]),
+    )  # fmt: skip
     if plain and was_opened(key):
         return replace(plan, opens=True)
     wholes = leaves.composites()
     parts = {id(part) for whole in wholes for part in whole.parts.values()}
-    wanted = {*alike.values(), *table.apart, *(row for pair in islice(ties.items(), 1) for row in pair)}
+    wanted = {*alike.values(), *table.apart, *tie}
     rows = sorted(row for row in wanted if not parts or id(leaves.values[row]) not in parts)
     if 2 * (len(rows) + len(parts)) >= len(table):
         plan = rehearse(plan, path)
@@ -200,12 +203,16 @@ def _of_each_kind(table: Table) -> dict[object, int]:
     first = dict(zip(reversed(table.kind), range(len(table) - 1, -1, -1), strict=True))
     alike: dict[object, int] = {}
     for number, row in first.items():
-        kind = table.kinds[number]
-        traits = kind.traits
-        marks = (traits.requires_grad, traits.parameter, traits.buffer)
-        usual = kind.strides == c_strides(kind.shape, kind.dtype.bits)
-        alike[kind.dtype.name, len(kind.shape), kind.nbytes == 0, usual, marks, kind.location] = row
+        alike[_likeness(table.kinds[number])] = row
     return alike
+
+
+def _likeness(kind: Kind) -> tuple[object, ...]:
+    """What a reader tells a kind by, but for the lengths of its dimensions."""
+    traits = kind.traits
+    marks = (traits.requires_grad, traits.parameter, traits.buffer)
+    usual = kind.strides == c_strides(kind.shape, kind.dtype.bits)
+    return kind.dtype.name, len(kind.shape), kind.nbytes == 0, usual, marks, kind.location
 
 
 WITH_DATA = (Data, Memory, Gathered)

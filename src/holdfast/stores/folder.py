@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from holdfast.core.keys import check_key
 from holdfast.errors import LimitExceeded, Replaced, UnsafePath
@@ -54,8 +54,10 @@ class OpenFile:
 
     def __del__(self) -> None:
         ALIVE.discard(self.number)
-        with suppress(OSError):
+        try:  # noqa: SIM105  # each open file is closed here, and a block takes longer than the call
             os.close(self.number)
+        except OSError:
+            pass
 
 
 class Folder:

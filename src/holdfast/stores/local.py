@@ -156,7 +156,7 @@ class LocalStore(BaseStore):
         self._gone = False
         self._folder: Folder | None = None
         try:
-            self._absolute = os.path.abspath(self.name)
+            self._working = "" if self.name.startswith("/") else os.getcwd()
             self._root, self._only = _chosen(self.name)
             if self._only or stat.S_ISDIR(os.stat(self.name).st_mode):
                 self._folder = open_folder(self._root, instead_of=instead_of)
@@ -302,7 +302,7 @@ class LocalStore(BaseStore):
             if self._closed:
                 raise self._was_closed()
             stamps = {key: handle.stamp for key, handle in self._handles.items()}
-        return _arrived, (self._absolute, self._max_files, stamps)
+        return _arrived, (os.path.abspath(os.path.join(self._working, self.name)), self._max_files, stamps)
 
     def _label(self, key: str) -> str:
         return os.path.join(self._root, key) if self._directory else self.name
@@ -393,6 +393,8 @@ class LocalStore(BaseStore):
 
 def _chosen(path: str) -> tuple[str, str]:
     """The directory that is opened, and the pattern for its files: none where all are meant, or a file has the star in its name."""
+    if "*" not in path:
+        return path, ""
     folder, pattern = os.path.split(path)
     if "*" not in pattern or os.path.lexists(path):
         return path, ""

@@ -32,6 +32,9 @@ AnyPath = str | os.PathLike[str]
 SCHEME = re.compile(r"[^/\\]*:(?=[/\\]|$)")
 """A first part that ends with a colon: of a URL, also of one behind another (`simplecache::s3://`), or a drive."""
 
+SPECIAL = re.compile(r"[~:\\\0]")
+"""What every path has that is not, or not yet, one for the system."""
+
 DRIVE = re.compile(r"\s*[A-Za-z]:")
 SHOWN = 200
 """Characters of a path that a message repeats."""
@@ -48,6 +51,8 @@ def local_path(path: object) -> str:
     text = os.fspath(path)
     if not isinstance(text, str):
         raise _refused(f"a path must be text, not {_kind(text)}; os.fsdecode makes text of it", text, kind=NotAPath)
+    if text and not SPECIAL.search(text):
+        return text
     text = _slashed(text)
     if not text:
         raise _refused("the path is empty; the current directory is '.'", text)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain, count
-from operator import attrgetter
+from itertools import accumulate, count
 from typing import NoReturn
-
-import numpy as np
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
@@ -88,15 +85,12 @@ def header_table(headers: Sequence[Header], source: Source, places: Mapping[str,
 
     A place is the header that has a tensor whole, or a tensor that was joined from pieces.
     """
-    kinds: list[Kind] = []
     positions: dict[Outline, int] = {}
-    kind = array("q")
+    kind: list[int] = []
     for header in headers:
-        for code, shape in header.columns.outlines:
-            if positions.setdefault((code, shape), len(kinds)) == len(kinds):
-                kinds.append(Kind.plain(ROWS[code], shape))
-        own = [positions[outline] for outline in header.columns.outlines]
-        kind.extend(map(own.__getitem__, header.columns.outline))
+        own = [positions.setdefault(outline, len(positions)) for outline in header.columns.outlines]
+        kind += [own[number] for number in header.columns.outline]
+    kinds = [Kind.plain(ROWS[code], shape) for code, shape in positions]
     parts = [_storages(header, source) for header in headers]
     storages = parts[0] if len(parts) == 1 else JoinedStorages(parts) if parts else NO_FILES
     if places is None:
@@ -114,12 +108,12 @@ def header_table(headers: Sequence[Header], source: Source, places: Mapping[str,
 
 def _storages(header: Header, source: Source) -> FileStorages:
     """The tensors of one file as ranges, in the order of the header."""
-    names, crcs = [*header.entries], header.record.crcs
-    offsets = chain.from_iterable(map(attrgetter("data_offsets"), header.entries.values()))
-    begins, ends = np.fromiter(offsets, np.int64, 2 * len(names)).reshape(-1, 2).T
-    column = crcs if len(crcs) else np.full(len(names), NO_CRC)
-    place = FilePlace(source, header.key, source.store)
-    return FileStorages([place], np.zeros(len(names), np.int64), begins + header.data_start, ends - begins, column, names=names)
+    names, columns, first = [*header.entries], header.columns, header.data_start
+    file = array("q", [0]) * len(names)
+    start = array("q", [first + begin for begin in columns.begins])
+    nbytes = array("q", [columns.nbytes[number] for number in columns.outline])
+    crcs = header.record.crcs or array("q", [NO_CRC]) * len(names)
+    return FileStorages([FilePlace(source, header.key, source.store)], file, start, nbytes, crcs, names=names)
 
 
 def read_header(source: Source, key: str) -> Header:
@@ -130,7 +124,7 @@ def read_header(source: Source, key: str) -> Header:
     size = source.store.size(key)
     if size < PREFIX_NBYTES:
         raise Truncated(f"a safetensors file begins with 8 bytes of length, this one has {size}", file=key, offset=size)
-    length = int.from_bytes(source.bytes(key, 0, PREFIX_NBYTES), "little")
+    length = int.from_bytes(source.first(key, PREFIX_NBYTES), "little")
     if length < SMALLEST_NBYTES:
         raise HeaderError(f"a header of {length} bytes cannot be", file=key, offset=0, found=length)
     if length > size - PREFIX_NBYTES:
@@ -188,7 +182,7 @@ class SafetensorsFile:
         header = read_header(source, keys[0])
         if source.store.folder:
             refuse_orphans([header])
-        pieces = sum(any(offsets) for offsets in saved_offsets(header, source.limits).values())
+        pieces = sum([any(offsets) for offsets in saved_offsets(header, source.limits).values()])
         notes = [*header.record.notes]
         if pieces:
             notes.append(f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory")

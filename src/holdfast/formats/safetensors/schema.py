@@ -54,6 +54,8 @@ class Document(msgspec.Struct, frozen=True):
 
 
 FIELDS = ("dtype", "shape", "data_offsets")
+QUOTES = 10
+"""Those of one entry: around its name, the names of its fields, and its dtype."""
 STAND_IN = '{"__metadata__":{"dtype":"","shape":[],"data_offsets":[0,0]}'
 METADATA_FIRST = re.compile(r'\{[ \t\r\n]*"__metadata__"[ \t\r\n]*:[ \t\r\n]*')
 NEGATIVE_ZERO = re.compile(r"[\[, \t\r\n]-0")
@@ -79,12 +81,10 @@ def parse_fast(raw: bytes) -> Document | None:
     """Parse a header of the form that writers produce; None for any other, be it valid or not.
 
     msgspec keeps the last of two equal keys, so their absence is proved by counting. Let the text have no backslash.
-    Then strings end at their next quote, and an occurrence of `"dtype"` is exactly a whole string token: between two
-    tokens valid JSON has no letters. msgspec took every value of the outer object for an `HeaderEntry`, and an `HeaderEntry` has
-    all three fields, so each outer pair *in the text* holds each field's token at least once; an outer key that
-    occurs twice, or a field that does, makes some token more frequent than the dict has entries. Equal counts
-    therefore mean no double key. (A tensor called `dtype` breaks the equality too, and then the exact parser has a
-    look.)
+    Then each string has two quotes, and there are no other quotes. msgspec took every value of the outer object for a
+    `HeaderEntry`, so each outer pair *in the text* has at least five strings: its name, the names of the three fields, and the
+    dtype. An outer key that occurs twice, or a field that does, makes more strings than five for each entry of the dict. As
+    many quotes as ten for each entry therefore mean no double key.
 
     `__metadata__` is text to text, usually with backslashes (torch puts JSON in there). Where it comes first, as
     every writer puts it, it is parsed by itself and a dummy entry takes its place; elsewhere it is no `HeaderEntry`, and
@@ -110,7 +110,7 @@ def parse_fast(raw: bytes) -> Document | None:
         entries = ENTRIES.decode(text)
     except (ValueError, RecursionError, msgspec.MsgspecError):
         return None
-    if any(text.count(f'"{field}"') != len(entries) for field in FIELDS):
+    if text.count('"') != QUOTES * len(entries):
         return None
     if (entries.pop(METADATA, None) is None) != (first is None):
         return None
@@ -212,8 +212,12 @@ class HeaderColumns(Value, frozen=True):
 
     outlines: Sequence[Outline]
     """Dtypes and shapes, each pair once."""
+    nbytes: Sequence[int]
+    """Of a tensor of each outline."""
     outline: Sequence[int]
     """Of each entry, a position in `outlines`."""
+    begins: Sequence[int]
+    """Of each entry, the first byte in the data section."""
 
 
 def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: Limits, *, file: str | None = None) -> HeaderColumns:
@@ -226,8 +230,9 @@ def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: L
     """
     outlines: list[Outline] = []
     judged: dict[str, dict[tuple[int, ...], tuple[int, int | None]]] = {}
+    lengths: list[int] = []
     outline: list[int] = []
-    note = outline.append
+    begins: list[int] = []
     position = 0
     in_order = True
     for name, entry in entries.items():
@@ -238,7 +243,9 @@ def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: L
             number, nbytes = len(outlines), _outline_nbytes(entry.dtype, entry.shape, limits)
             judged.setdefault(entry.dtype, {})[entry.shape] = number, nbytes
             outlines.append((entry.dtype, entry.shape))
-        note(number)
+            lengths.append(nbytes or 0)
+        outline.append(number)
+        begins.append(begin)
         if begin != position or end - begin != nbytes or end > ADDRESSABLE:
             if begin < 0 or end - begin != nbytes or end > ADDRESSABLE:
                 _explain(name, entry, limits, file=file)
@@ -257,14 +264,14 @@ def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: L
         raise HeaderError(
             f"{data_nbytes - position:,} bytes follow the last tensor", file=file, expected=position, found=data_nbytes
         )
-    return HeaderColumns(outlines, outline)
+    return HeaderColumns(outlines, lengths, outline, begins)
 
 
 def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
     """Bytes of a tensor of a dtype and shape; None where there can be no such tensor."""
     bits = BITS.get(dtype, 0)
     # The rank before the product: that of a million long dimensions would take hours.
-    if not bits or len(shape) > limits.rank or any(n < 0 for n in shape) or (0 in shape and not addressable(shape, bits)):
+    if not bits or len(shape) > limits.rank or min(shape, default=0) < 0 or (0 in shape and not addressable(shape, bits)):
         return None
     count = bits * math.prod(shape)
     return None if count % 8 else count // 8

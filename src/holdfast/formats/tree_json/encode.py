@@ -352,20 +352,22 @@ class Encoder:
         texts = are_texts(value)
         # Most dicts have short keys, which are not asked one by one.
         short = texts and max(map(len, cast("Mapping[str, object]", value)), default=0) <= LONG_LEAF
-        if not short and any(isinstance(key, str) and self.too_often(key) for key in value):
+        some = texts or any(issubclass(kind, str) for kind in {*map(type, value)})
+        if some and not short and any(isinstance(key, str) and self.too_often(key) for key in value):
             self.problem(path, "one of too many places that share a long key; written out, they have no end")
             return {"entries": {}}
         if texts:
             openings = _openings(cast("Collection[str]", value))
             return {"entries": msgspec.Raw(f"{{{self.listed(value.values(), openings, value, path)}}}".encode())}
-        pairs = [f"],[{self.key_text(key, at, path)}," for at, key in enumerate(value)]
+        # Numbers in their order need no look; all other keys are asked what they cost a reader.
+        plain = [type(key) is int and at <= key <= at + 1 for at, key in enumerate(value)]
+        self.steps += sum(plain)
+        each = enumerate(zip(value, plain, strict=True))
+        pairs = [f"],[{key}," if as_is else f"],[{self.key_text(key, at, path)}," for at, (key, as_is) in each]
         return {"items": msgspec.Raw(f"[{self.listed(value.values(), pairs, value, path)[2:]}]]".encode())}
 
     def key_text(self, key: object, size: int, path: Path) -> str:
         """The JSON of a dict key."""
-        if type(key) is int and size <= key <= size + 1:
-            self.steps += 1
-            return f"{key}"
         return msgspec.json.encode(self.key(key, size, (*path, step(key)))).decode()
 
     def members(self, values: Iterable[object], path: Path) -> list[object]:
