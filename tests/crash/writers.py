@@ -33,7 +33,8 @@ from holdfast.rewrite.companions import Companions
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.renewal import Known, Renewal
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.rows import lazy_tree
+from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.files import Files, OsFiles
 from holdfast.stores.memory import MemoryStore
@@ -149,9 +150,10 @@ def plan_of(path: str, version: int, format: str, split: int | None, sparse: str
     if format == "torch.save":
         return plan_object({key: torch.from_numpy(np.array(value)) for key, value in state(version).items()}, Path(path).name)
     if format == "pt2":
-        return lay_out_pt2(models_of(describe_state({"model": {key: np.asarray(value) for key, value in state(version).items()}})))
+        weights = {key: np.asarray(value) for key, value in state(version).items()}
+        return lay_out_pt2(models_of(lazy_tree(tabulate_state({"model": weights}))))
     options = Options(split, sparse=sparse)
-    described = describe_state({key: np.asarray(value) for key, value in state(version, zeros=sparse != "never").items()})
+    described = tabulate_state({key: np.asarray(value) for key, value in state(version, zeros=sparse != "never").items()})
     if format == "model":
         # The config is edited, because the weights it was about had another dtype; the tokenizer is copied.
         files = {"config.json": b'{"dtype": "float64"}' + b" " * version, "tokenizer.json": payload(version, 9_000)}
@@ -210,7 +212,7 @@ def step_before() -> tempfile.TemporaryDirectory[str]:
 
 def save_step(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
     place = f"{step_before().name}/base"
-    described = describe_state({key: np.asarray(value) for key, value in state(version).items()} | {"frozen": FROZEN})
+    described = tabulate_state({key: np.asarray(value) for key, value in state(version).items()} | {"frozen": FROZEN})
     with closing(open_base(place, f"{place}-next", threads=1)) as opened:
         plan = plan_save(path, described, "native", options=Options(base=opened))
     assert len(plan.linked) == 1

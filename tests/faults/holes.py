@@ -17,6 +17,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.plan.saves import Data, FilePlan, Gathered, Late, Literal
 from holdfast.rewrite.formats import Options, plan_save
+from holdfast.rewrite.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
 
 
@@ -42,7 +43,7 @@ def described(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> 
         for n in shape:
             count *= n
         tensors[name] = LazyTensor.contiguous(name, row, shape, Storage(name, 0, row.nbytes(count), home=source.store), source)
-    return State(dict(tensors), tensors, {name: (name,) for name in tensors})
+    return tabulate_tree(tensors)
 
 
 def write_holes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> int:

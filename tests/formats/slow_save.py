@@ -18,10 +18,10 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.core.tree import name_tensors
 from holdfast.engine.source import OpenSource
 from holdfast.formats.detect import detect
 from holdfast.plan.saves import Data, Gathered, Late, Literal, SavePlan
+from holdfast.rewrite.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
 
 
@@ -103,8 +103,7 @@ class Memory:
 
 
 def state_of(tree: object, metadata: Mapping[str, str] | None = None) -> State:
-    named = name_tensors(tree, Limits(), 1 << 30)
-    return State(tree, named.tensors, named.paths, dict(metadata or {}))
+    return tabulate_tree(tree, metadata=metadata)
 
 
 def state_of_checkpoint(ckpt: Checkpoint) -> State:

@@ -21,21 +21,21 @@ from holdfast.core.tensor import Composite, Traits
 from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError
 from holdfast.formats.strict_json import paid_nbytes, parse, parse_own
 from holdfast.formats.tree_json.decode import decode_tree, json_limits
-from holdfast.formats.tree_json.encode import encode_tree
+from holdfast.formats.tree_json.encode import encode_state, encode_value
 from holdfast.formats.tree_json.scalars import is_unicode
 
 LIMITS = json_limits(Limits())
 
 
-def through_json(tree, paths=None, tensors=None):
+def through_json(tree, state=None):
     """Encode, write, parse with both parsers, decode."""
-    encoded = encode_tree(tree, paths or {})
+    encoded = encode_value(tree) if state is None else encode_state(state)
     assert encoded.problems == ()
     raw = msgspec.json.encode(encoded.value)
     raw = raw.ljust(paid_nbytes(raw))
     value = parse_own(raw, LIMITS)
     assert_same(value, parse(raw, LIMITS))
-    return decode_tree(value, (tensors or {}).__getitem__, Memory().source).tree
+    return decode_tree(value, ({} if state is None else state.tensors).__getitem__, Memory().source).tree
 
 
 @settings(max_examples=200)
@@ -55,7 +55,7 @@ def test_trees_with_tensors_come_back(data):
     tree = data.draw(trees(tensor))
     state = state_of(tree)
     assume(all(map(is_unicode, state.tensors)))
-    assert_same(tree, through_json(tree, state.paths, state.tensors))
+    assert_same(tree, through_json(tree, state))
 
 
 FORMS = [
@@ -98,7 +98,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("value", "form"), FORMS, ids=lambda v: None)
 def test_the_documented_forms(value, form):
-    encoded = encode_tree(value, {})
+    encoded = encode_value(value)
     assert encoded.problems == ()
     assert msgspec.json.encode(encoded.value) == msgspec.json.encode(form)
 
@@ -119,7 +119,7 @@ def test_keys_that_look_alike_keep_their_tensors_apart():
     memory = Memory()
     tree = {np.int64(i): memory.array(np.array([i])) for i in range(3)} | {"1": memory.array(np.array([7])), 1.5: None}
     state = state_of(tree)
-    assert_same(tree, through_json(tree, state.paths, state.tensors))
+    assert_same(tree, through_json(tree, state))
 
 
 def test_a_composite_comes_back():
@@ -135,7 +135,7 @@ def test_a_composite_comes_back():
     tree = {"s": sparse, "q": quantized}
     state = state_of(tree)
     assert list(state.tensors) == ["s.indices", "s.values", "q.int_repr"]
-    assert_same(tree, through_json(tree, state.paths, state.tensors))
+    assert_same(tree, through_json(tree, state))
 
 
 def test_all_problems_are_named_with_their_paths():
@@ -148,7 +148,7 @@ def test_all_problems_are_named_with_their_paths():
         "a": [Opaque(Global("x", "Y"))], "b": Colour.RED, "c": namedtuple("P", "x")(1), "loop": loop, "o": np.array([object()]),
         "big": 10**5000, "f": defaultdict(lambda: 1), "e": ..., "s": {"k": slice("a")}, "ok": 1, "sub": np.ma.array([1]),
     }  # fmt: skip
-    problems = encode_tree(tree, {}).problems
+    problems = encode_value(tree).problems
     assert [p.split(":")[0] for p in problems] == ["a.0", "b", "c", "loop.0.again", "o", "big", "f", "e", "s.k", "sub"]
     assert "an object of class x.Y" in problems[0]
     assert "contains itself" in problems[3]
@@ -161,7 +161,7 @@ def test_nesting_is_bounded_on_both_sides():
     assert_same(deep, through_json(deep))
     for _ in range(3):
         deep = [deep]
-    (problem,) = encode_tree(deep, {}).problems
+    (problem,) = encode_value(deep).problems
     assert "depth=64" in problem
     value = 1
     for _ in range(100_000):
@@ -174,14 +174,14 @@ def test_nesting_is_bounded_on_both_sides():
 
 def test_shared_containers_are_written_for_each_place_and_never_without_end():
     shared = [1]
-    encoded = encode_tree({"a": shared, "b": shared}, {})
+    encoded = encode_value({"a": shared, "b": shared})
     assert msgspec.json.encode(encoded.value) == b'{"a":[1],"b":[1]}'
     assert encoded.notes
     bomb: object = [1]
     for _ in range(50):
         bomb = [bomb, bomb]
     began = time.perf_counter()
-    assert encode_tree(bomb, {}).problems
+    assert encode_value(bomb).problems
     assert time.perf_counter() - began < 30
 
 

@@ -27,16 +27,17 @@ from holdfast.inspect.compare_values import ValueChange, compare_values
 from holdfast.inspect.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
 from holdfast.inspect.side import Side
 from holdfast.inspect.structure import ContainerKind
+from holdfast.rewrite.rows import lazy_tree
 from holdfast.rewrite.save import save
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.state import tabulate_state
 from holdfast.stores.local import LocalStore
 
 
 def in_memory(state: object) -> Checkpoint:
     """A checkpoint over arrays, without a file."""
-    described = describe_state(state)
+    described = tabulate_state(state)
     source = next(iter(described.tensors.values())).source if described.tensors else None
-    return Checkpoint(source, Description("torch-zip", described.tensors, described.tree))
+    return Checkpoint(source, Description("torch-zip", described.tensors, lazy_tree(described)))
 
 
 def content(a: np.ndarray, b: np.ndarray) -> compare.Content:

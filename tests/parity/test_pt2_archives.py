@@ -29,7 +29,8 @@ from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.pt2.write import ModelWeights, lay_out_pt2, models_of
 from holdfast.formats.zip.reader import read_archive
 from holdfast.rewrite.planned import write_plan
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.rows import lazy_tree
+from holdfast.rewrite.state import tabulate_state
 from holdfast.stores.local import LocalStore
 from holdfast.torch import package_program, versions
 from tests.parity.compare import assert_leaf, elements, shared
@@ -372,9 +373,9 @@ def parts_of(path, exported, model="model", **changed):
     """A model of an archive as a part of another, with other weights."""
     archive = zipfile.ZipFile(path)
     prefix = archive.namelist()[0].partition("/")[0]
-    state = describe_state({"w": dict(changed.get("weights", exported.state_dict)), "c": dict(exported.constants)})
+    state = lazy_tree(tabulate_state({"w": dict(changed.get("weights", exported.state_dict)), "c": dict(exported.constants)}))
     return ModelWeights(
-        state.tree["w"], state.tree["c"], archive.read(f"{prefix}/models/{model}.json"),
+        state["w"], state["c"], archive.read(f"{prefix}/models/{model}.json"),
         archive.read(f"{prefix}/data/sample_inputs/{model}.pt"),
     )  # fmt: skip
 
@@ -416,8 +417,8 @@ def test_models_share_what_they_have_in_common(folder, tmp_path):
     contents = load_pt2(folder / "several.pt2")
     programs = contents.exported_programs
     encoder = {n: t for n, t in programs["head2"].state_dict.items() if n.startswith("encoder")}
-    state = describe_state({model: {**exported.state_dict, **encoder} for model, exported in programs.items()})
-    models = {model: ModelWeights(state.tree[model], {}, *_program(folder / "several.pt2", model)) for model in programs}
+    state = lazy_tree(tabulate_state({model: {**exported.state_dict, **encoder} for model, exported in programs.items()}))
+    models = {model: ModelWeights(state[model], {}, *_program(folder / "several.pt2", model)) for model in programs}
     write_plan(lay_out_pt2(models, name="shared"), str(tmp_path / "shared.pt2"))
     names = zipfile.ZipFile(tmp_path / "shared.pt2").namelist()
     assert sum("weight_" in name and "config" not in name for name in names) == 6
@@ -440,7 +441,7 @@ def _program(path, model):
 def test_a_package_of_weights_alone(tmp_path):
     base = torch.randn(256, 64)
     states = {"base": {"emb": base, "head": base}} | {f"adapter{i}": {"emb": base, "lora": torch.randn(4, 64)} for i in range(3)}
-    described = describe_state(states)
+    described = lazy_tree(tabulate_state(states))
     plan = lay_out_pt2(models_of(described), name="package")
     write_plan(plan, str(tmp_path / "package.pt2"))
     alone = base.nbytes + 3 * 4 * 64 * 4
@@ -458,7 +459,7 @@ def test_a_package_of_weights_alone(tmp_path):
 
 def test_a_view_costs_what_it_shows(tmp_path):
     large = torch.arange(100_000.0)
-    state = describe_state({"m": {"rows": large[50_000:50_010], "turned": large[50_000:50_006].view(2, 3).t()}})
+    state = lazy_tree(tabulate_state({"m": {"rows": large[50_000:50_010], "turned": large[50_000:50_006].view(2, 3).t()}}))
     plan = lay_out_pt2(models_of(state))
     assert plan.nbytes < 5000
     write_plan(plan, str(tmp_path / "m.pt2"))
@@ -469,12 +470,12 @@ def test_a_view_costs_what_it_shows(tmp_path):
 
 
 def test_what_a_package_cannot_hold_is_listed_together():
-    state = describe_state({"m": {"ok": torch.ones(1), "step": 3, "s": torch.eye(3).to_sparse()}, "n": 5})
+    state = lazy_tree(tabulate_state({"m": {"ok": torch.ones(1), "step": 3, "s": torch.eye(3).to_sparse()}, "n": 5}))
     with pytest.raises(errors.CannotHold) as caught:
         models_of(state)
     assert len(caught.value.problems) == 3
     bits = torch.ones(2, dtype=torch.uint8).view(torch.bits8)
-    state = describe_state({"m": {"meta": torch.empty(2, device="meta")}, "a/b": {"bits": bits}})
+    state = lazy_tree(tabulate_state({"m": {"meta": torch.empty(2, device="meta")}, "a/b": {"bits": bits}}))
     with pytest.raises(errors.CannotHold) as caught:
         lay_out_pt2(models_of(state))
     assert len(caught.value.problems) == 3
@@ -482,7 +483,7 @@ def test_what_a_package_cannot_hold_is_listed_together():
 
 def test_conjugated_weights_are_resolved(tmp_path):
     w = torch.tensor([1 + 2j, 3 - 4j])
-    plan = lay_out_pt2(models_of(describe_state({"m": {"w": w, "c": w.conj()}})))
+    plan = lay_out_pt2(models_of(lazy_tree(tabulate_state({"m": {"w": w, "c": w.conj()}}))))
     assert any("m.c" in note for note in plan.notes)
     write_plan(plan, str(tmp_path / "m.pt2"))
     with holdfast.open(tmp_path / "m.pt2") as ckpt:
@@ -491,8 +492,8 @@ def test_conjugated_weights_are_resolved(tmp_path):
 
 def replaced(path, target, states):
     source = OpenSource(LocalStore(path), limits=Limits())
-    described = describe_state(states)
-    plan = lay_out_replaced(source, {model: described.tree[model] for model in states}, name="new")
+    described = lazy_tree(tabulate_state(states))
+    plan = lay_out_replaced(source, {model: described[model] for model in states}, name="new")
     write_plan(plan, str(target))
 
 

@@ -28,6 +28,7 @@ from holdfast.engine import assembled
 from holdfast.engine.arrays import Resident
 from holdfast.engine.assembled import Assembled, Copy
 from holdfast.rewrite.rejoin import rejoin
+from holdfast.rewrite.state import tabulate_tree
 from tests.golden.expect import short
 from tests.parity.compare import assert_same_tree, elements, named_tensors, shared
 from tests.parity.test_generated_states import plain, pools, views
@@ -238,7 +239,7 @@ def noted(**arrays: tuple[np.ndarray, int]) -> State:
         tensor = resident.array(array)
         view = AliasView(7, 48, first * 8, tensor.chunks[0].strides)
         made[name] = replace(tensor, name=name, traits=replace(tensor.traits, alias=view))
-    return State(dict(made), made, {name: (name,) for name in made})
+    return tabulate_tree(made)
 
 
 def test_copies_that_differ_where_they_overlapped_are_kept_apart_with_a_note(tmp_path):

@@ -11,12 +11,13 @@ import torch
 
 from holdfast.core.tensor import Composite
 from holdfast.errors import CannotHold, Unsupported
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.rows import lazy_tree
+from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.transform import Edits, casts_of, dtype_named, transform
 
 
 def changed(tree: object, **edits: object) -> object:
-    return transform(describe_state(tree), Edits(**edits)).tree
+    return lazy_tree(transform(tabulate_state(tree), Edits(**edits)))
 
 
 def refused(tree: object, **edits: object) -> tuple[str, ...]:
@@ -37,7 +38,7 @@ def test_keep_and_drop():
 
 def test_containers_without_a_change_stay_themselves():
     counter, filled, size = Counter("aab"), defaultdict(list, k=[1]), torch.Size([2, 3])
-    state = describe_state({"a": {"x": 1}, "rest": {"c": counter, "d": filled, "s": size, "n": np.float32(1)}})
+    state = tabulate_state({"a": {"x": 1}, "rest": {"c": counter, "d": filled, "s": size, "n": np.float32(1)}})
     made = transform(state, Edits(drop=("a.x",))).tree
     assert made == {"rest": state.tree["rest"]}
     assert made["rest"] is state.tree["rest"]
@@ -92,13 +93,13 @@ def test_edits_that_do_not_fit():
 
 
 def test_tensors_only_is_flat():
-    state = describe_state({"m": {"w": np.zeros(2), "l": [np.ones(1)]}, "step": 3, 0: np.zeros(1)})
+    state = tabulate_state({"m": {"w": np.zeros(2), "l": [np.ones(1)]}, "step": 3, 0: np.zeros(1)})
     assert list(transform(state, Edits(tensors_only=True)).tree) == ["m.w", "m.l.0", "0"]
 
 
 def test_a_cast_leaves_integers_and_keeps_ties_and_views():
     base = torch.randn(4, 6)
-    state = describe_state({"base": base, "tied": base, "row": base[1:3], "turned": base.T, "i": torch.arange(3)})
+    state = tabulate_state({"base": base, "tied": base, "row": base[1:3], "turned": base.T, "i": torch.arange(3)})
     made = transform(state, Edits(casts=casts_of("bfloat16"))).tensors
     assert {t.dtype.name for n, t in made.items() if n != "i"} == {"bfloat16"}
     assert made["i"].dtype.name == "int64"
@@ -110,7 +111,7 @@ def test_a_cast_leaves_integers_and_keeps_ties_and_views():
 
 def test_a_cast_of_views_of_several_dtypes_casts_each_by_itself():
     raw = np.arange(16, dtype=np.uint8)
-    state = describe_state({"f4": raw.view(np.float32), "f2": raw.view(np.float16), "u1": raw})
+    state = tabulate_state({"f4": raw.view(np.float32), "f2": raw.view(np.float16), "u1": raw})
     made = transform(state, Edits(casts=casts_of("float64"))).tensors
     assert made["f4"].numpy().tolist() == raw.view(np.float32).astype(np.float64).tolist()
     assert made["f2"].numpy().tobytes() == raw.view(np.float16).astype(np.float64).tobytes()
@@ -120,7 +121,7 @@ def test_a_cast_of_views_of_several_dtypes_casts_each_by_itself():
 def test_a_cast_tells_a_view_from_its_negative():
     """Both are the same elements of one storage, which has complex numbers as well."""
     pairs = torch.complex(torch.arange(4.0), torch.arange(1.0, 5.0))
-    state = describe_state({"pairs": pairs, "one": pairs.imag, "other": pairs.conj().imag})
+    state = tabulate_state({"pairs": pairs, "one": pairs.imag, "other": pairs.conj().imag})
     made = transform(state, Edits(casts=casts_of("float64"))).tensors
     assert made["one"].numpy().tolist() == [1, 2, 3, 4]
     assert made["other"].numpy().tolist() == [-1, -2, -3, -4]
@@ -169,7 +170,7 @@ def dtypes(state, casts):
 
 def test_dtypes_by_patterns():
     names = ("a.norm.weight", "a.up.weight", "router.weight")
-    state = describe_state({name: np.ones((2, 4), np.float32) for name in names} | {"ids": np.ones(2, np.int64)})
+    state = tabulate_state({name: np.ones((2, 4), np.float32) for name in names} | {"ids": np.ones(2, np.int64)})
     wanted = {"*norm*": "f64", "router.*": "keep", "*": "bf16"}
     assert dtypes(state, wanted) == {
         "a.norm.weight": "float64", "a.up.weight": "bfloat16", "router.weight": "float32", "ids": "int64",
@@ -181,7 +182,7 @@ def test_dtypes_by_patterns():
 
 
 def test_patterns_that_cast_nothing():
-    state = describe_state({"norm": np.ones(3, np.float32), "ids": np.ones(2, np.int64)})
+    state = tabulate_state({"norm": np.ones(3, np.float32), "ids": np.ones(2, np.int64)})
     for casts, words in (
         ({"nrom": "f16"}, "'nrom': it matches no floating-point tensor; near: norm"),
         ({"ids": "f16", "*": "bf16"}, "'ids': it matches no floating-point"),
@@ -192,7 +193,7 @@ def test_patterns_that_cast_nothing():
             transform(state, Edits(casts=casts_of(casts)))
         assert any(words in problem for problem in caught.value.problems), caught.value.problems
     assert dtypes(state, {"norm": "f16", "*": "bf16"})["norm"] == "float16"
-    assert dtypes(describe_state({"ids": np.ones(2, np.int64)}), "bf16") == {"ids": "int64"}
+    assert dtypes(tabulate_state({"ids": np.ones(2, np.int64)}), "bf16") == {"ids": "int64"}
     with pytest.raises(Unsupported, match="cannot cast to 'f17'"):
         casts_of({"*": "f17"})
 
@@ -200,11 +201,11 @@ def test_patterns_that_cast_nothing():
 def test_names_of_one_tensor_agree_in_their_dtype():
     w = torch.arange(8.0)
     with pytest.raises(CannotHold, match="a and b are one tensor"):
-        dtypes(describe_state({"a": w, "b": w}), {"a": "f16", "*": "bf16"})
+        dtypes(tabulate_state({"a": w, "b": w}), {"a": "f16", "*": "bf16"})
     with pytest.raises(CannotHold, match="is to stay as it is"):
-        dtypes(describe_state({"a": w, "b": w}), {"a": "f16"})
+        dtypes(tabulate_state({"a": w, "b": w}), {"a": "f16"})
     # Other views of one storage come apart, each with its own values; those that agree stay together.
-    state = describe_state({"whole": w, "half": w[:4], "tail": w[4:], "also": w[4:]})
+    state = tabulate_state({"whole": w, "half": w[:4], "tail": w[4:], "also": w[4:]})
     made = transform(state, Edits(casts=casts_of({"whole": "f64", "half": "f16", "*": "bf16"}))).tensors
     assert [made[name].dtype.name for name in made] == ["float64", "float16", "bfloat16", "bfloat16"]
     assert [made[name].numpy().astype(np.float64).tolist() for name in made] == [
@@ -212,7 +213,7 @@ def test_names_of_one_tensor_agree_in_their_dtype():
     ]  # fmt: skip
     assert made["tail"].storages == made["also"].storages
     # Tensors without data have no storage that could tell them apart.
-    metas = describe_state({"a": torch.empty(3, device="meta"), "b": torch.empty(3, device="meta")})
+    metas = tabulate_state({"a": torch.empty(3, device="meta"), "b": torch.empty(3, device="meta")})
     assert dtypes(metas, {"a": "f16", "*": "f64"}) == {"a": "float16", "b": "float64"}
 
 

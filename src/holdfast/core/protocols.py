@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from holdfast.core.dense import DenseRows
     from holdfast.core.leaves import Leaves
     from holdfast.core.placement_rules import PlacementRule
+    from holdfast.core.table import Table
     from holdfast.core.tensor import LazyTensor
 
 Stamp = tuple[object, ...]
@@ -242,26 +243,22 @@ class Description(Value, frozen=True):
 
 
 class State(Value, frozen=True):
-    """What is to be saved: the same two views of it that a `Description` gives, made by `api.state.describe_state`."""
+    """What is to be saved, made by `rewrite.state.tabulate_state`."""
 
     tree: object
-    """The nested state; every tensor in it is a `LazyTensor` (or a `Composite` of them), whatever it was before. With `leaves`, the
-    caller's own containers and tensors."""
+    """The nested state: the caller's own containers, and in them what `leaves` knows as tensors."""
 
-    tensors: Mapping[str, LazyTensor]
-    """Every tensor under its dotted name. Two names with one storage are aliases."""
+    tensors: Table
+    """Every tensor under its dotted name, a row each. Two rows with one storage are aliases."""
 
-    paths: Mapping[str, tuple[str | int, ...]]
-    """Where each name is in the tree."""
+    leaves: Leaves
+    """The tensors in the tree, in the order of the rows."""
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Text to be kept with it (safetensors `__metadata__`)."""
 
     notes: tuple[str, ...] = ()
     """What the tensors of the caller are, and no format is told of."""
-
-    leaves: Leaves | None = None
-    """The tensors in the tree, where that is the caller's own."""
 
 
 class Format(Protocol):

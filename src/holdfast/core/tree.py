@@ -44,9 +44,6 @@ NAME_CHARACTERS_A_BYTE = 16
 FREE_CHARACTERS = 4 << 20
 """Characters of names that are allowed however small the file."""
 
-HELD_NBYTES = 64
-"""What a child of a container takes in memory, at the least: its object, and the two references to it and its key."""
-
 KEY_CHARACTERS = 64
 """Of a key that is neither text nor an integer, where it stands in a path."""
 
@@ -72,8 +69,6 @@ class Named(Struct):
     """The outcome of a walk."""
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
-    leaves: list[LazyTensor] = field(default_factory=list)
-    """The tensor of each name as it stands in the tree, under whatever name it has there."""
     paths: dict[str, Path] = field(default_factory=dict)
     """The path of each name."""
     opaques: list[tuple[Path, Opaque]] = field(default_factory=list)
@@ -125,18 +120,13 @@ def module_contents(opaque: Opaque) -> Contents | None:
     return [(dicts[0], parameters), (dicts[1], kept), (dicts[2], modules)]
 
 
-def name_tensors(tree: object, limits: Limits, stored: int, *, held: bool = False) -> Named:
-    """Walk a tree and give every tensor in it a dotted name. `stored` is how many bytes the tree took where it was stored.
-
-    A tree that is only `held` in memory was stored nowhere: `stored` is then the number of extra visits, and names may take so many
-    times what the tree has in memory, where a key is counted once however many containers have it.
-    """
+def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
+    """Walk a tree and give every tensor in it a dotted name. `stored` is how many bytes the tree took where it was stored."""
     named = Named()
     seen: set[int] = set()
     on_path: set[int] = set()
     spare = stored + FREE_STEPS
     room = NAME_CHARACTERS_A_BYTE * stored + FREE_CHARACTERS
-    keys: set[int] = set()
     left_out = 0
     # Explicit stack: an iterator over children a level, so that depth costs memory and not interpreter frames.
     levels: list[tuple[Iterator[tuple[str | int, object]], set[int], bool]] = [(iter([("", tree)]), set(), False)]
@@ -152,20 +142,10 @@ def name_tensors(tree: object, limits: Limits, stored: int, *, held: bool = Fals
             continue
         spare -= again
         key, value = step
-        if held and not again:
-            room += NAME_CHARACTERS_A_BYTE * HELD_NBYTES
-            if isinstance(key, str) and id(key) not in keys:
-                keys.add(id(key))
-                room += NAME_CHARACTERS_A_BYTE * len(key)
         if isinstance(value, LazyTensor):
             _add(named, (*path[1:], *((key,) if levels[1:] else ())), value)
             if named.characters > room:
-                raise LimitExceeded(
-                    f"the names of the tensors take more than {room:,} characters together, "
-                    f"{NAME_CHARACTERS_A_BYTE} times what is stored",
-                    expected=room,
-                    found=named.characters,
-                )
+                raise too_long_names(room, named.characters)
             continue
         inside = contents(value)
         if inside is None:
@@ -194,6 +174,12 @@ def name_tensors(tree: object, limits: Limits, stored: int, *, held: bool = Fals
     return named
 
 
+def too_long_names(room: int, characters: int) -> LimitExceeded:
+    """What is raised where names take more characters than there is room for."""
+    message = f"the names of the tensors take more than {room:,} characters together, {NAME_CHARACTERS_A_BYTE} times what is stored"
+    return LimitExceeded(message, expected=room, found=characters)
+
+
 def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
     if len(path) == 1 and type(path[0]) is str:
         name = base = path[0]
@@ -206,7 +192,6 @@ def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
     if count > 1:
         named.doubles[base] = count
         named.notes.append(f"two tensors are called {base!r}; the one at path {path!r} is listed as {name!r}")
-    named.leaves.append(tensor)
     if tensor.name:
         tensor = tensor.renamed(name)
     else:

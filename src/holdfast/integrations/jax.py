@@ -24,19 +24,20 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from holdfast.core.arguments import AnyDType, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
+from holdfast.core.leaves import HELD_NBYTES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue, Opaque
 from holdfast.core.patterns import matcher
-from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, module_contents, step
+from holdfast.core.tree import Path, module_contents, name_tensors, step
 from holdfast.core.value import Value
 from holdfast.engine.casting import cast
 from holdfast.errors import BadArgument, BadArgumentType, DoesNotFit, LimitExceeded, Unsupported
 from holdfast.inspect.open import Openable, opened, read
-from holdfast.rewrite.state import MOST_VISITS, describe_state
+from holdfast.rewrite.rows import lazy_tree
+from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.transform import Casts, Edits, casts_of, transform
 
 Where: TypeAlias = "Sharding | jax.Device | None"
@@ -51,6 +52,9 @@ Index = tuple[slice, ...] | None
 
 Box = tuple[tuple[int, int], ...]
 """The same as a value: start and stop in each dimension."""
+
+MOST_VISITS = 100_000
+"""Visits of shared containers, beyond the first of each. A file of a few hundred bytes can ask for 2^64."""
 
 SHOWN = 5
 """Names that a message lists."""
@@ -85,13 +89,16 @@ def load(
     """
     casts = casts_of(dtype)
     with opened(path, limits=limits, threads=threads, verify=verify) as checkpoint:
-        state = transform(describe_state(checkpoint), Edits(keep=tuple(keep), drop=tuple(drop)), limits)
+        state = transform(tabulate_state(checkpoint), Edits(keep=tuple(keep), drop=tuple(drop)), limits)
+        tree = lazy_tree(state)
         tensors: dict[str, LazyTensor] = {}
         depth = (limits or Limits()).depth
-        _mapped(state, depth, tensors.setdefault)
+        paths = name_tensors(tree, limits or Limits(), MOST_VISITS + HELD_NBYTES * len(state.tensors)).paths
+        names = {path: name for name, path in paths.items()}
+        _Mapped(names, depth, tensors.setdefault).walk(tree, (), False)
         wanted = _placed(tensors, _chooser(shardings, tensors, checkpoint.path), casts)
         arrays = dict(_made(_planned(dict.fromkeys(wanted.values()), checkpoint.path)))
-        return _mapped(state, depth, lambda name, tensor: arrays[wanted[name]])
+        return _Mapped(names, depth, lambda name, tensor: arrays[wanted[name]]).walk(tree, (), False)
 
 
 class WantedArray(Value, frozen=True, eq=False):
@@ -121,16 +128,11 @@ class WantedArray(Value, frozen=True, eq=False):
         return jax.make_array_from_callback(shape, self.sharding, part, dtype=_held(self.dtype))
 
 
-def _mapped(state: State, depth: int, leaf: Callable[[str, LazyTensor], object]) -> object:
-    """The tree of a state with plain dicts in it, and what `leaf` makes of every tensor and its name."""
-    return _Mapped(state, depth, leaf).walk(state.tree, (), False)
-
-
 class _Mapped:
-    """One walk of `_mapped`."""
+    """Makes a tree again with plain dicts in it, and what `leaf` makes of every tensor and its name."""
 
-    def __init__(self, state: State, depth: int, leaf: Callable[[str, LazyTensor], object]) -> None:
-        self._names = {path: name for name, path in state.paths.items()}
+    def __init__(self, names: Mapping[Path, str], depth: int, leaf: Callable[[str, LazyTensor], object]) -> None:
+        self._names = names
         self._depth = depth
         self._leaf = leaf
         self._left = MOST_VISITS

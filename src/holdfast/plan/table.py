@@ -20,6 +20,7 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
+from holdfast.core.leaves import NO_LEAVES
 from holdfast.core.protocols import State
 from holdfast.core.table import ODD, FilePlace, Kind, Piece, StorageMoved, Table
 from holdfast.core.tensor import LazyTensor
@@ -99,6 +100,11 @@ class StateStorages:
         )
 
 
+def value_state(value: object, metadata: Mapping[str, str] | None = None) -> State:
+    """A state without rows: its tensors, if there are some, are lazy ones that are written one by one."""
+    return State(value, NO_TENSORS, NO_LEAVES, dict(metadata or {}))
+
+
 def table_of(state: State | Mapping[str, LazyTensor]) -> Table:
     """The tensors of a state as a table."""
     tensors = state.tensors if isinstance(state, State) else state
@@ -160,6 +166,9 @@ def _names(table: Table, rows: Ints, numbers: Ints) -> Sequence[str]:
     for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
         found[number] = found[number] or names[row]
     return found
+
+
+NO_TENSORS = lazy_table((), ())
 
 
 def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:

@@ -26,16 +26,15 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size, byte_count
-from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import plural
-from holdfast.core.tree import name_tensors
 from holdfast.core.value import replace
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
 from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
+from holdfast.plan.table import lazy_table
 from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, common_order
 from holdfast.pruning.masked import Loss, Masked, loss_of_counts, weighing
 from holdfast.pruning.masks import GroupMask, Mask, RandomMask, block_mask, threshold_masks
@@ -56,7 +55,8 @@ from holdfast.pruning.rules import (
 from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
-from holdfast.rewrite.state import describe_state, map_tensors
+from holdfast.rewrite.rows import flat_state, with_odd, with_table
+from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
 
 MASKS = "holdfast.masks"
@@ -64,8 +64,6 @@ MASKS = "holdfast.masks"
 
 MASKS_FILE = "masks.safetensors"
 """Where they are in a directory of pruned weights."""
-
-MOST_VISITS = 100_000
 
 WHOLE_ELEMENTS = 1 << 24
 """Where there are enough tensors of at most this size, each is searched by one thread: what is done once a tensor is then done for
@@ -184,7 +182,7 @@ def plan_prune(
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Pruned]:
         target = where.path
-        state = describe_state(source, limits=limits)
+        state = tabulate_state(source, limits=limits)
         notes: list[str] = []
         jobs = _jobs(source, state, rules, masks=masks, notes=notes)
         chosen = "safetensors" if masks == "only" else format_for(target, where.format, options)
@@ -299,25 +297,16 @@ class Pruning:
         return rehearse(replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)), opens=False), target)
 
     def _pruned(self, masked: Masked) -> State:
-        made: dict[object, LazyTensor] = {}
+        table, made = self._state.tensors, dict[int, LazyTensor]()
         for job in self._jobs:
             # What is packed is read several times, and told to nobody: it is weighed by itself.
             told = job.told if self._options.sparse == "never" else None
-            made[identity(job.tensor, noted=True)] = masked.tensor(job.tensor, _mask(job), told)
-        same: dict[int, LazyTensor] = {}
-
-        def change(tensor: LazyTensor) -> LazyTensor:
-            new = made.get(identity(tensor, noted=True))
-            if new is None:
-                return tensor
-            if id(tensor) not in same:
-                traits = replace(tensor.traits, conj=False, neg=False, alias=None)
-                same[id(tensor)] = replace(new, name=tensor.name, traits=traits)
-            return same[id(tensor)]
-
-        tree = map_tensors(self._state.tree, change)
-        named = name_tensors(tree, Limits(), MOST_VISITS, held=True)
-        return State(tree, named.tensors, named.paths, self._state.metadata)
+            new = masked.tensor(job.tensor, _mask(job), told)
+            for name in job.names:
+                row = table.rows[name]
+                traits = replace(table.kind_of(row).traits, conj=False, neg=False, alias=None)
+                made[row] = replace(new, name=name, traits=traits)
+        return with_table(self._state, with_odd(table, made))
 
     def _bits(self, masked: Masked) -> State:
         notes: dict[str, object] = {}
@@ -327,7 +316,7 @@ class Pruning:
                 tally = job.told if self._masks == "only" else None
                 tensors[f"{name}.mask"] = masked.bits(f"{name}.mask", job.tensor, _mask(job), tally=tally)
                 notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
-        return State(dict(tensors), tensors, {name: (name,) for name in tensors}, {MASKS: json.dumps(notes)})
+        return flat_state(lazy_table([*tensors], [*tensors.values()]), {MASKS: json.dumps(notes)})
 
 
 def _nothing(nbytes: int) -> None:

@@ -30,8 +30,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.patterns import matcher
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity
-from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import values_inside
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
 from holdfast.pruning.masked import Loss, Tally
@@ -225,7 +224,7 @@ def _left_alone(name: str, tensor: LazyTensor, rule: PruningRule) -> str:
 
 def assign(state: State, rules: Sequence[PruningRule], problems: list[str], notes: list[str]) -> list[Job]:
     """The tensors that rules apply to, in the order of names. Notes say what N:M leaves alone."""
-    whole = _parts(state.tree)
+    whole = _parts(state)
     meant = [matcher(rule.pattern) for rule in rules]
     matched = [0] * len(rules)
     decided = [0] * len(rules)
@@ -304,9 +303,9 @@ def _asides(alone: Sequence[tuple[str, PruningRule, str]]) -> list[str]:
     return notes
 
 
-def _parts(tree: object) -> dict[View, str]:
+def _parts(state: State) -> dict[View, str]:
     """The tensors that are parts of others, with the kind of the whole."""
-    wholes = (value for value in values_inside(tree) if isinstance(value, Composite))
+    wholes = state.leaves.composites()
     return {identity(part, noted=True): whole.kind for whole in wholes for part in whole.parts.values()}
 
 

@@ -31,8 +31,6 @@ class Description(msgspec.Struct):
     """Names of the tensors that require gradients."""
     matched: list[str]
     """Those of the patterns in `per_rank` that found something."""
-    usual: bool
-    """Whether one container of each of its kinds was opened, which stands for all of them."""
 
 
 DESCRIPTIONS = msgspec.msgpack.Decoder(Description)
@@ -109,8 +107,7 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
         paths={name: path for head in heads for name, path in head.paths.items()},
         grads=frozenset(name for head in heads for name in head.grads),
     )
-    sampled = len({*trees}) == 1 and all(head.usual for head in heads)
-    return Together(contents, _with_empty(plan, decoded), plan.notes, sampled)
+    return Together(contents, _with_empty(plan, decoded), plan.notes, len({*trees}) == 1)
 
 
 def _with_empty(plan: RankPlan, states: Sequence[RankState]) -> list[RankWrites]:

@@ -50,7 +50,7 @@ from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.plan.saves import FilePlan, SavePlan
-from holdfast.plan.table import lazy_table
+from holdfast.plan.table import NO_TENSORS, value_state
 from holdfast.ranks.files import (
     NOTHING,
     PIECES_INDEX,
@@ -70,7 +70,7 @@ from holdfast.ranks.together import Together
 from holdfast.rewrite.formats import Outline, check_holds, described, near_limits, note_opened, rehearse, was_opened
 from holdfast.rewrite.references import References
 from holdfast.rewrite.renewal import NOTHING as NO_SEALS
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.step_seal import Stamp, digest_of, seal_file
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.remote.client import bucket_of
@@ -98,7 +98,7 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     sample = _sample(contents, sorted(kinds.values()))
     catalogue = sample.catalogue
     tensors = [_nowhere(*one) for one in _outlines(catalogue).items()]
-    every, storages = [Kind.of(tensor) for tensor in tensors], lazy_table((), ()).storages
+    every, storages = [Kind.of(tensor) for tensor in tensors], NO_TENSORS.storages
     table = Table(catalogue.names, every, range(len(every)), [ODD] * len(every), storages, dict(enumerate(tensors)))
     none = np.zeros((catalogue.rank, len(catalogue)), np.int64)
     numbers = np.arange(len(catalogue), dtype=np.int64)
@@ -116,16 +116,10 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
         note_opened(key)
 
 
-def opens_containers(state: State) -> bool:
-    """Open a native directory with a container of each kind that a state has. Raises `CannotHold` where that cannot be.
-
-    False where the state has containers of other kinds than dicts, lists and tuples.
-    """
-    if state.leaves is None:
-        return False
-    sample = describe_state({"containers": state.leaves.samples(), "others": state.leaves.others()})
+def check_containers(state: State) -> None:
+    """Open a native directory with a container of each kind that a state has. Raises `CannotHold` where that cannot be."""
+    sample = tabulate_state({"containers": state.leaves.samples(), "others": state.leaves.others()})
     rehearse(replace(lay_out_native(sample), holds=sample.tensors), "")
-    return True
 
 
 def _of_each_kind(catalogue: Catalogue) -> dict[tuple[str, int, bool], int]:
@@ -169,7 +163,7 @@ def check_value(name: str, archive: bytes) -> None:
 def _nothing() -> bytes:
     """The archive of None."""
     out = io.BytesIO()
-    write_stream(lay_out_torch_zip(State(None, {}, {})).files[0], out)
+    write_stream(lay_out_torch_zip(value_state(None)).files[0], out)
     return out.getvalue()
 
 

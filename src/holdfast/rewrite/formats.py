@@ -38,7 +38,6 @@ from holdfast.formats.safetensors.write import lay_out_safetensors
 from holdfast.formats.seal import SEAL
 from holdfast.formats.torch.write import archive_name, lay_out_torch_zip
 from holdfast.plan.saves import Data, Gathered, Memory, SavePlan
-from holdfast.plan.table import table_of
 from holdfast.rewrite.base import OpenBase
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.state import tabulate_state
@@ -142,11 +141,10 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     its limits by the layout. Where most tensors are of a kind of their own, or where the whole comes near to a limit, the reader
     opens the plan itself (docs/design/028-table.md).
     """
-    leaves = state.leaves
     # What says where pieces lie names them all.
-    if leaves is None or SHARDING_INFO in state.metadata:
+    if SHARDING_INFO in state.metadata:
         return rehearse(plan, path)
-    table = table_of(state)
+    leaves, table = state.leaves, state.tensors
     alike = _of_each_kind(table)
     if _near_limits(plan, table):
         return rehearse(plan, path)

@@ -12,14 +12,12 @@ comes along when asked for, and a note says what stayed behind: a program always
 from __future__ import annotations
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import name_tensors
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold
 from holdfast.formats.pt2.read import program_names
-from holdfast.rewrite.state import MOST_VISITS
+from holdfast.rewrite.rows import with_tree
 
 CONSTANTS, INPUTS, COMPILED = "constants", "sample_inputs", "aotinductor"
 """What stands beside the weights in the tree of a model; `#2` is added where a weight has the name."""
@@ -91,18 +89,13 @@ def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[
         if told:
             notes.append(f"left out of model {model!r}: {', '.join(told)}")
     if selection.model is None and (len(models) > 1 or checkpoint.format == "native"):
-        return state_of(kept, dict(state.metadata)), tuple(notes)
+        return with_tree(state, kept), tuple(notes)
     ((_, tree),) = kept.items()
-    return state_of(tree, {key: text for key, text in state.metadata.items() if key != "models"}), tuple(notes)
+    texts = {key: text for key, text in state.metadata.items() if key != "models"}
+    return replace(with_tree(state, tree), metadata=texts), tuple(notes)
 
 
 def beside_keys(tree: Tree, *, compiled: bool = True) -> list[str]:
     """The keys of a model's tree that are no weights of it."""
     keys = (CONSTANTS, INPUTS, COMPILED) if compiled else (CONSTANTS,)
     return [key for name in keys for key in (name, f"{name}#2") if key in tree and not isinstance(tree[key], LazyTensor)]
-
-
-def state_of(tree: object, metadata: dict[str, str]) -> State:
-    """The state of a tree, every tensor in it under its name."""
-    named = name_tensors(tree, Limits(), MOST_VISITS, held=True)
-    return State(tree, named.tensors, named.paths, metadata)

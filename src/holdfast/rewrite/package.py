@@ -44,11 +44,11 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
 from holdfast.plan.table import lazy_table, table_of
 from holdfast.rewrite.formats import Options, check_archive_name, plan_save, suffix_of, without_origin
-from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, state_of, weights_of
+from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, weights_of
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, check_target, planned_fields, rewritten, stores_of
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.rows import lazily, with_table
-from holdfast.rewrite.state import tabulate_state
+from holdfast.rewrite.rows import lazy_tree, with_table
+from holdfast.rewrite.state import tabulate_state, tabulate_tree
 from holdfast.rewrite.tie import tie_state
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of
@@ -126,7 +126,7 @@ def plan_package(
             plan = _plan_native(replace(members, state=state), target)
         else:
             rejoined = rejoin(state)
-            plan = _plan_pt2(replace(members, state=lazily(rejoined.state)), archive_name(target))
+            plan = _plan_pt2(lazy_tree(rejoined.state), members.beside, archive_name(target))
             notes += rejoined.notes
         plan = replace(plan, notes=(*members.notes, *notes, *plan.notes))
         return Planned(
@@ -163,8 +163,8 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
     if wrong:
         raise CannotHold("a package holds models by their names", wrong)
     opened: dict[tuple[object, ...], object] = {}
-    states: dict[str, State] = {}
-    once: dict[int, State] = {}
+    trees: dict[str, object] = {}
+    once: dict[int, tuple[State, object]] = {}
     """By identity: two models of one checkpoint are rows of one table, and share what they have."""
     beside: dict[str, Beside] = {}
     memory: dict[str, object] = {}
@@ -177,24 +177,23 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
             value = opened[place]
         value = _opened(value, stack, limits)
         if isinstance(value, Checkpoint) and value.format == "pt2":
-            tree, beside[model] = _member(value, limits)
-            states[model] = state_of(tree, {})
+            trees[model], beside[model] = _member(value, limits)
         elif isinstance(value, Checkpoint | State):
             if id(value) not in once:
-                once[id(value)] = value if isinstance(value, State) else tabulate_state(value, limits=limits)
-            state = states[model] = once[id(value)]
+                state = value if isinstance(value, State) else tabulate_state(value, limits=limits)
+                once[id(value)] = state, lazy_tree(state)
+            state, trees[model] = once[id(value)]
             notes += [f"model {model!r}: {note}" for note in state.notes]
             texts = ", ".join(sorted(without_origin(state.metadata).keys() - {"models"})[:8])
             notes += [f"model {model!r}: its metadata ({texts}) has no place in a package and is not kept"] if texts else []
         else:
             memory[model] = _state_dict(value)
     described = tabulate_state(memory, limits=limits)
-    if not states:
+    if not trees:
         return _Members(replace(described, notes=()), beside, described.notes)
-    trees = {model: lazily(state).tree for model, state in states.items()}
-    inside = lazily(described).tree
+    inside = lazy_tree(described)
     trees |= inside if isinstance(inside, dict) else {}
-    return _Members(state_of({model: trees[model] for model in models}, {}), beside, (*notes, *described.notes))
+    return _Members(tabulate_tree({model: trees[model] for model in models}, limits=limits), beside, (*notes, *described.notes))
 
 
 def _state_dict(value: object) -> object:
@@ -205,7 +204,7 @@ def _state_dict(value: object) -> object:
 
 def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Beside]:
     """The raw weights and constants of the one model in a `.pt2`, and what else it has."""
-    models = models_in(checkpoint, lazily(tabulate_state(checkpoint, limits=limits)).tree)
+    models = models_in(checkpoint, lazy_tree(tabulate_state(checkpoint, limits=limits)))
     if len(models) != 1:
         problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=…)"
         raise CannotHold("a model of a package is one state", [problem])
@@ -236,11 +235,11 @@ def _plan_native(members: _Members, target: str) -> SavePlan:
     return plan_save(target, replace(state, metadata={**state.metadata, "models": models}), "native", options=Options())
 
 
-def _plan_pt2(members: _Members, name: str) -> SavePlan:
-    parts = _parts(members.state)
+def _plan_pt2(tree: object, besides: Mapping[str, Beside], name: str) -> SavePlan:
+    parts = _parts(tree)
     problems: list[str] = []
     extra: dict[str, bytes | Data] = {}
-    for model, beside in members.beside.items():
+    for model, beside in besides.items():
         part = parts[model]
         problems += [f"{model}: {problem}" for problem in beside.problems]
         parts[model] = ModelWeights(
@@ -254,16 +253,16 @@ def _plan_pt2(members: _Members, name: str) -> SavePlan:
     return lay_out_pt2(parts, name=name, extra=extra)
 
 
-def _parts(state: State) -> dict[str, ModelWeights]:
+def _parts(models: object) -> dict[str, ModelWeights]:
     """The models, with their constants where those of a program belong."""
-    if not isinstance(state.tree, dict):
-        return models_of(state)
+    if not isinstance(models, dict):
+        return models_of(models)
     trees, constants = {}, {}
-    for model, tree in state.tree.items():
+    for model, tree in models.items():
         key = _constants_key(tree)
         trees[model] = tree if key is None else {name: value for name, value in tree.items() if name != key}
         constants[model] = {} if key is None else tree[key]
-    parts = models_of(replace(state, tree=trees))
+    parts = models_of(trees)
     problems = _two_dtypes({model: part.weights for model, part in parts.items()})
     if problems:
         raise CannotHold("models of this package share storages in ways that a pt2 archive cannot say", problems)
@@ -380,9 +379,8 @@ def plan_replacement(
         with ExitStack() as stack:
             given = _opened(weights, stack, limits)
             state = tabulate_state(given, limits=limits)
-            states = _states(
-                lazily(rejoin(state).state), given if isinstance(given, Checkpoint) else None, _models(source), model=model
-            )
+            tree = lazy_tree(rejoin(state).state)
+            states = _states(tree, given if isinstance(given, Checkpoint) else None, _models(source), model=model)
             plan = lay_out_replaced(source, states, name=archive_name(where.path))
             report = Saved(**planned_fields(plan, where.path))
             return Planned(plan, report, where.writing, reads=(source.store, *stores_of(state)), sources=stack.pop_all())
@@ -405,10 +403,9 @@ def _models(source: Source) -> list[str]:
     return Pt2Reader(source, keys[0], read_archive(source, keys[0])).names()
 
 
-def _states(state: State, opened: Checkpoint | None, names: list[str], *, model: str | None) -> dict[str, Mapping[str, LazyTensor]]:
+def _states(tree: object, opened: Checkpoint | None, names: list[str], *, model: str | None) -> dict[str, Mapping[str, LazyTensor]]:
     """The new weights of each model that gets some."""
     known = ", ".join(names)
-    tree = state.tree
     if opened is not None and opened.format == "pt2":
         found = weights_of(opened, tree)
         if model is None and len(names) > 1:

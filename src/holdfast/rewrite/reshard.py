@@ -35,7 +35,7 @@ from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.formats import save_name
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
 
 
@@ -62,18 +62,20 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Place
     meant = [matcher(rule.pattern) for rule in rules]
     used: set[int] = set()
     placed: dict[str, Mapping[str, int]] = {}
-    for name, tensor in state.tensors.items():
+    table = state.tensors
+    shapes = dict(zip(table.names, [table.kinds[kind].shape for kind in table.kind], strict=True))
+    for name, shape in shapes.items():
         number = next((i for i, means in enumerate(meant) if means(name)), None)
         if number is None:
             placed[name] = {}
             continue
         used.add(number)
         axes = rules[number].axes
-        bad = [d for d in axes.values() if not -tensor.ndim <= d < tensor.ndim]
-        problems += [f"{name}: no dimension {d} in a tensor of {list(tensor.shape)} (rule {rules[number].pattern!r})" for d in bad]
-        placed[name] = {} if bad else {axis: d % tensor.ndim for axis, d in axes.items()}
+        bad = [d for d in axes.values() if not -len(shape) <= d < len(shape)]
+        problems += [f"{name}: no dimension {d} in a tensor of {list(shape)} (rule {rules[number].pattern!r})" for d in bad]
+        placed[name] = {} if bad else {axis: d % len(shape) for axis, d in axes.items()}
     if not rules:
-        placed = {name: default_axes(name, tensor.shape, mesh) for name, tensor in state.tensors.items()}
+        placed = {name: default_axes(name, shape, mesh) for name, shape in shapes.items()}
         if math.prod(mesh.values()) > 1 and not any(placed.values()):
             problems.append(
                 f"without rules nothing is cut over {known}: dp and fsdp cut dimension 0 of what has a row for each rank, "
@@ -83,13 +85,13 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Place
     if problems:
         raise BadPlacement("; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else ""))
     parts: list[dict[str, Box]] = []
-    written: dict[str, set[Box]] = {name: set() for name in state.tensors}
+    written: dict[str, set[Box]] = {name: set() for name in shapes}
     for place in itertools.product(*(range(size) for size in mesh.values())):
         at = dict(zip(mesh, place, strict=True))
         own: dict[str, Box] = {}
-        for name, tensor in state.tensors.items():
-            box = local_box(tensor.shape, mesh, at, axes=placed[name])
-            if (box.count or not math.prod(tensor.shape)) and box not in written[name]:
+        for name, shape in shapes.items():
+            box = local_box(shape, mesh, at, axes=placed[name])
+            if (box.count or not math.prod(shape)) and box not in written[name]:
                 written[name].add(box)
                 own[name] = box
         parts.append(own)
@@ -169,7 +171,7 @@ def plan_reshard(
     parsed = [parse_rule(rule) if isinstance(rule, str) else rule for rule in rules]
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Saved]:
-        state = describe_state(source, limits=limits)
+        state = tabulate_state(source, limits=limits)
         plan = replace(lay_out_reshard(state, grid, parsed, save=save_name(where.path)), holds=state.tensors)
         return Planned(plan, Saved(**planned_fields(plan, where.path)), where.writing, reads=stores_of(state))
 

@@ -9,8 +9,8 @@ By content, tensors that hold the same are found wherever they lie, so that a ti
 1. Views that are one and the same place are one *copy*, and are not compared with each other.
 2. Copies are sorted into buckets by digest: dtype, shape, CRC-32. Where a file records the checksum, it is not read for that.
 3. A CRC is no proof, and a file can be made to lie about it: within a bucket every copy is compared with the first, byte by byte.
-4. Those that differ, which takes bad luck or bad intent, are sorted again by a cryptographic hash and compared once more. So the
-   cost is at most four times the bytes, however many collide.
+4. Those that differ, which takes bad luck or bad intent, and those that do not lie in one piece are told apart by a cryptographic
+   hash. So the cost is at most three times the bytes, however many collide.
 
 Bytes are compared in blocks, and memory is a few blocks a thread.
 
@@ -24,7 +24,7 @@ import hashlib
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -45,7 +45,7 @@ from holdfast.core.quantities import Size
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor, Traits
 from holdfast.core.value import Value
-from holdfast.engine.blocks import contiguous_bytes, read_slab, slabs
+from holdfast.engine.blocks import read_slab, slabs
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.equal import same_bytes
@@ -56,7 +56,7 @@ from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.files import FileStorages
 from holdfast.plan.table import table_of
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.state import tabulate_state
 
 By = Literal["storage", "content"]
 
@@ -215,7 +215,7 @@ def _table(state: object) -> Table:
         return state
     if isinstance(state, Checkpoint):
         return table_of(state.stored)
-    return table_of(state if isinstance(state, State) else describe_state(state))
+    return (state if isinstance(state, State) else tabulate_state(state)).tensors
 
 
 Place = tuple[object, ...]
@@ -468,60 +468,21 @@ def _several(numbers: Ints) -> list[Ints]:
 def _classes(
     alike: Sequence[Sequence[int]], tensor: Callable[[int], LazyTensor], threads: int | None, progress: Progress | None
 ) -> list[list[int]]:
-    """Copies that hold the same, byte for byte, of those that look alike; two or more each, in their order."""
+    """Copies that hold the same, of those that look alike; two or more each, in their order."""
     tensors = {copy: tensor(copy) for copies in alike for copy in copies}
-    classes, others = _compare(alike, tensors, threads, progress)
-    again: dict[object, list[int]] = {}
-    for copy in others:
-        again.setdefault((canonical(tensors[copy].dtype, tensors[copy].shape), _hash(tensors[copy])), []).append(copy)
-    more, _ = _compare([*again.values()], tensors, threads, progress)
-    return [copies for copies in (*classes, *more) if len(copies) > 1]
-
-
-def _compare(
-    buckets: Sequence[Sequence[int]], tensors: Mapping[int, LazyTensor], threads: int | None, progress: Progress | None
-) -> tuple[list[list[int]], list[int]]:
-    """The first of each bucket with all that are equal to it, and those that are not."""
-    classes = [[copies[0]] for copies in buckets]
-    rivals = [(number, copy) for number, copies in enumerate(buckets) for copy in copies[1:]]
-    pairs = [(tensors[classes[number][0]], tensors[copy]) for number, copy in rivals]
-    others = []
-    for (number, copy), pair, quick in zip(rivals, pairs, same_bytes(pairs, progress, threads=threads), strict=True):
-        if quick or (None in map(contiguous_bytes, pair) and _same_stream(*pair)):
-            classes[number].append(copy)
-        else:
-            others.append(copy)
-    return classes, others
-
-
-def _same_stream(a: LazyTensor, b: LazyTensor) -> bool:
-    """Whether two tensors have the same bytes in C order, however they are stored."""
-    left, right = _Stream(a), _Stream(b)
-    for start in range(0, a.nbytes, BLOCK_NBYTES):
-        count = min(BLOCK_NBYTES, a.nbytes - start)
-        if left.take(count) != right.take(count):
-            return False
-    return a.nbytes == b.nbytes
-
-
-class _Stream:
-    """The bytes of a tensor in C order, so many at a time as are asked for."""
-
-    def __init__(self, tensor: LazyTensor) -> None:
-        self._blocks: Iterator[memoryview] = (read_slab(slab).cast("B") for slab in slabs(tensor, BLOCK_NBYTES))
-        self._rest = memoryview(b"")
-
-    def take(self, count: int) -> bytes:
-        taken = []
-        while count:
-            if not self._rest.nbytes:
-                self._rest = next(self._blocks, memoryview(b""))
-                if not self._rest.nbytes:
-                    break
-            taken.append(self._rest[:count])
-            count -= taken[-1].nbytes
-            self._rest = self._rest[taken[-1].nbytes :]
-        return b"".join(taken)
+    rivals = [(copies[0], copy) for copies in alike for copy in copies[1:]]
+    same = same_bytes([(tensors[first], tensors[copy]) for first, copy in rivals], progress, threads=threads)
+    classes = {first: [first] for first, _ in rivals}
+    by_hash: dict[tuple[int, bytes], list[int]] = {}
+    for (first, copy), equal in zip(rivals, same, strict=True):
+        if equal:
+            classes[first].append(copy)
+            continue
+        if (first, b"") not in by_hash:
+            by_hash[first, b""] = by_hash[first, _hash(tensors[first])] = classes[first]
+        by_hash.setdefault((first, _hash(tensors[copy])), []).append(copy)
+    others = [copies for (first, _), copies in by_hash.items() if copies is not classes[first]]
+    return [sorted(copies) for copies in (*classes.values(), *others) if len(copies) > 1]
 
 
 def _hash(tensor: LazyTensor) -> bytes:

@@ -1,6 +1,6 @@
-"""From whatever a caller hands to `save` to a `State`: the same tree, with a `LazyTensor` for every tensor in it.
+"""From whatever a caller hands to `save` to a `State`: the same tree, and a table with a row for every tensor in it.
 
-numpy arrays and torch tensors are wrapped, not copied; lazy tensors of an open checkpoint pass through and are streamed later.
+numpy arrays and torch tensors are asked where they lie, and not copied; lazy tensors of an open checkpoint are streamed later.
 Containers keep their types, and an object with a `state_dict()` stands for it. What is neither a tensor nor a
 container is left as it is: the target format knows whether it can hold it, and says so with the path.
 
@@ -30,15 +30,14 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.leaves import CONTAINERS, DICTS, Leaves, find_leaves
 from holdfast.core.limits import DEFAULTS, Limits
-from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
+from holdfast.core.tree import Path, rebuilt
 from holdfast.core.value import Value, replace
 from holdfast.engine.arrays import ARRAY_TYPES, Resident, tabulate_arrays
-from holdfast.errors import CannotHold, Unsupported
+from holdfast.errors import Unsupported
 from holdfast.formats.tree_json.encode import is_marked
 from holdfast.plan.files import FileStorages
 from holdfast.plan.table import StateStorages, Tabulated, as_written, lazy_table, table_of, tabulate_lazy
@@ -46,9 +45,6 @@ from holdfast.stores.paths import content_and_path
 
 LAZY_TYPES = (LazyTensor,)
 """By exact class."""
-
-MOST_VISITS = 100_000
-"""Visits of shared containers, beyond the first of each, while names are given. A file of a few hundred bytes can ask for 2^64."""
 
 OWN_METADATA = frozenset({"safetensors", "safetensors-dir", "native", "gguf", "gguf-dir"})
 """Formats whose metadata is text that someone put there."""
@@ -61,62 +57,42 @@ SHOWN = 3
 """Tensors that a note names."""
 
 
-def describe_state(
-    state: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None, whole: bool = False
-) -> State:
-    """Describe a state without copying its data. Arrays in the tree of an open checkpoint are plain values, as they were.
-
-    Of a checkpoint that says what stands beside its model (`Checkpoint.beside`), the model is described; `whole` takes it all.
-    """
-    limits = limits or DEFAULTS
-    arrays: Arrays = "tensors"
-    left: tuple[str, ...] = ()
-    if isinstance(state, Checkpoint):
-        # What a torch file says about itself (its version, its byte order) is true of that file only.
-        own = state.metadata if state.format in OWN_METADATA else {}
-        metadata = {**own, **(metadata or {})}
-        (state, left), arrays = model_of(state, whole=whole), "values"
-    else:
-        state = state_dicts(state)
-    walk = StateWalk(_leaf(arrays, Resident()), limits, _remarks())
-    tree = walk.convert(state, (), frozenset())
-    if walk.problems:
-        raise CannotHold("this state cannot be saved", walk.problems)
-    named = name_tensors(tree, limits, MOST_VISITS, held=True)
-    return State(tree, named.tensors, named.paths, dict(metadata or {}), (*left, *walk.notes()))
-
-
 def tabulate_state(
     state: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None, whole: bool = False
 ) -> State:
-    """`describe_state` for a layout that takes a table: tensors are rows, and the tree is the caller's own where that is usual."""
-    limits = limits or DEFAULTS
-    given, resident = state, Resident()
-    arrays: Arrays = "tensors"
-    texts = dict(metadata or {})
-    left: tuple[str, ...] = ()
-    if isinstance(given, Checkpoint):
-        texts = {**(given.metadata if given.format in OWN_METADATA else {}), **texts}
-        if given.flat:
-            from holdfast.rewrite.rows import flat_state
+    """Describe a state without copying its data: tensors are rows of a table, and the tree is the caller's own.
 
-            return flat_state(as_written(table_of(given.stored)), texts)
-        given, left = model_of(given, whole=whole)
-        arrays = "values"
-    else:
-        given = state_dicts(given)
+    Of a checkpoint that says what stands beside its model (`Checkpoint.beside`), the model is described; `whole` takes it all.
+    """
+    if not isinstance(state, Checkpoint):
+        return tabulate_tree(state_dicts(state), metadata=metadata, limits=limits, arrays="tensors")
+    # What a torch file says about itself (its version, its byte order) is true of that file only.
+    texts = {**(state.metadata if state.format in OWN_METADATA else {}), **(metadata or {})}
+    if state.flat:
+        from holdfast.rewrite.rows import flat_state
+
+        return flat_state(as_written(table_of(state.stored)), texts)
+    tree, left = model_of(state, whole=whole)
+    made = tabulate_tree(tree, metadata=texts, limits=limits)
+    return replace(made, notes=(*left, *made.notes))
+
+
+def tabulate_tree(
+    tree: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None, arrays: Arrays = "values"
+) -> State:
+    """The state of a tree of usual containers. Arrays in the tree of an open checkpoint are plain values, as they were.
+
+    Raises `CannotHold` with everything that stands in the way.
+    """
+    resident = Resident()
     leaf, libraries = _leaf(arrays, resident), _libraries(arrays)
     kinds = [kind for library in libraries for kind in library.types] + [*LAZY_TYPES]
-    leaves = find_leaves(given, kinds, leaf, limits.depth)
-    if leaves is None:
-        return describe_state(state, metadata=metadata, limits=limits, whole=whole)
+    leaves = find_leaves(tree, kinds, leaf, (limits or DEFAULTS).depth)
     tabulating = _Tabulating(leaves, leaf, resident, libraries)
-    try:
-        table = tabulating.table()
-    except Unsupported:
-        return describe_state(state, metadata=metadata, limits=limits, whole=whole)
+    table = tabulating.table()
+    leaves.refuse()
     leaves.marked = any(is_marked(kind.traits) for kind in table.kinds)
-    return State(given, table, {}, texts, (*left, *_unkept_notes(leaves, table, tabulating.others)), leaves)
+    return State(tree, table, leaves, dict(metadata or {}), _unkept_notes(leaves, table, tabulating.others))
 
 
 def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str, ...]]:
@@ -205,12 +181,17 @@ class _Tabulating:
         for row in [row for row in range(len(leaves.values)) if row not in plain]:
             value = leaves.values[row]
             if id(value) not in made:
-                made[id(value)] = value if isinstance(value, LazyTensor) else self._leaf(value, ())
+                try:
+                    made[id(value)] = value if isinstance(value, LazyTensor) else self._leaf(value, ())
+                except Unsupported as error:
+                    made[id(value)] = None
+                    leaves.problems.append(f"{leaves.names[row]}: {error.message}")
             lazy = made[id(value)]
             if isinstance(lazy, Composite):
                 wholes[row] = lazy
-            else:
-                self.others[row] = leaves.odd[id(value)] = cast("LazyTensor", lazy)
+            elif isinstance(lazy, LazyTensor):
+                self.others[row] = leaves.odd[id(value)] = lazy
+        leaves.refuse()
         if not wholes:
             return parts
         grown = np.ones(len(leaves.values), np.int64)
@@ -319,9 +300,6 @@ def _remarks() -> Remarks:
     return unkept
 
 
-PLAIN = (str, bytes, int, float, bool, complex, type(None))
-
-
 class Unkept:
     """What is not kept of tensors."""
 
@@ -341,113 +319,9 @@ class Unkept:
         return tuple(said)
 
 
-class StateWalk:
-    """Rebuilds a nested state, container by container, and collects everything that stands in the way."""
-
-    def __init__(self, leaf: Leaf, limits: Limits, remarks: Remarks) -> None:
-        self._leaf = leaf
-        self._remarks = remarks
-        self._unkept = Unkept()
-        self._limits = limits
-        self._made: dict[int, tuple[object, object]] = {}
-        """By identity: what was met and what was made of it. What stands in two places is made once and stays one."""
-        self.problems: list[str] = []
-
-    def notes(self) -> tuple[str, ...]:
-        """Sentences about what is not kept."""
-        return self._unkept.notes()
-
-    def convert(self, value: object, path: Path, above: frozenset[int]) -> object:
-        if isinstance(value, PLAIN):
-            return value
-        if id(value) in self._made:
-            return self._made[id(value)][1]
-        made = self._convert(value, path, above)
-        self._made[id(value)] = (value, made)
-        return made
-
-    def _convert(self, value: object, path: Path, above: frozenset[int]) -> object:
-        if id(value) in above:
-            self.problems.append(f"{dotted(path) or 'the state'}: a {type(value).__name__} that contains itself")
-            return value
-        if len(path) > self._limits.depth:
-            self.problems.append(f"{dotted(path[:4])}…: nested deeper than Limits(depth={self._limits.depth})")
-            return value
-        inside = above | {id(value)}
-        match value:
-            case dict():
-                return self._dict(value, path, inside)
-            case list() if type(value) is list:
-                return [self.convert(v, (*path, i), inside) for i, v in enumerate(value)]
-            case tuple() if type(value) is tuple:
-                return tuple(self.convert(v, (*path, i), inside) for i, v in enumerate(value))
-            case LazyTensor() | Composite() | Opaque():
-                return value
-            case Mapping():
-                return {k: self.convert(v, (*path, step(k)), inside) for k, v in value.items()}
-        try:
-            made = self._leaf(value, path)
-            for what in self._remarks(value):
-                self._unkept.add(what, dotted(path))
-            return made
-        except Unsupported as error:
-            self.problems.append(f"{dotted(path) or 'the state'}: {error.message}")
-            return value
-
-    def _dict(self, value: dict[object, object], path: Path, inside: frozenset[int]) -> object:
-        items = {k: self.convert(v, (*path, step(k)), inside) for k, v in value.items()}
-        if isinstance(value, Counter):
-            return value
-        if isinstance(value, OrderedDict):
-            made = OrderedDict(items)
-            # torch keeps the versions of a state_dict() here.
-            vars(made).update(vars(value))
-            return made
-        return refilled(value, items) if isinstance(value, defaultdict) else items
-
-
-def map_tensors(
-    tree: object, change: Callable[[LazyTensor], LazyTensor], *, skip: Callable[[Composite], bool] | None = None
-) -> object:
-    """The same tree with every tensor changed, but for the parts of composites that are skipped.
-
-    What stands in two places still does; what holds no changed tensor stays itself.
-    """
-    return Changing(change, skip).walk(tree)
-
-
-class Changing:
-    """One walk of `map_tensors`."""
-
-    def __init__(self, change: Callable[[LazyTensor], LazyTensor], skip: Callable[[Composite], bool] | None) -> None:
-        self._change = change
-        self._skip = skip
-        self._made: dict[int, object] = {}
-
-    def walk(self, value: object) -> object:
-        if isinstance(value, LazyTensor):
-            return self._change(value)
-        if not isinstance(value, Composite | dict | list | tuple):
-            return value
-        if id(value) not in self._made:
-            self._made[id(value)] = self._inside(value)
-        return self._made[id(value)]
-
-    def _inside(self, value: object) -> object:
-        match value:
-            case Composite() if self._skip is not None and self._skip(value):
-                return value
-            case Composite():
-                parts = {name: self._change(part) for name, part in value.parts.items()}
-                return value if all(parts[name] is part for name, part in value.parts.items()) else replace(value, parts=parts)
-            case dict():
-                return rebuilt(value, [self.walk(inner) for inner in value.values()])
-            case list() | tuple() if type(value) in (list, tuple):
-                return rebuilt(value, [self.walk(inner) for inner in value])
-        return value
-
-
 NO_STATEFUL = (str, bytes, int, float, complex, type(None), type)
+
+USUAL_DICTS = DICTS | {defaultdict, Counter}
 
 DEPTH = 128
 """Beyond this a walk goes no deeper. No state of that depth can be saved; whoever describes it says so."""
@@ -489,7 +363,11 @@ def stateful_keys(mapping: Mapping[object, object]) -> list[object]:
 
 
 def state_dicts(state: object) -> object:
-    """The state with a state dict in the place of every object that has one. What holds none stays the very same object."""
+    """The state in usual containers, with a state dict in the place of every object that has one.
+
+    What holds none stays the very same object. A mapping of another class becomes a dict, and so does a class that is made of one;
+    an `OrderedDict` and a `defaultdict` stay such.
+    """
     taking = Taking()
     return taking.take(state, frozenset()) if taking.may_have(state) else state
 
@@ -537,13 +415,19 @@ class Taking:
         if is_stateful(value):
             return self.take(plainly_named(cast(Stateful, value)).state_dict(), inside)
         if isinstance(value, Mapping):
-            if self._leaves.issuperset(map(type, value.values())):
+            usual = type(value) in USUAL_DICTS
+            if usual and self._leaves.issuperset(map(type, value.values())):
                 return value
             asked = {key: self.take(value[key], inside) for key in stateful_keys(value)}
             inner = {key: asked[key] if key in asked else self.take(item, inside) for key, item in value.items()}
-            if isinstance(value, dict):
-                return rebuilt(value, list(inner.values()))
-            return value if all(inner[key] is item for key, item in value.items()) else inner
+            if usual or isinstance(value, defaultdict | Counter):
+                return rebuilt(cast("dict[object, object]", value), [*inner.values()])
+            if isinstance(value, OrderedDict):
+                ordered = OrderedDict(inner)
+                # torch keeps the versions of a state_dict() here.
+                vars(ordered).update(vars(value))
+                return ordered
+            return inner
         if type(value) is list or type(value) is tuple:
             if self._leaves.issuperset(map(type, value)):
                 return value

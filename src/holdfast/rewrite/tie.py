@@ -38,7 +38,7 @@ from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import programs_of, weights_of
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.rows import lazily, with_odd, with_table
+from holdfast.rewrite.rows import lazy_tree, with_odd, with_table
 from holdfast.rewrite.share import AliasGraph, AliasGroup, placed
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
@@ -250,18 +250,18 @@ def _covers(tensor: LazyTensor) -> bool:
 def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
     """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
     if where.format == "pt2" or (where.format is None and where.path.lower().endswith(".pt2")):
-        return _plan_pt2(source, lazily(state), where.path)
+        return _plan_pt2(source, lazy_tree(state), where.path)
     options = where.options(Options(keep_tree=True))
     plan = plan_save(where.path, state, format_for(where.path, where.format, options), options=options)
     left = (f"left out of model {model!r}: the program" for model in programs_of(source))
     return replace(plan, notes=(*left, *plan.notes))
 
 
-def _plan_pt2(source: Checkpoint, state: State, target: str) -> SavePlan:
+def _plan_pt2(source: Checkpoint, tree: object, target: str) -> SavePlan:
     name = archive_name(target)
     if source.format != "pt2":
-        return lay_out_pt2(models_of(replace(state, tree={"model": state.tree})), name=name)
-    models = weights_of(source, state.tree)
+        return lay_out_pt2(models_of({"model": tree}), name=name)
+    models = weights_of(source, tree)
     if not any(models.values()):
         raise Unsupported("this package has no weights", file=source.path)
     plain = {model: weights for model, weights in models.items() if all(t.traits.subclass is None for t in weights.values())}

@@ -46,7 +46,7 @@ from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.brief import root_global
 from holdfast.plan.files import FileStorages
 from holdfast.plan.table import table_of
-from holdfast.rewrite.rows import flat_state, leaves_of, with_odd, with_table, with_tree
+from holdfast.rewrite.rows import flat_state, with_odd, with_table, with_tree
 
 SHOWN = 3
 """Tensors that a note names."""
@@ -483,9 +483,8 @@ def _cast_rows(state: State, edits: Edits, problems: list[str], losses: dict[DTy
 
 def _quantized_parts(state: State) -> set[int]:
     """The rows of parts of quantised tensors."""
-    made = [one for _, one in state.leaves.converted.values()] if state.leaves is not None else [*values_inside(state.tree)]
-    parts = {id(part) for one in made if isinstance(one, Composite) and one.kind == "quantized" for part in one.parts.values()}
-    return {row for row, leaf in enumerate(leaves_of(state)) if id(leaf) in parts} if parts else set()
+    parts = {id(part) for one in state.leaves.composites() if one.kind == "quantized" for part in one.parts.values()}
+    return {row for row, leaf in enumerate(state.leaves.values) if id(leaf) in parts} if parts else set()
 
 
 def _check_agreement(table: Table, rows: Sequence[int], wanted: Sequence[DType | None], problems: list[str]) -> None:

@@ -29,7 +29,7 @@ from holdfast.formats.detect import detect
 from holdfast.formats.native import chunks as unpacked
 from holdfast.formats.native.write import lay_out_native
 from holdfast.rewrite.reshard import reshard
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.state import tabulate_state
 from holdfast.stores.memory import MemoryStore
 
 MANIFEST = "holdfast.json"
@@ -277,7 +277,7 @@ def test_a_tensor_that_changes_while_it_is_saved_is_refused():
     for place, value in [(0, 5.0), (1, 5.0)]:
         array = np.zeros(4096)
         array[::2] = 1.0
-        plan = lay_out_native(describe_state({"w": array}), pack=auto)
+        plan = lay_out_native(tabulate_state({"w": array}), pack=auto)
         array[place] = value
         with pytest.raises(StoreError, match="changed"):
             execute(plan)

@@ -20,15 +20,15 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES
-from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor, Traits
-from holdfast.core.tree import name_tensors
 from holdfast.engine.source import OpenSource
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.write import archive_name, lay_out_torch_zip, mistaken_crc, serialization_id
 from holdfast.plan.saves import Data, Gathered, Literal, SavePlan
+from holdfast.plan.table import value_state
+from holdfast.rewrite.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch import versions
 
@@ -54,8 +54,7 @@ def carry_out(plan: SavePlan) -> bytes:
 
 
 def state_of(tree: object) -> State:
-    named = name_tensors(tree, Limits(), 1 << 30)
-    return State(tree, named.tensors, named.paths)
+    return tabulate_tree(tree)
 
 
 def laid_out(tree: object, **options: object) -> bytes:
@@ -463,7 +462,7 @@ def test_what_weights_only_refuses_is_noted_and_what_it_loads_is_not():
 
 
 def test_metadata_that_has_no_place_is_noted():
-    (note,) = lay_out_torch_zip(State({}, {}, {}, {"author": "me"})).notes
+    (note,) = lay_out_torch_zip(value_state({}, {"author": "me"})).notes
     assert "author" in note
 
 

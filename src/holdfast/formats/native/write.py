@@ -167,7 +167,7 @@ def what_is_kept(state: State, table: Table) -> Kept:
     notes = sharing.notes()
     fields = sharing_fields(sharing)
     if not is_flat(state):
-        encoded = encode_state(state, table)
+        encoded = encode_state(state)
         problems += encoded.problems
         notes += encoded.notes
         fields["tree"] = encoded.value

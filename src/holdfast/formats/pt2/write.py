@@ -26,7 +26,6 @@ from msgspec import Struct, field
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import CannotHold
@@ -69,13 +68,13 @@ class ModelWeights(Value, frozen=True):
     """A file of `torch.save`."""
 
 
-def models_of(state: State) -> dict[str, ModelWeights]:
-    """The models of a state `{name: state dict}`, whose tensors may be nested. Raises `CannotHold` with all that is no tensor."""
+def models_of(models_tree: object) -> dict[str, ModelWeights]:
+    """The models of a tree `{name: state dict}`; tensors may be nested. Raises `CannotHold` with all that is no lazy tensor."""
     problems: list[str] = []
     models: dict[str, ModelWeights] = {}
-    if not isinstance(state.tree, dict) or not state.tree:
+    if not isinstance(models_tree, dict) or not models_tree:
         raise CannotHold("a package holds models by their names", ["the state is no dict of models"])
-    for model, tree in state.tree.items():
+    for model, tree in models_tree.items():
         weights: dict[str, LazyTensor | Pickled] = {}
         if not isinstance(model, str) or not isinstance(tree, dict):
             problems.append(f"{str(model)[:80]}: a {type(tree).__name__}, and no state dict under a name")

@@ -40,7 +40,7 @@ from holdfast.formats.recorded import PAIRS, Shared, share, sharing_fields
 from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, RecordText, checksum_digits, fingerprint
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry
 from holdfast.formats.strict_json import as_keys
-from holdfast.formats.tree_json.encode import encode_state, is_marked
+from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.plan.saves import BATCH, FilePlan, Hashing, Late, Literal, SavePlan
 from holdfast.plan.table import segments, table_of
@@ -278,7 +278,7 @@ def lay_out_safetensors(
         beyond = [] if keep_tree else _not_tensors(state)
         problems += beyond
         if not beyond:
-            encoded = encode_state(state, table)
+            encoded = encode_state(state)
             problems += encoded.problems
             notes += encoded.notes
             fields["tree"] = encoded.value
@@ -392,17 +392,7 @@ def file_order_notes(written: list[str], given: list[str]) -> list[str]:
 
 def is_flat(state: State) -> bool:
     """Whether a state is a plain dict of plain tensors under their own names, of which nothing needs to be recorded."""
-    if state.leaves is not None:
-        return state.leaves.flat
-    tree = state.tree
-    if tree is state.tensors:
-        return True
-    if type(tree) is not dict or len(tree) != len(state.tensors):
-        return False
-    for name, tensor in tree.items():
-        if not isinstance(tensor, LazyTensor) or state.paths.get(name) != (name,) or is_marked(tensor.traits):
-            return False
-    return True
+    return state.leaves.flat
 
 
 def metadata_problems(state: State, table: Table) -> list[str]:
@@ -443,10 +433,9 @@ def _not_tensors(state: State) -> list[str]:
     while waiting:
         path, value = waiting.pop()
         place = dotted(path) or "the state itself"
-        if leaves is not None:
-            value = leaves.described(value)
-            if leaves.is_tensor(value) and not isinstance(value, LazyTensor):
-                continue
+        value = leaves.described(value)
+        if leaves.is_tensor(value) and not isinstance(value, LazyTensor):
+            continue
         match value:
             case LazyTensor():
                 if value.traits.meta:

@@ -37,13 +37,13 @@ from holdfast.core.table import ODD, Piece
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.composites import NESTED
-from holdfast.formats.torch.pickled import NO_ROWS, UNTYPED, PickledKind, PickledRows, StorageRecord
+from holdfast.formats.torch.pickled import UNTYPED, PickledKind, PickledRows, StorageRecord
 from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.torch.writer import TorchPickle
 from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Records, lay_out_zip
 from holdfast.plan.saves import BATCH, MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
-from holdfast.plan.table import lazy_table, table_of
+from holdfast.plan.table import NO_TENSORS, lazy_table
 
 Words = npt.NDArray[np.uint64]
 
@@ -259,21 +259,15 @@ def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, 
     if pickled.problems:
         raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
     content = pickled.finish()
-    storages = (NO_TENSORS if state.leaves is None else table_of(state)).storages
+    storages = state.tensors.storages
     folder = record_folder(pickled, storages, reads=storages.read_nbytes)
     segments = lay_out_container(name, content, [folder], alignment=alignment, crc=crc)
     return SavePlan("torch-zip", (FilePlan("", segments),), (*_notes(pickled), *_unkept(state.metadata)))
 
 
-NO_TENSORS = lazy_table([], [])
-
-
 def pickled_rows(state: State) -> PickledRows:
     """The rows of a state that a pickle writes by their kinds: all of a storage, of which all have the same class in torch."""
-    leaves = state.leaves
-    if leaves is None:
-        return NO_ROWS
-    table = table_of(state)
+    leaves, table = state.leaves, state.tensors
     storage, kinds = table.storage, table.kinds
     classes = [kind.dtype.storage or UNTYPED for kind in kinds]
     alone = {at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes) or PickledKind.of(kind, anew=False) is None}

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from holdfast.core.dtype import DType
-from holdfast.core.leaves import PLAIN, Leaves
+from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
@@ -33,6 +33,7 @@ from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultD
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.strict_json import as_keys
 from holdfast.formats.tree_json import scalars
+from holdfast.plan.table import NO_TENSORS
 
 TAG = "$"
 """The key that makes an object more than a dict. Dicts with a key that begins like this are written as tagged, too."""
@@ -83,17 +84,18 @@ class EncodedTree(Value, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-def encode_tree(tree: object, paths: Mapping[str, Path]) -> EncodedTree:
-    """The tree as JSON values; `paths` says where each tensor's name is, as in `State.paths`. Raises nothing for bad state."""
-    return _encoded(Encoder(paths), tree)
+def encode_state(state: State) -> EncodedTree:
+    """The tree of a state, whose tensors have the names of the rows of its table, as JSON values. Raises nothing for bad state."""
+    return _encoded(state.tree, LeafTexts(state.leaves, state.tensors))
 
 
-def encode_state(state: State, table: Table) -> EncodedTree:
-    """The tree of a state, whose tensors have the names of the rows of its table, as JSON values."""
-    return _encoded(Encoder(state.paths, None if state.leaves is None else LeafTexts(state.leaves, table)), state.tree)
+def encode_value(value: object) -> EncodedTree:
+    """A value without tensors as JSON values."""
+    return _encoded(value, NO_TEXTS)
 
 
-def _encoded(encoder: Encoder, tree: object) -> EncodedTree:
+def _encoded(tree: object, texts: LeafTexts) -> EncodedTree:
+    encoder = Encoder(texts)
     try:
         value = encoder.node(tree, ())
     except RecursionError:
@@ -152,12 +154,9 @@ def _traits_text(traits: Traits) -> str:
 class Encoder:
     """One walk."""
 
-    def __init__(self, paths: Mapping[str, Path], texts: LeafTexts | None = None) -> None:
+    def __init__(self, texts: LeafTexts) -> None:
         self.texts = texts
         self.limits = DEFAULTS
-        self.names: dict[Path, list[str]] = {}
-        for name in reversed(list(paths)):
-            self.names.setdefault(paths[name], []).append(name)
         self.problems: list[str] = []
         self.repeated = 0
         self.unlisted = 0
@@ -189,7 +188,7 @@ class Encoder:
         """One value and everything in it."""
         self.steps += 1
         kind, given = type(value), value
-        if self.texts is not None and kind not in PLAIN and kind not in CONTAINERS:
+        if kind not in PLAIN and kind not in CONTAINERS:
             leaves = self.texts.leaves
             value = leaves.described(value)
             kind = type(value)
@@ -211,8 +210,8 @@ class Encoder:
         No function is called for a tensor or a plain value, and few for a plain dict, list or tuple. All others are nodes.
         """
         seen, on_path, forms, known, texts = self.seen, self.on_path, self.forms, self.known, self.texts
-        rows, written = ((), ()) if texts is None else (texts.leaves.values, texts.texts)
-        tensors, stop, row = (NO_TYPES, 0, 0) if texts is None else (texts.leaves.kinds, len(rows), texts.met)
+        rows, written, tensors, row = texts.leaves.values, texts.texts, texts.leaves.kinds, texts.met
+        stop = len(rows)
         out: list[str] = []
         pending: list[tuple[Iterator[tuple[str, object, object]], str, int, object]] = []
         """The containers that are entered: what is left around each, its end, its identity, its key."""
@@ -258,11 +257,10 @@ class Encoder:
                         pending += ((inside, end, ident, key),)
                         inside = zip(starts, content, inner, strict=False)
                         break
-                if texts is not None:
-                    texts.met = row
+                texts.met = row
                 node = self.node(value, (*path, *[step(one[3]) for one in pending], step(key)))
                 out += (opening, msgspec.json.encode(node).decode())
-                row = 0 if texts is None else texts.met
+                row = texts.met
             else:
                 if not pending:
                     break
@@ -271,8 +269,7 @@ class Encoder:
                 out += (end,)
                 on_path -= {ident}
                 room += 1
-        if texts is not None:
-            texts.met = row
+        texts.met = row
         return "".join(out)
 
     def plain_text(self, value: object) -> str:
@@ -395,8 +392,7 @@ class Encoder:
 
     def tensor(self, tensor: LazyTensor, path: Path, given: object) -> object:
         """A tensor; `given` is what stands for it in the state."""
-        names = self.names.get(path)
-        name = (names.pop() if names else None) if self.texts is None else self.texts.next_name(tensor, given)
+        name = self.texts.next_name(tensor, given)
         if name is None:
             return self.problem(path, UNNAMED)
         if not scalars.is_unicode(name):
@@ -523,7 +519,6 @@ PLAIN_CONTAINERS: dict[type, tuple[str, str]] = {dict: ("{", "}"), list: ("[", "
 
 NONE = type(None)
 TEXT = frozenset({str})
-NO_TYPES: frozenset[type] = frozenset()
 FIRST = ("",)
 """What stands before the first value of a list."""
 SAFE_INTEGER = scalars.SAFE_INTEGER
@@ -545,3 +540,6 @@ def _described(value: object) -> str:
     kind = type(value)
     hint = "; save its state_dict()" if callable(getattr(kind, "state_dict", None)) else ""
     return f"an object of class {kind.__module__}.{kind.__qualname__}{hint}"
+
+
+NO_TEXTS = LeafTexts(NO_LEAVES, NO_TENSORS)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as m
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.protocols import Source, State, Store
+from holdfast.core.protocols import Source, Store
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tiling import covers
 from holdfast.core.tree import levels
@@ -33,6 +33,7 @@ from holdfast.formats.dcp.schema import Item
 from holdfast.formats.detect import detect
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import steady
+from holdfast.plan.table import value_state
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import Value, flatten
 from holdfast.torch.ranks.wanted import read_value
@@ -93,7 +94,7 @@ class Tree:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._flat = flatten(State(checkpoint.tree, {}, {}), checkpoint.tree)
+        self._flat = flatten(value_state(checkpoint.tree), checkpoint.tree)
 
     def metadata(self) -> m.Metadata:
         entries: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}

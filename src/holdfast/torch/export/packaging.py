@@ -35,7 +35,8 @@ from holdfast.formats.pt2.write import MODEL, ModelWeights, Pickled, lay_out_pt2
 from holdfast.formats.torch.write import archive_name
 from holdfast.rewrite.formats import check_archive_name
 from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.rows import lazy_tree
+from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import local_path
 from holdfast.torch import versions
@@ -120,7 +121,8 @@ def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: 
         problems += _lacking(model, program)
     if problems:
         raise CannotHold("these programs cannot be packaged", problems)
-    tree = describe_state({model: {"weights": weights[model].raw, "constants": constants[model].raw} for model in programs}).tree
+    raw = {model: {"weights": weights[model].raw, "constants": constants[model].raw} for model in programs}
+    tree = lazy_tree(tabulate_state(raw))
     parts: dict[str, ModelWeights] = {}
     for model, program in programs.items():
         serialized, inputs = versions.serialize_program(program, opset, PROTOCOL)

@@ -41,10 +41,12 @@ from holdfast.engine.stream import write_stream
 from holdfast.formats.native.manifest import as_column
 from holdfast.formats.pickle.writer import ENDS_IN_NUL, ends_in_nul
 from holdfast.formats.torch.write import lay_out_torch_zip
-from holdfast.formats.tree_json.encode import encode_tree
+from holdfast.formats.tree_json.encode import encode_value
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
+from holdfast.plan.table import value_state
 from holdfast.ranks.files import Contents, Delivered
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.rows import lazy_tree
+from holdfast.rewrite.state import tabulate_state
 from holdfast.torch import versions
 from holdfast.torch.serialization.pickling import StorageIds, pickle_object
 from holdfast.torch.serialization.save import plan_object
@@ -68,7 +70,7 @@ class Value(values.Value, frozen=True):
 
     def digest(self) -> bytes:
         """A hash that is the same on every rank that has an equal value. Raises ValueError for one that cannot be pickled."""
-        encoded = encode_tree(self.described, {})
+        encoded = encode_value(self.described)
         # A pickle of equal values may differ: it tells whether two equal strings in them are one object.
         content = self._pickled() if encoded.problems else msgspec.json.encode(encoded.value)
         if NUMPY_TAG in content and any(ends_in_nul(value) for value, _ in levels(self.described)):
@@ -89,7 +91,7 @@ class Value(values.Value, frozen=True):
     def archive(self) -> bytes:
         """What torch.save would write for it; later changes of the object do not reach it."""
         out = io.BytesIO()
-        plan = lay_out_torch_zip(State(self.described, {}, {})) if _is_opened(self.raw) else plan_object(self.raw, None)
+        plan = lay_out_torch_zip(value_state(self.described)) if _is_opened(self.raw) else plan_object(self.raw, None)
         write_stream(plan.files[0], out)
         return out.getvalue()
 
@@ -121,7 +123,7 @@ def flatten(state: State, raw: object) -> FlatState:
     flat = FlatState()
     _Flattening(flat, state.leaves).walk(state.tree, raw, ())
     for name in [name for name in state.tensors if name not in flat.paths]:
-        path = state.paths.get(name, tuple(name.split(".")))
+        path = tuple(name.split("."))
         above = (flat.values.get(dotted(path[:i])) for i in range(len(path)))
         holder = next(filter(None, above), None)
         if holder is not None and not any(isinstance(inner, torch.Tensor | LazyTensor) for inner in values_inside(holder.raw)):
@@ -150,9 +152,9 @@ def common_problems(state: State, table: Table, flat: FlatState) -> list[str]:
 class _Flattening:
     """One walk through a described state and what it describes, together."""
 
-    def __init__(self, flat: FlatState, leaves: Leaves | None) -> None:
+    def __init__(self, flat: FlatState, leaves: Leaves) -> None:
         self._flat, self._leaves = flat, leaves
-        self._plain = leaves is not None and not leaves.odd and not leaves.composites()
+        self._plain = not leaves.odd and not leaves.composites()
         """Whether all tensors are plain ones."""
 
     def walk(self, value: object, raw: object, path: Path) -> None:
@@ -173,13 +175,13 @@ class _Flattening:
         if isinstance(made, Composite):
             flat.problems.append(f"{name}: a {made.kind} tensor")
             flat.paths |= {f"{name}.{part}": (*path, part) for part in made.parts}
-        elif not isinstance(made, LazyTensor) and not (self._leaves is not None and self._leaves.is_tensor(value)):
+        elif not isinstance(made, LazyTensor) and not self._leaves.is_tensor(value):
             flat.values[name] = Value(raw, made)
 
     def _all_tensors(self, value: Mapping[object, object], path: Path) -> bool:
         """Take a mapping of plain tensors as a whole; False where it is another one, and nothing is done."""
         leaves, flat = self._leaves, self._flat
-        if leaves is None or not self._plain or not value or not leaves.kinds.issuperset(map(type, value.values())):
+        if not self._plain or not value or not leaves.kinds.issuperset(map(type, value.values())):
             return False
         before = "".join([f"{key}." for key in path])
         names = {f"{before}{key}": (*path, str(key)) for key in value}
@@ -190,18 +192,20 @@ class _Flattening:
 
     def _described(self, value: object) -> object:
         """A leaf without torch's classes."""
-        if self._leaves is None or type(value) in PLAIN:
+        # Without types of tensors it is the tree of a checkpoint.
+        if not self._leaves.kinds or type(value) in PLAIN:
             return value
         if isinstance(value, Mapping | list | tuple):
-            return value if PLAIN.issuperset(map(type, value)) and not isinstance(value, Mapping) else describe_state(value).tree
+            plain = PLAIN.issuperset(map(type, value)) and not isinstance(value, Mapping)
+            return value if plain else lazy_tree(tabulate_state(value))
         return self._leaves.described(value)
 
     def _is_entered(self, value: object) -> bool:
         """Whether there is a tensor or a mapping in a list."""
         if isinstance(value, list):
             return any(map(self._is_entered, value))
-        made = value if self._leaves is None else self._leaves.described(value)
-        return isinstance(made, LazyTensor | Composite | Mapping) or (self._leaves is not None and self._leaves.is_tensor(value))
+        made = self._leaves.described(value)
+        return isinstance(made, LazyTensor | Composite | Mapping) or self._leaves.is_tensor(value)
 
 
 def _is_opened(value: object) -> bool:

@@ -42,7 +42,7 @@ from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
 from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.plan.table import table_of
+from holdfast.plan.table import table_of, value_state
 from holdfast.ranks.files import NOTHING, RankOutput, Receipt, rank_files, unkept_notes
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
@@ -50,10 +50,10 @@ from holdfast.ranks.together import Description, message, put_together, with_sum
 from holdfast.ranks.write import (
     AsStep,
     Publishing,
+    check_containers,
     check_opens,
     check_value,
     open_publishing,
-    opens_containers,
     publish,
     write_files,
 )
@@ -123,7 +123,7 @@ class Described(Value, frozen=True):
     job: Job
     told: Description | Exception
     """What it has to say beside its tensors when it is planned; or what went wrong."""
-    state: State = field(default_factory=lambda: State({}, {}, {}))
+    state: State = field(default_factory=lambda: value_state({}))
     digests: Mapping[str, bytes] = field(default_factory=dict)
     """DCP: a hash of each value that is no tensor."""
     aliases: Sequence[tuple[str, str]] = ()
@@ -138,7 +138,7 @@ class Described(Value, frozen=True):
     @property
     def values(self) -> Sequence[object]:
         """The caller's own tensors, a row of the table each, where they are known."""
-        return () if self.state.leaves is None or self.flat.pickled else self.state.leaves.values
+        return () if self.flat.pickled else self.state.leaves.values
 
     @property
     def stages_first(self) -> bool:
@@ -225,13 +225,14 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
 
 def _description(state: State, table: Table, flat: FlatState, matched: list[str], *, format: str) -> Description:
     """What is said of a state beside its tensors. Raises `CannotHold` with everything that stands in the way."""
-    tree, usual = None, True
+    tree = None
     problems = list(flat.problems)
     if format == "native" and not is_flat(state):
-        encoded = encode_state(state, table)
+        encoded = encode_state(state)
         problems += encoded.problems
         tree = msgspec.json.encode(encoded.value)
-        usual = problems != [] or opens_containers(state)
+        if not problems:
+            check_containers(state)
     if format == "safetensors":
         kinds = ((name, type(value.raw).__name__) for name, value in flat.values.items())
         problems += [f"{name}: a {kind}; safetensors files hold tensors alone" for name, kind in kinds]
@@ -240,7 +241,7 @@ def _description(state: State, table: Table, flat: FlatState, matched: list[str]
         raise CannotHold("this state cannot be saved so", problems)
     wanted = [kind.traits.requires_grad for kind in table.kinds]
     grads = [name for name, kind in zip(table.names, table.kind, strict=True) if wanted[kind]] if any(wanted) else []
-    return Description(tree, dict(state.metadata), flat.paths, list(flat.values), grads, matched, usual)
+    return Description(tree, dict(state.metadata), flat.paths, list(flat.values), grads, matched)
 
 
 def _aliases(table: Table) -> list[tuple[str, str]]:

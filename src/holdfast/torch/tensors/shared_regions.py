@@ -23,12 +23,13 @@ from msgspec import Struct, field
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.protocols import State
 from holdfast.core.sharing import Island, groups, islands, twins
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Unsupported
+from holdfast.plan.table import lazy_table
 from holdfast.rewrite.rejoin import rejoin
+from holdfast.rewrite.rows import flat_state
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
 WIDEST_NBYTES = 16
@@ -132,7 +133,7 @@ def _rejoined(tensors: Mapping[str, LazyTensor], regions: Regions) -> Mapping[st
     if not shared:
         return tensors
     limits = next(iter(shared.values())).source.limits
-    rejoined = rejoin(State(None, shared, {}), limits)
+    rejoined = rejoin(flat_state(lazy_table([*shared], [*shared.values()]), {}), limits)
     regions.notes += [note.replace("written apart", "read apart") for note in rejoined.notes]
     return {**tensors, **rejoined.state.tensors}
 
