@@ -24,10 +24,9 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import State
 from holdfast.core.tensor import AliasView
 from holdfast.core.value import replace
-from holdfast.engine import assembled
 from holdfast.engine.arrays import Resident
-from holdfast.engine.assembled import Assembled, Copy
-from holdfast.rewrite.rejoin import rejoin
+from holdfast.rewrite import rejoin as assembled
+from holdfast.rewrite.rejoin import Assembled, Copy, rejoin
 from holdfast.rewrite.state import tabulate_tree
 from tests.golden.expect import short
 from tests.parity.compare import assert_same_tree, elements, named_tensors, shared
@@ -258,7 +257,7 @@ def test_views_far_apart_do_not_bring_back_what_lay_between():
     assert rejoin(state).notes == ()
     far = {n: replace(t, traits=replace(t.traits, alias=replace(t.traits.alias, nbytes=1 << 50))) for n, t in state.tensors.items()}
     far["last"] = replace(far["last"], traits=replace(far["last"].traits, alias=AliasView(7, 1 << 50, 1 << 52, (32,))))
-    (note,) = rejoin(replace(state, tree=dict(far), tensors=far)).notes
+    (note,) = rejoin(tabulate_tree(far)).notes
     assert "8 bytes of a storage of" in note
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.reports import document, layers, measures, structure
-from holdfast.reports.layers import places
+from holdfast.reports import document, measures, structure
+from holdfast.reports.structure import places
 
 
-@pytest.mark.parametrize("module", [document, layers, measures, structure])
+@pytest.mark.parametrize("module", [document, measures, structure])
 def test_the_examples(module):
     assert doctest.testmod(module).failed == 0
 

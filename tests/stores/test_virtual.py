@@ -11,11 +11,11 @@ import pytest
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import AliasView
 from holdfast.engine.arrays import Resident
-from holdfast.engine.assembled import Assembled, Copy
 from holdfast.engine.computed import Computed
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.errors import StoreError, Unsupported
 from holdfast.plan.saves import FilePlan, Literal
+from holdfast.rewrite.rejoin import Assembled, Copy
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile, tensor_stamp

@@ -13,7 +13,7 @@ A `LazyTensor` is made of a row when somebody asks for one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -199,13 +199,6 @@ class FileColumns:
         """The CRC-32 that the file records of each; `NO_CRC` where it does not."""
         self._crc = np.asarray(self._crc, np.int64)
         return self._crc
-
-
-def outlines(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterable[tuple[DType, tuple[int, ...]]]:
-    """The dtypes and shapes of tensors of these names."""
-    if isinstance(tensors, Table):
-        return map(tensors.outline, names)
-    return ((tensor.dtype, tensor.shape) for tensor in map(tensors.__getitem__, names))
 
 
 class Table(Mapping[str, LazyTensor]):

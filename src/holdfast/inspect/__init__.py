@@ -5,7 +5,7 @@ verify           is every byte the one that was written?
 sealed           folders with a seal: is everything there? is it what was sealed?
 trainers         what other trainers leave on disk: who wrote it, which step, which metrics, is it torn?
 diff             what differs: tensors by digest, then by bytes; values by structure
-                 (`compare_pairs`, those that lie alike as columns; `compare_values`, `structure`)
+                 (`compare_values`, `structure`)
 side             what of two checkpoints is compared, and under which names
 scan             what would the files have done? `scanning/` finds every stream and shows it, `severity` judges
 stats, sparsity  what the numbers look like, and where the zeros are

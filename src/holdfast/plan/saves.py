@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec import field
 from msgspec.structs import force_setattr
 
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
@@ -216,7 +217,7 @@ class SavePlan(Value, frozen=True):
     directory: bool = False
     index: tuple[FilePlan, ...] = ()
     """Files of a directory that are written after all others are on disk: the manifest, the Hugging Face index."""
-    holds: Mapping[str, LazyTensor] | None = None
+    holds: Table | None = None
     """What a reader is to find, by name; None where the plan is not one of a state."""
     opens: bool = False
     """Whether that is known: the reader was given the plan (`api.rehearse`)."""

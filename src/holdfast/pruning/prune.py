@@ -54,7 +54,7 @@ from holdfast.pruning.rules import (
 )
 from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.rewrite.rows import flat_state, with_odd, with_table
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
@@ -203,7 +203,7 @@ def plan_prune(
         def finish(report: Pruned, progress: Progress | None) -> Pruned:
             return pruning.report(report, writing.reading_threads, progress)
 
-        return Planned(plan, report, where.writing, reads=stores_of(state), finish=finish)
+        return Planned(plan, report, where.writing, reads=state.tensors.stores, finish=finish)
 
     directory = False if masks == "only" else None
     return rewritten(

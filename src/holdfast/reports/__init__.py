@@ -3,7 +3,6 @@
 report      `report` and what it gives: the document, its JSON, its page
 document    what the document is made of: front coding, labels, rounded numbers
 structure   what a checkpoint says of itself: columns, facts, the sentence, what `scan` says. Reads no tensor
-layers      from names to layers, roles and experts
 shards      files as strips of bytes, tensors as boxes, what the ranks of a mesh would read
 measures    the streaming pass: what can colour a page, what a drawer shows; `spectrum`: singular values
 change      two checkpoints beside each other; `history`: a run over time

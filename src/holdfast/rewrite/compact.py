@@ -25,8 +25,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.engine.write import Progress
 from holdfast.inspect.open import Openable
-from holdfast.plan.table import table_of
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.rewrite.rows import with_odd, with_table
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.tie import plan_rewrite
@@ -95,14 +94,14 @@ def plan_compact(
         described = tabulate_state(source, limits=limits)
         plan = plan_rewrite(source, _islands(described), where)
         report = Compacted(**planned_fields(plan, where.path), source=source.path, before_nbytes=source.stored_nbytes)
-        return Planned(plan, report, where.writing, reads=stores_of(described))
+        return Planned(plan, report, where.writing, reads=described.tensors.stores)
 
     return rewritten(src, dst, lay_out, in_place=in_place, format=format, writable=("pt2",), writing=writing, limits=limits)
 
 
 def _islands(state: State) -> State:
     """A state in which no storage holds more than its tensors reach without a gap."""
-    table = table_of(state)
+    table = state.tensors
     views = {number for number, kind in enumerate(table.kinds) if not kind.whole}
     parts = {number for number, kind in zip(table.storage, table.kind, strict=True) if kind in views} if views else set()
     # A row that is all of its storage leaves nothing of it, and neither do others over that storage.

@@ -38,7 +38,7 @@ from holdfast.plan.saves import Data, Gathered, SavePlan
 from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import Selection, select
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.transform import Edits, Losses, casts_of, left_out, transform
 from holdfast.rewrite.writing import Writing
@@ -199,7 +199,7 @@ def _planned(
         lost = (note for dtype, lost in losses.items() for note in lost.notes(dtype)) if report.done else ()
         return replace(report, notes=(*report.notes, *lost))
 
-    return Planned(plan, report, where.writing, reads=stores_of(described), finish=finish)
+    return Planned(plan, report, where.writing, reads=described.tensors.stores, finish=finish)
 
 
 def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, *, path: str) -> State:

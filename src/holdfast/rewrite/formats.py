@@ -24,7 +24,7 @@ from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, State, Store
 from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import tied
-from holdfast.core.table import Kind, Table, outlines
+from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
@@ -312,7 +312,7 @@ def rehearse(plan: SavePlan, path: str) -> SavePlan:
             lost = [str(one.what) for one in found.foreign if one.uses != ("mention",)]
             if lost:
                 raise CannotHold(WHAT, [f"{what}: it would not be built" for what in lost], file=path)
-            check_holds(found.tensors, dict(zip(plan.holds, outlines(plan.holds, [*plan.holds]), strict=True)), path)
+            check_holds(found.tensors, dict(zip(plan.holds, map(plan.holds.outline, plan.holds), strict=True)), path)
         del found
     return replace(plan, opens=True)
 

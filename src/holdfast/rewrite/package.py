@@ -42,10 +42,10 @@ from holdfast.formats.zip.reader import read_archive
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
-from holdfast.plan.table import lazy_table, table_of
+from holdfast.plan.table import lazy_table
 from holdfast.rewrite.formats import Options, check_archive_name, plan_save, suffix_of, without_origin
 from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, weights_of
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, check_target, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, check_target, planned_fields, rewritten
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.rows import lazy_tree, with_table
 from holdfast.rewrite.state import tabulate_state, tabulate_tree
@@ -130,7 +130,7 @@ def plan_package(
             notes += rejoined.notes
         plan = replace(plan, notes=(*members.notes, *notes, *plan.notes))
         return Planned(
-            plan, Saved(**planned_fields(plan, target)), writing, reads=stores_of(members.state), sources=stack.pop_all()
+            plan, Saved(**planned_fields(plan, target)), writing, reads=members.state.tensors.stores, sources=stack.pop_all()
         )
 
 
@@ -281,7 +281,7 @@ def _constants_key(tree: object) -> str | None:
 def _incomplete(state: State) -> list[str]:
     """Tensors of which there are only some elements, or none: a rank's own shards, the meta device. Those that are odd rows."""
     problems = []
-    table = table_of(state)
+    table = state.tensors
     for name, tensor in ((table.names[row], tensor) for row, tensor in table.odd.items()):
         here = sum(chunk.box.count for chunk in tensor.chunks)
         if tensor.traits.meta:
@@ -307,13 +307,13 @@ def _two_dtypes(models: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 def share_files(state: State) -> State:
     """A file that was opened several times is one source, and the home of its storages, so that these are the same."""
-    stores = stores_of(state)
+    stores = state.tensors.stores
     first: dict[Hashable, Store] = {}
     for store in stores:
         first.setdefault(store.place(), store)
     if len(first) == len(stores):
         return state
-    table = table_of(state)
+    table = state.tensors
     tensors = [table.view(row) for row in range(len(table))]
     sources = {
         first[store.place()]: source for source in reversed([tensor.source for tensor in tensors]) if (store := source.store)
@@ -383,7 +383,7 @@ def plan_replacement(
             states = _states(tree, given if isinstance(given, Checkpoint) else None, _models(source), model=model)
             plan = lay_out_replaced(source, states, name=archive_name(where.path))
             report = Saved(**planned_fields(plan, where.path))
-            return Planned(plan, report, where.writing, reads=(source.store, *stores_of(state)), sources=stack.pop_all())
+            return Planned(plan, report, where.writing, reads=(source.store, *state.tensors.stores), sources=stack.pop_all())
 
     return rewritten(src, dst, lay_out, in_place=in_place, directory=False, writable=("pt2",), writing=writing, limits=limits)
 

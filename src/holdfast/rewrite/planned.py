@@ -27,8 +27,7 @@ from msgspec import field as value_field
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
-from holdfast.core.protocols import State, Store
-from holdfast.core.table import Table
+from holdfast.core.protocols import Store
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
@@ -361,13 +360,6 @@ def _destination(
             found=source.format,
         )
     return Destination(path, format or source.format, replace(writing, overwrite=writing.overwrite or in_place))
-
-
-def stores_of(state: State) -> tuple[Store, ...]:
-    """What the tensors of a state are read from."""
-    if isinstance(state.tensors, Table):
-        return state.tensors.stores
-    return tuple(dict.fromkeys(tensor.source.store for tensor in state.tensors.values()))
 
 
 def unchanged(stores: Iterable[Store], target: str) -> None:

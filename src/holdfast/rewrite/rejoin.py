@@ -1,21 +1,217 @@
 """Tensors that shared a storage before a format copied each of them share it again.
 
 safetensors and native directories note where in its storage each view lay (`Traits.alias`). A format with storages can have
-that back: the tensors of a group become views of one assembled storage (`engine/assembled.py`). Where copies meet they must hold
+that back: the tensors of a group become views of one assembled storage (`Assembled`). Where copies meet they must hold
 the same bytes, which is looked at; where they do not, because someone edited the file, each stays by itself, and a note says so.
+
+From the copies the storage is computed again, range by range:
+
+    storage     │ a a a b b b b c c · · │       b over a: the copies hold the same bytes where they meet
+    copies        [a a a]  [b b b b]  [c c]
+
+1. The elements of a copy that touch a range of the storage are found as boxes: with the dimensions in the order of their strides,
+   those elements are an interval of the outermost dimension, of which all but the two ends lie inside whole.
+2. Each box is read from its copy and put where it lay. When every byte of the range has come, the other copies are not read.
+3. What no copy covers is zero.
+
+`agrees` reads all copies and says whether the storage gives each of them back: a file that was edited may say otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from holdfast.core.arrays import byte_row
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import DEFAULTS, Limits
-from holdfast.core.protocols import State
+from holdfast.core.protocols import Request, Stamp, State
 from holdfast.core.sharing import groups, overlaps
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.assembled import Assembled, Copy
-from holdfast.plan.table import table_of
+from holdfast.engine.source import Sourced
+from holdfast.errors import Unsupported
 from holdfast.rewrite.rows import with_odd, with_table
+from holdfast.stores.virtual import VirtualFile, tensor_stamp
+
+WIDEST_NBYTES = 16
+"""Bytes of the widest element, complex128: what may stick out of a range at either end."""
+
+BLOCK_NBYTES = 4 << 20
+"""Bytes of a storage that `agrees` looks at together, and of a box that is read at once."""
+
+
+class Copy(Value, frozen=True):
+    """One tensor, and where in the storage its elements lay; offset and strides in bytes."""
+
+    tensor: LazyTensor
+    offset: int
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: LazyTensor, view: AliasView) -> Copy:
+        """A tensor with the note that its file has about it."""
+        if tensor.dtype.packed:
+            raise Unsupported(f"elements of {tensor.dtype} share bytes and cannot be put together", tensor=tensor.name)
+        return cls(tensor, view.offset // 8, tuple(stride // 8 for stride in view.strides))
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return self.tensor.dtype.bits // 8
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last one that it reaches."""
+        last = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, self.strides, strict=True))
+        return self.offset + last + self.width if self.tensor.size else self.offset
+
+    @property
+    def repeats(self) -> bool:
+        """Whether two of its elements may lie in the same place."""
+        room = self.width
+        for n, stride in sorted(zip(self.tensor.shape, self.strides, strict=True), key=lambda pair: pair[1]):
+            if n > 1:
+                if stride < room:
+                    return True
+                room = stride * (n - 1) + room
+        return False
+
+
+class PlacedBox(Value, frozen=True):
+    """A box of a copy, and the byte of the storage where its first element lies."""
+
+    index: tuple[slice, ...]
+    at: int
+
+
+class Assembled(Sourced):
+    """A store of storages that are put together, and the source that reads them."""
+
+    def __init__(self) -> None:
+        super().__init__("<assembled>")
+        self._copies: dict[str, list[Copy]] = {}
+
+    def storage(self, nbytes: int, copies: Sequence[Copy], *, label: str = "") -> Storage:
+        """The storage of so many bytes that these are copies of."""
+        # Those that are read in long runs first: often they cover all that the others would.
+        own = sorted(copies, key=lambda copy: (_strides_up(copy), -copy.tensor.nbytes))
+        key = self.put(VirtualFile(nbytes, partial(_read, own), stamp=partial(_stamp, own)))
+        self._copies[key] = own
+        return Storage(key, 0, nbytes, label=label, home=self)
+
+    def agrees(self, key: str) -> bool:
+        """Whether every element of every copy is what the storage has in its place. Reads all of them."""
+        copies = self._copies[key]
+        low, high = min(copy.offset for copy in copies), max(copy.stop for copy in copies)
+        for start in range(low, high, BLOCK_NBYTES):
+            stop = min(start + BLOCK_NBYTES, high)
+            padded = _padded(copies, start, stop)
+            for copy in copies:
+                for placed in _boxes(copy, start, stop):
+                    if not _holds(padded, start - WIDEST_NBYTES, copy, placed):
+                        return False
+        return True
+
+
+def _read(copies: Sequence[Copy], start: int, out: memoryview) -> None:
+    out[:] = _padded(copies, start, start + out.nbytes)[WIDEST_NBYTES : WIDEST_NBYTES + out.nbytes].data
+
+
+def _stamp(copies: Sequence[Copy]) -> Stamp:
+    return tuple((copy.offset, copy.strides, tensor_stamp(copy.tensor)) for copy in copies)
+
+
+def _padded(copies: Sequence[Copy], start: int, stop: int) -> np.ndarray:
+    """The bytes [start, stop), with room on both sides for elements that stick out."""
+    made = np.zeros(stop - start + 2 * WIDEST_NBYTES, np.uint8)
+    come = np.zeros(len(made), np.bool_)
+    for copy in copies:
+        if copy.offset < stop and start < copy.stop:
+            for placed in _boxes(copy, start, stop, once=True):
+                values = _values(copy, placed)
+                _window(made, start - WIDEST_NBYTES, copy, placed, values.shape)[...] = values
+                _window(come, start - WIDEST_NBYTES, copy, placed, values.shape)[...] = True
+            if come[WIDEST_NBYTES:-WIDEST_NBYTES].all():
+                break
+    return made
+
+
+def _strides_up(copy: Copy) -> bool:
+    """Whether the elements of a copy lie in another order than those of the storage."""
+    strides = [stride for n, stride in zip(copy.tensor.shape, copy.strides, strict=True) if n > 1]
+    return strides != sorted(strides, reverse=True)
+
+
+def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator[PlacedBox]:
+    """The boxes of a copy whose elements touch bytes [start, stop), none larger than a block.
+
+    With `once`, of elements that lie in one place because of a stride of 0 the first is enough.
+    """
+    shape, strides, width = copy.tensor.shape, copy.strides, copy.width
+    if not copy.tensor.size:
+        return
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    spans = [width]  # of one element, of the innermost dimension, of the two innermost, …
+    counts = [1]
+    for d in reversed(order):
+        spans.append(spans[-1] + (shape[d] - 1) * strides[d])
+        counts.append(counts[-1] * (1 if once and not strides[d] else shape[d]))
+    index = [slice(0, n) for n in shape]
+    first, last = start - width + 1, stop + width - 1  # where an element that touches the range may begin and end
+
+    def descend(depth: int, at: int, again: Callable[..., Iterator[PlacedBox]]) -> Iterator[PlacedBox]:
+        rest = len(order) - depth
+        if at + spans[rest] <= start or at >= stop:
+            return
+        if first <= at and at + spans[rest] <= last and counts[rest] * width <= BLOCK_NBYTES:
+            for d in order[depth:]:
+                index[d] = slice(0, 1 if once and not strides[d] else shape[d])
+            yield PlacedBox(tuple(index), at)
+            return
+        d, below = order[depth], rest - 1
+        stride, low, high = strides[d], 0, 1 if once and not strides[d] else shape[d]
+        if stride:
+            low = max(0, -(-(start - at - spans[below] + 1) // stride))
+            high = min(high, -(-(stop - at) // stride))
+        rows = max(1, BLOCK_NBYTES // (counts[below] * width))
+        i = low
+        while i < high:
+            # Rows that lie inside whole are taken together.
+            inside = min(high, i + rows, (last - at - spans[below]) // stride + 1 if stride else high)
+            if at + i * stride >= first and inside > i and counts[below] * width <= BLOCK_NBYTES:
+                index[d] = slice(i, inside)
+                for e in order[depth + 1 :]:
+                    index[e] = slice(0, 1 if once and not strides[e] else shape[e])
+                yield PlacedBox(tuple(index), at + i * stride)
+                i = inside
+            else:
+                index[d] = slice(i, i + 1)
+                yield from again(depth + 1, at + i * stride, again)
+                i += 1
+
+    # Given to itself, and not known to itself: functions that know each other stay until the collector comes.
+    yield from descend(0, copy.offset, descend)
+
+
+def _values(copy: Copy, placed: PlacedBox) -> np.ndarray:
+    """The elements of a box as bytes: its shape, and a last dimension for the bytes of an element."""
+    part = copy.tensor[placed.index] if placed.index else copy.tensor
+    out = np.empty(part.shape, part.dtype.numpy)
+    part.source.read([Request(part, out)])
+    return byte_row(out).reshape(*part.shape, copy.width)
+
+
+def _window(block: np.ndarray, begin: int, copy: Copy, placed: PlacedBox, shape: tuple[int, ...]) -> np.ndarray:
+    """The bytes of a box's elements inside of a block that begins with byte `begin` of the storage."""
+    return np.ndarray(shape, block.dtype, block.data, placed.at - begin, (*copy.strides, 1))
+
+
+def _holds(block: np.ndarray, begin: int, copy: Copy, placed: PlacedBox) -> bool:
+    values = _values(copy, placed)
+    return np.array_equal(values, _window(block, begin, copy, placed, values.shape))
 
 
 class Rejoined(Value, frozen=True):
@@ -29,7 +225,7 @@ class Rejoined(Value, frozen=True):
 def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
     """Give the tensors of a state back the storages that they shared. Reads data only where copies of a storage overlap."""
     limits = limits or DEFAULTS
-    table = table_of(state)
+    table = state.tensors
     kinds = {number for number, kind in enumerate(table.kinds) if kind.traits.alias is not None and not kind.traits.meta}
     if not kinds:
         return Rejoined(state)

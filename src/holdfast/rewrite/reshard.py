@@ -34,7 +34,7 @@ from holdfast.formats.native.write import lay_out_split
 from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.formats import save_name
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
 
@@ -173,6 +173,6 @@ def plan_reshard(
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Saved]:
         state = tabulate_state(source, limits=limits)
         plan = replace(lay_out_reshard(state, grid, parsed, save=save_name(where.path)), holds=state.tensors)
-        return Planned(plan, Saved(**planned_fields(plan, where.path)), where.writing, reads=stores_of(state))
+        return Planned(plan, Saved(**planned_fields(plan, where.path)), where.writing, reads=state.tensors.stores)
 
     return rewritten(src, dst, lay_out, directory=True, writing=writing, limits=limits)

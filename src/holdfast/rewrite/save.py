@@ -31,7 +31,7 @@ from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.rewrite.base import check_shares, not_shared, open_base
 from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, format_named, plan_save
-from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields, stores_of
+from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import check_binary, content_and_path, place_of
@@ -157,7 +157,7 @@ def _stream(
     if writing.dry_run:
         return report
     check_source(one, write_stream(one, Told(file, progress) if progress else file))
-    for store in stores_of(described):
+    for store in described.tensors.stores:
         if store.changed():
             raise SaveError(f"the source {store.name!r} changed while it was read; what was written is of no use", file=where)
     return report
@@ -182,7 +182,7 @@ def plan_saving(
     if writing.overwrite is False or found in DIRECTORIES:
         check_target(target, directory=found in DIRECTORIES, writing=writing)
     with ExitStack() as stack:
-        reads = stores_of(described)
+        reads = described.tensors.stores
         if base is not None or hashes:
             within = writing.budget
             threads, block = (writing.threads, None) if within is None else (within.threads, within.block)

@@ -33,10 +33,9 @@ from holdfast.formats.strict_json import quoted
 from holdfast.formats.torch.write import archive_name
 from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
-from holdfast.plan.table import table_of
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import programs_of, weights_of
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.rows import lazy_tree, with_odd, with_table
 from holdfast.rewrite.share import AliasGraph, AliasGroup, placed
@@ -139,7 +138,7 @@ def plan_tie(
             **planned_fields(plan, where.path), source=source.path, groups=groups, storage_nbytes=tied.graph.nbytes,
             savable_nbytes=tied.graph.savable_nbytes,
         )  # fmt: skip
-        return Planned(plan, report, where.writing, reads=stores_of(described))
+        return Planned(plan, report, where.writing, reads=described.tensors.stores)
 
     return rewritten(src, dst, lay_out, in_place=in_place, format=format, writable=("pt2",), writing=writing, limits=limits)
 
@@ -158,7 +157,7 @@ def tie_state(
 ) -> TiedState:
     """Tie what holds the same, of tensors `among` these names. Reads what has no checksum in a file, and all that looks equal."""
     rejoined = rejoin(state)
-    table = table_of(rejoined.state)
+    table = rejoined.state.tensors
     compared = table if among is None else table.select([row for row, name in enumerate(table.names) if name in among])
     graph = placed({"": compared}, noted=False).by_content(threads, progress, tied=False)
     tying = _Tying(table, [[table.rows[member.name] for member in group.members] for group in graph.groups])

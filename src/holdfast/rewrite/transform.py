@@ -45,7 +45,6 @@ from holdfast.engine.dequantize import Dequantized, dequantize
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.brief import root_global
 from holdfast.plan.files import FileStorages
-from holdfast.plan.table import table_of
 from holdfast.rewrite.rows import flat_state, with_odd, with_table, with_tree
 
 SHOWN = 3
@@ -111,7 +110,7 @@ Kinds = dict[Storage, set[tuple[DType, DType | None]]]
 
 
 class Cast:
-    """Call it with a tensor to have it cast; integers, booleans and quantised ones come back as they are. Nothing is read.
+    """Casts tensors that are no plain rows to one dtype. Nothing is read.
 
     `kinds` is about all tensors of the state. A storage of one kind is cast as a whole, so that its views stay views.
     """
@@ -122,16 +121,9 @@ class Cast:
         self._kinds = kinds
         self._computed: dict[Source, Computed] = {}
         self._storages: dict[Storage | View, LazyTensor] = {}
-        self._made: dict[int, tuple[LazyTensor, LazyTensor]] = {}
 
     def __call__(self, tensor: LazyTensor) -> LazyTensor:
-        if tensor.dtype.kind != "float" or tensor.dtype is self._dtype:
-            return tensor
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = (tensor, self._cast(tensor))
-        return self._made[id(tensor)][1]
-
-    def _cast(self, tensor: LazyTensor) -> LazyTensor:
+        """A floating-point tensor of another dtype, cast."""
         tensor = replace(tensor, traits=replace(tensor.traits, alias=self._alias(tensor)))
         if tensor.traits.meta:
             return replace(tensor, dtype=self._dtype)
@@ -155,11 +147,10 @@ class Cast:
 
     def _once(self, key: Storage | View, tensor: LazyTensor, computed: Computed) -> LazyTensor:
         if key not in self._storages:
-            self._storages[key] = computed.tensor(tensor, self._dtype, self._compute, observe=self._observer(tensor.name))
+            self._storages[key] = computed.tensor(
+                tensor, self._dtype, lambda array: cast(array, self._dtype), observe=self._observer(tensor.name)
+            )
         return replace(self._storages[key], name=tensor.name, traits=replace(tensor.traits, conj=False, neg=False))
-
-    def _compute(self, array: np.ndarray) -> np.ndarray:
-        return cast(array, self._dtype)
 
     def _observer(self, name: str) -> Observe:
         def observe(array: np.ndarray, made: np.ndarray) -> None:
@@ -244,7 +235,7 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
         table = _cast_rows(state, edits, unfit, {} if losses is None else losses)
         made = state if unfit else with_table(state, table)
     if edits.tensors_only:
-        made = flat_state(table_of(made), made.metadata)
+        made = flat_state(made.tensors, made.metadata)
     problems: list[str] = []
     tree = _reshape(made.tree, edits, problems) if edits.keep or edits.drop or edits.rename else made.tree
     if problems or unfit:
@@ -252,7 +243,7 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
     if tree is not made.tree:
         made = with_tree(made, tree, limits)
     if edits.dequantize:
-        _refuse_blocks(table_of(made))
+        _refuse_blocks(made.tensors)
     return made
 
 
@@ -295,7 +286,7 @@ def _counted(names: Sequence[str], what: str) -> str:
 
 def _dequantized(state: State) -> State:
     """The state with the numbers that quantised blocks stand for. Blocks that nobody can decode stay: they may be dropped yet."""
-    decoded, made, table = Dequantized(), dict[View, LazyTensor](), table_of(state)
+    decoded, made, table = Dequantized(), dict[View, LazyTensor](), state.tensors
     found: dict[int, LazyTensor] = {}
     for row in _in_blocks(table):
         tensor = table.view(row)
@@ -464,7 +455,7 @@ def _cast_rows(state: State, edits: Edits, problems: list[str], losses: dict[DTy
     A storage whose rows are of one dtype, and are to be of one, is cast as a row of elements: all of them are views of the result.
     Any other row is cast by itself.
     """
-    table, casts = table_of(state), edits.casts
+    table, casts = state.tensors, edits.casts
     floats = [kind.dtype.kind == "float" for kind in table.kinds]
     rows = [row for row, kind in enumerate(table.kind) if floats[kind]]
     names = [table.names[row] for row in rows]

@@ -4,13 +4,12 @@ recognise    which files of a folder belong together, by their names; what is mi
 assemble     a rank's file, read by the closed interpreter; parts of several files as one tensor, one tree of all ranks
 replicas     what several ranks have: equal, or refused when it is read
 placements   which part of a tensor a rank has, by its mesh and placements
-mesh         the mesh of a pickled DTensor, as the versions of torch write it
 flat         rows of elements that are cut into tensors
 steps        which of several steps in a folder is meant: the one that `latest` names
 beside       what stands beside the model in the files, as it is
 megatron     Megatron's folders: tensor- and pipeline-parallel ranks, put together by rules; megatron_files recognises them
-zero         DeepSpeed's folders, stages 1 to 3; zero_parts has where each parameter lies, zero_universal what is merged
-dtensors     `model_world_size_N_rank_R.pt` of verl, SkyRL and oumi: pickled DTensors
+zero         DeepSpeed's folders, stages 1 to 3; zero_parts has where each parameter lies
+dtensors     `model_world_size_N_rank_R.pt` of verl, SkyRL and oumi: pickled DTensors and their meshes
 
 A further kind is a `Format` (`matches`, `describe`) in a module of its own, and two lines in `formats/detect`. It goes
 

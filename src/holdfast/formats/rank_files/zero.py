@@ -15,11 +15,21 @@ What opens is the model that was trained. Its names are those of the module, so 
 Tied parameters stay tied. Newer files list them; of older ones, names are tied whose entries in the module are one tensor. Frozen
 parameters are taken from the module where no list has them: files of stage 1 have none.
 
-Model-parallel ranks and experts are not put together: such a folder is refused. Universal checkpoints are (`zero_universal`).
+Model-parallel ranks and experts are not put together: such a folder is refused. Universal checkpoints are: they
+have a folder for each parameter, with a file for the weight and one for each moment.
+
+    zero/emb.weight/fp32.pt       {"param": the whole tensor, "cat_dim": …}
+    zero/emb.weight/exp_avg.pt    the same of a moment
+    zero/emb.weight/step.pt       a tensor or a number
+    zero/optimizer_state.pt       settings
+
+`ds_to_universal` has put the ranks together already; of stage 3 as flat rows, whose shapes are those of `param_shapes`.
+Buffers, ties and counters are in the model files beside, as in any step.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -37,8 +47,59 @@ from holdfast.formats.rank_files.flat import FlatRow, FlatSlice, cut
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
 from holdfast.formats.rank_files.steps import chosen_step
 from holdfast.formats.rank_files.zero_parts import FlatGroups, Optimizer, flat_groups, optimizer_of, shapes_of
-from holdfast.formats.rank_files.zero_universal import Universal, universal_files
 from holdfast.formats.torch.tensors import brief
+
+FILE = re.compile(r"zero/(?P<name>[^/]+)/(?P<what>\w{1,64})\.pt")
+WEIGHT = "fp32"
+
+
+def universal_files(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The files of parameters: which, and what of it."""
+    found = {}
+    for key in keys:
+        match = FILE.fullmatch(key)
+        if match is not None:
+            found[key] = match["name"], match["what"]
+    return found
+
+
+class Universal:
+    """What the files of all parameters hold."""
+
+    def __init__(
+        self, source: Source, files: Mapping[str, tuple[str, str]], assembly: Assembly, *, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self.files: list[RankFile] = []
+        self.weights: dict[str, LazyTensor] = {}
+        self.optimizer: dict[object, object] = {}
+        moving = Moving(assembly)
+        kinds: dict[str, dict[object, object]] = {}
+        for number, (key, (name, what)) in enumerate(files.items()):
+            file = read_rank(source, number, key)
+            self.files.append(file)
+            value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
+            if isinstance(value, LazyTensor):
+                with located(file=key, tensor=name):
+                    value = _shaped(assembly.replica(name, [(0, value)]), shapes.get(name), assembly.source)
+            if what != WEIGHT:
+                kinds.setdefault(what, {})[name] = moving.moved(value)
+            elif isinstance(value, LazyTensor):
+                self.weights[name] = value
+            else:
+                raise MetadataError("the file of a weight has no tensor `param`", file=key, tensor=name, found=brief(value))
+        self.optimizer.update(kinds)
+
+
+def _shaped(tensor: LazyTensor, shape: tuple[int, ...] | None, source: Source) -> LazyTensor:
+    """A flat row in its shape, where that is known. What is no row stays as it is: a step."""
+    if shape is None or tensor.shape == shape or tensor.ndim != 1:
+        return tensor
+    if tensor.size != math.prod(shape):
+        raise MetadataError(
+            f"it has {tensor.size:,} elements, and param_shapes says {list(shape)}", expected=shape, found=tensor.shape
+        )
+    return cut(shape, [FlatSlice(FlatRow([tensor]), 0, tensor.size)], tensor.dtype, source=source)
+
 
 LATEST = "latest"
 BESIDE = "deepspeed"

@@ -4,7 +4,6 @@
     dcp.load(state, storage_reader=Reader("step-1000"))
 
 reader    `Reader`: what the planner asks for, from a checkpoint of any format, straight into its tensors
-stored    what a reader has before it: a directory of torch's format item by item, or whatever else `holdfast.open` knows
 writer    `Writer`: torch's own format, published by one rename
 """
 
