@@ -137,7 +137,7 @@ class DensePairs(Value, frozen=True, eq=False):
 
 def dense_pairs(a: Table, b: Table, rows: tuple[Sequence[int], Sequence[int]], names: Sequence[str]) -> list[DensePairs]:
     """The pairs of these rows that are dense on both sides, those of two sources together; `names` of all pairs, for messages."""
-    kinds = [np.array([side.kind[row] for row in own], np.int64) for side, own in zip((a, b), rows, strict=True)]
+    kinds = [np.asarray(side.kind, np.int64)[np.asarray(own, np.int64)] for side, own in zip((a, b), rows, strict=True)]
     # A pair of kinds is judged once.
     codes, where = np.unique(kinds[0] * max(len(b.kinds), 1) + kinds[1], return_inverse=True)
     judged = [(a.kinds[code // len(b.kinds)], b.kinds[code % len(b.kinds)]) for code in codes.tolist()]
@@ -390,20 +390,22 @@ class Comparison:
         self._changes: dict[str, TensorChange] = {}
         self._pairs: dict[str, Pair] = {}
         self._same = self._by_checksum = self._differing = 0
-        rows = [row for row, name in enumerate(left) if name in right]
-        names = [left.names[row] for row in rows]
-        others = [right.rows[name] for name in names]
+        # Two checkpoints of the same names in one order, as most are, need no position by name.
+        alike = left.names == right.names
+        rows: Sequence[int] = range(len(left)) if alike else [row for row, name in enumerate(left) if name in right]
+        names = left.names if alike else [left.names[row] for row in rows]
+        others = rows if alike else [right.rows[name] for name in names]
         self._dense: list[DensePairs] = []
         for name in self._plan_dense(dense_pairs(left, right, (rows, others), names), names):
             self._plan_pair(name, (left[name], right[name]))
         if flat:
             self._trees = compare_trees(a.shell, b.shell)
-            if others != sorted(others):
+            if (np.diff(np.asarray(others, np.int64)) < 0).any():
                 self._trees.reordered.insert(0, ())
         else:
             self._trees = compare_trees(a.tree, b.tree, settled=self._compared_by_name)
             self._plan_places()
-        self._removed = {name: left[name] for name in left if name not in right}
+        self._removed = {name: left[name] for name in left if name not in right} if len(rows) < len(left) else {}
         self._added = {name: right[name] for name in right if name not in left} if len(others) < len(right) else {}
         self._candidates = _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
         lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]

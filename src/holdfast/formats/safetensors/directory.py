@@ -67,7 +67,10 @@ class SafetensorsDirectory:
                 # transformers passes over them in silence.
                 shown = some(left_out)
                 notes.append(f"{len(left_out):,} tensors are in the files and not in {index!r}, so not listed: {shown}")
-            places = {name: places[name] for name in weight_map}
+            # By the texts of the headers, which stay: those of the index go.
+            own = dict(zip(places, places, strict=True))
+            places = {own[name]: places[name] for name in weight_map}
+            del own
             others = [key for key in _at_the_top(keys) if key not in headers]
             if others:
                 notes.append(f"{index!r} does not name {some(others)}; not read")
@@ -145,16 +148,19 @@ def _candidates(keys: Sequence[str]) -> list[str]:
 def _places(headers: Mapping[str, Header], source: Source) -> dict[str, Header | LazyTensor]:
     """Every tensor of every file, in their order: the header that has it whole, or the tensor joined from pieces."""
     offsets = {key: saved_offsets(header, source.limits) for key, header in headers.items()}
-    owners: dict[str, list[Header]] = {}
-    for header in headers.values():
-        for name in header.entries:
-            owners.setdefault(name, []).append(header)
-    crcs = {key: header.crc_by_name() if offsets[key] else {} for key, header in headers.items()}
     places: dict[str, Header | LazyTensor] = {}
-    for name, holding in owners.items():
-        if len(holding) == 1 and not any(offsets[holding[0].key].get(name, ())):
-            places[name] = holding[0]
-            continue
+    owners: dict[str, list[Header]] = {}
+    """Of tensors that are in pieces, or in several files."""
+    for header in headers.values():
+        cut = {name for name, begin in offsets[header.key].items() if any(begin)}
+        for name in header.entries:
+            if name in places or name in cut:
+                owners.setdefault(name, [first] if isinstance(first := places.get(name), Header) else []).append(header)
+            if name not in places:
+                places[name] = header
+    crcs = {key: header.crc_by_name() if offsets[key] else {} for key, header in headers.items()}
+    for name in [name for name in places if name in owners] if owners else ():
+        holding = owners[name]
         pieces = [(header, begin) for header in holding if (begin := offsets[header.key].get(name)) is not None]
         if len(pieces) != len(holding):
             raise claimed_twice(name, [header.key for header in holding])
