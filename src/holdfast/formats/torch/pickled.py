@@ -25,10 +25,8 @@ from functools import lru_cache
 from itertools import repeat
 from typing import cast
 
-import numpy as np
 from msgspec import Struct
 
-from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.dtype import DTYPES, DType
@@ -197,27 +195,16 @@ def _swapped(storage: Storage, dtype: DType) -> bool:
 
 
 class Template(Struct, eq=False):
-    """The opcodes of tensors of a kind."""
+    """The opcodes of tensors of a kind, where the numbers of the memo have four bytes."""
 
     before: bytes
     """Up to the key of the storage."""
-    behind_text: bytes
-    """The same with a number of the memo before it, that of a text."""
-    behind: bytes
-    """From there on."""
-    holes: Ints
-    """Where in `behind` the numbers of the memo stand; they follow each other."""
+    pack: Callable[..., bytes]
+    """Makes what stands behind the key, of `numbers`."""
+    numbers: list[object]
+    """Pieces of bytes, and the memo's numbers between them, which follow each other: they are set for each tensor."""
     count: int
-    """How many."""
-
-
-def fill_in(content: bytearray, made: Sequence[Template], at: Ints, numbers: Ints) -> None:
-    """Fill in the memo's numbers of tensors whose `behind` begins there, from the first number of each on."""
-    counts = np.array([template.count for template in made], np.int64)
-    holes = np.repeat(at, counts) + np.concatenate([template.holes for template in made])
-    within = np.arange(len(holes)) - np.repeat(np.cumsum(counts) - counts, counts)
-    filled = (np.repeat(numbers, counts) + within).astype("<u4").view(np.uint8).reshape(-1, 4)
-    np.frombuffer(content, np.uint8)[holes[:, None] + np.arange(4)] = filled
+    """How many numbers."""
 
 
 REMEMBER, RECORD_KEY = object(), object()

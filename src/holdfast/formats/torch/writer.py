@@ -19,8 +19,8 @@ and the numbers that the memo counts.
 
 1. The opcodes of a kind are known before (`kind_opcodes`): bytes, references to globals and texts, and places where the memo takes
    a number. As long as these numbers have one byte, and for the first tensor that refers to something, they are written one by one.
-2. From then on a tensor is its key between two pieces of bytes (`Template`). The numbers are four bytes wide, and are filled in
-   together when many pieces are joined (`_settle`), as those of texts and dicts are.
+2. From then on a tensor is its key between two pieces of bytes. The second one has the numbers in it, four bytes wide, and is
+   packed by one call of C (`Template`).
 
 All others (odd rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
 """
@@ -30,10 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from itertools import accumulate, repeat
-from typing import cast
-
-import numpy as np
+from struct import Struct
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
@@ -69,13 +66,11 @@ from holdfast.formats.torch.pickled import (
     as_pairs,
     as_texts,
     builder_of,
-    fill_in,
     integers,
     is_simple,
     problem_of,
 )
 from holdfast.formats.torch.table import LAYOUTS
-from holdfast.plan.saves import BATCH
 
 TENSOR = Global("torch", "Tensor")
 BUFFER: dict[str, object] = {"persistent": True, "_is_buffer": True}
@@ -92,17 +87,8 @@ OFFSET = 4
 SHORT = 255
 """The last number of the memo that takes one byte."""
 
-PUT_LATER = bytes([*b"r", 0, 0, 0, 0])
-"""LONG_BINPUT of a number that is filled in later. This very object is looked for."""
-
 PIECES = 4096
 """More pieces than this are joined once a batch of items is written: they take memory."""
-
-MANY = 16
-"""Items of a dict that are worth to be looked at together."""
-
-AGAIN = 128
-"""After so many items it is tried again to write all others together."""
 
 ONE_DIGIT = 10
 """CPython has a text of one character once, so the key of such a record may be the same object as a text of the state."""
@@ -134,7 +120,7 @@ class TorchPickle(PickleWriter):
         """Rows so far: they come in their order."""
         self._places: dict[int, int] | None = None
         """The row of each value, by identity; made when one comes out of its turn."""
-        self._records: dict[int, int] = {}
+        self._records: dict[int, int] = {ODD: ODD}
         """The record of each storage of the table."""
         self._kinds: list[PickledKind | None] = [PickledKind.of(kind, anew=anew) for kind in rows.kinds]
         self._alike: dict[tuple[object, ...], PickledKind | None] = {}
@@ -142,18 +128,10 @@ class TorchPickle(PickleWriter):
         self._keys: list[int] = []
         """The memo's number of each record's key."""
         self._identities, self._stop = [*map(id, rows.values)], len(rows.values)
-        self._templates: dict[int, Template] = {}
-        """By the identity of the bytes that stand behind a key: in `out`, these are to be filled in."""
-        self._numbers: list[int] = []
-        """Of each of them that is not filled in yet: the memo's first number."""
-        self._puts: list[int] = []
-        """The same for each `PUT_LATER`, also at the begin of a template."""
-        self._later = {id(PUT_LATER)}
-        """The identities of bytes that begin with one, and of those behind a key."""
         self._refs: dict[str, tuple[str, bytes]] = {}
         """Texts that came twice, and references to them."""
-        self._head, self._next_head = KEY_TEXTS[2], 100
-        """How the key of a record begins, and the first record where it begins in another way."""
+        self._made: list[Template | None] = [None] * len(self._kinds)
+        """Of each kind, the template of tensors with new records, once there is one."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
         """Where in `out` a count and an offset are left open; the record, the first bit, the bits of an element."""
 
@@ -179,27 +157,7 @@ class TorchPickle(PickleWriter):
             # An empty tensor begins nowhere, and may come before what its record holds.
             out[place + OFFSET] = integer((start - record.base) // bits) if start > record.base else ZERO
         out.append(b".")
-        self._settle(0, 0, 0)
-        return out[0]
-
-    def _settle(self, first: int, row: int, put: int) -> None:
-        """Join the pieces from one on, and fill in what is open in them: the numbers from these on."""
-        pieces, templates, later = self.out[first:], self._templates, self._later
-        content = bytearray().join(pieces)
-        if len(self._numbers) > row or len(self._puts) > put:
-            lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-            starts = lengths.cumsum() - lengths
-            marks = [(at, mark) for at, mark in enumerate(map(id, pieces)) if mark in later]
-            places = [(at, templates[mark]) for at, mark in marks if mark in templates]
-            for begin in range(0, len(places), BATCH):
-                some = places[begin : begin + BATCH]
-                numbers = np.array(self._numbers[row + begin : row + begin + BATCH], np.int64)
-                fill_in(content, [made for _, made in some], starts[[at for at, _ in some]], numbers)
-            holes = starts[[at for at, mark in marks if mark not in templates]] + 1
-            filled = np.array(self._puts[put:], "<u4").view(np.uint8).reshape(-1, 4)
-            np.frombuffer(content, np.uint8)[holes[:, None] + np.arange(4)] = filled
-        self.out[first:] = [bytes(content)]
-        del self._numbers[row:], self._puts[put:]
+        return b"".join(out)
 
     def attributes(self, value: dict[object, object]) -> None:
         """What stands in the attributes of a container is nobody's row."""
@@ -213,8 +171,7 @@ class TorchPickle(PickleWriter):
         if identity in self.memo or number <= SHORT or not 1 < count < BATCH_ITEMS:
             super()._dict(value)
             return
-        self.out += (b"}", PUT_LATER)
-        self._puts += (number,)
+        self.out += (b"}", LONG_PUT(b"r", number))
         self.memo[identity] = number
         self.count = number + 1
         if not self.too_deep():
@@ -226,121 +183,76 @@ class TorchPickle(PickleWriter):
             super()._fill(items, opcode)
             return
         out, memo, path, refs, sources = self.out, self.memo, self.path, self._refs, self.sources
-        given, identities, kinds, records = self._given, self._identities, self._kinds, self._records
+        given, identities, made_of, records, keys = self._given, self._identities, self._made, self._records, self._keys
         values, types, kind_of, storage_of = given.values, given.types, given.kind, given.storage
-        numbers, puts, stop, keyed = self._numbers, self._puts, self._stop, opcode in b"su"
-        count = len(items)
-        again, begin = (0, (len(out), len(numbers), len(puts))) if count >= MANY else (count, None)
+        stop, keyed, begin = self._stop, opcode in b"su", len(out)
         texts: Sequence[bytes] | None = None
+        # As long as no function is called, these are ahead of what the writer knows.
+        number, row, record = self.count, self._come, len(sources)
+        head, next_head = KEY_TEXTS[len(str(record))], 10 ** len(str(record))
         if opcode in b"eu":
             out += (b"(",)
         path += (None,)
         for at, (key, item) in enumerate(items):
-            if keyed and at >= again and self.count > SHORT and len(sources) >= ONE_DIGIT:
-                if count - at >= MANY and self._fill_many(*zip(*[*items][at:], strict=True)):
-                    break
-                again = at + AGAIN
             path[-1] = key
-            later = False
             if not keyed:
                 pass
             elif type(key) is not str:
                 if type(key) is int and 0 <= key <= 0xFFFF:
                     out += (INT1[key] if key <= 0xFF else b"M%c%c" % (key & 0xFF, key >> 8),)
                 else:
+                    self.count, self._come = number, row
                     self.write(key)
+                    number, row, record = self.count, self._come, len(sources)
             elif key in refs and refs[key][0] is key:
                 out += (refs[key][1],)
             elif (identity := id(key)) in memo:
                 refs[key] = key, get(memo[identity])
                 out += (refs[key][1],)
-            elif (number := self.count) <= SHORT:
-                self._str(key)
             else:
                 if texts is None:
                     texts = as_texts([key for key, _ in items])
-                if later := bool(texts[at]):
-                    out += (texts[at],)
-                    puts += (number,)
+                if texts[at]:
+                    out += (texts[at], LONG_PUT(b"r", number) if number > SHORT else PUT1[number])
                     memo[identity] = number
-                    self.count = number + 1
+                    number += 1
                 else:
+                    self.count = number
                     self._str(key)
+                    number = self.count
             kind = type(item)
             if kind in types:
-                row, number, record = self._come, self.count, len(sources)
-                if row < stop and values[row] is item and identities[row] not in memo:
-                    storage, like = storage_of[row], kinds[kind_of[row]]
-                    made = None if like is None else like.new
-                    if made is not None and storage != ODD and storage not in records and number > SHORT and record >= ONE_DIGIT:
-                        if record >= self._next_head:
-                            self._head, self._next_head = KEY_TEXTS[len(str(record))], 10 ** len(str(record))
-                        out += (made.behind_text if later else made.before, b"%b%d" % (self._head, record), made.behind)
-                        self._keys += (number,)
-                        numbers += (number,)
+                if row < stop and values[row] is item and (own := identities[row]) not in memo:
+                    storage, made = storage_of[row], made_of[kind_of[row]]
+                    if made is not None and storage not in records and record >= ONE_DIGIT:
+                        if record >= next_head:
+                            head, next_head = KEY_TEXTS[len(str(record))], 10 ** len(str(record))
+                        numbers, behind = made.numbers, number + made.count
+                        numbers[1::2] = range(number, behind)
+                        out += (made.before, b"%b%d" % (head, record), made.pack(*numbers))
+                        keys += (number,)
                         records[storage] = record
                         sources += (storage,)
-                        self.count = number + made.count
-                        memo[identities[row]] = self.count - 1
-                        self._come = row + 1
+                        memo[own] = behind - 1
+                        number, row, record = behind, row + 1, record + 1
                         continue
-            if later:
-                out += (PUT_LATER,)
-            if kind in types:
+                self.count, self._come = number, row
                 self._row(item)
-            elif kind is dict:
-                self._dict(item)  # type: ignore[arg-type]
             elif kind is int and 0 <= item <= 0xFFFF:  # type: ignore[operator]
                 out += (INT1[item] if item <= 0xFF else b"M%c%c" % (item & 0xFF, item >> 8),)  # type: ignore[operator,call-overload]
+                continue
             else:
-                self.write(item)
+                self.count, self._come = number, row
+                if kind is dict:
+                    self._dict(item)  # type: ignore[arg-type]
+                else:
+                    self.write(item)
+            number, row, record = self.count, self._come, len(sources)
+        self.count, self._come = number, row
         del path[-1]
         out += (opcode,)
-        if begin and len(out) - begin[0] > PIECES and (not self._open or self._open[-1][0] < begin[0]):
-            self._settle(*begin)
-
-    def _fill_many(self, keys: tuple[object, ...], values: tuple[object, ...]) -> bool:
-        """Texts and rows of which none has come before, each with a storage of its own: all at once. False for others."""
-        given = self._given
-        if {*map(type, keys)} != {str} or not given.types.issuperset(map(type, values)):
-            return False
-        texts, own, memo, count, first = [*map(id, keys)], [*map(id, values)], self.memo, len(keys), self._come
-        stop = first + count
-        if not memo.keys().isdisjoint(texts) or [*map(id, given.values[first:stop])] != own or not memo.keys().isdisjoint(own):
-            return False
-        storages = given.storage[first:stop]
-        begin = len(self.sources)
-        if begin < ONE_DIGIT or ODD in storages or len({*storages}) < count or not self._records.keys().isdisjoint(storages):
-            return False
-        for kind in {self._kinds[kind] for kind in {*given.kind[first:stop]}}:
-            if kind is None or not self._has_named(kind):
-                return False
-            if kind.new is None:
-                self._template(kind, new=True)
-        made = cast("list[Template]", [self._kinds[kind].new for kind in given.kind[first:stop]])  # type: ignore[union-attr]
-        numbers = [*accumulate([template.count + 1 for template in made], initial=self.count)]
-        raws = [str(key).encode("utf-8", "surrogatepass") for key in keys]
-        record_keys = [b"%d" % record for record in range(begin, begin + count)]
-        pieces: list[bytes] = [b""] * (7 * count)
-        pieces[0::7] = map(TEXT, repeat(b"X"), map(len, raws))
-        pieces[1::7] = raws
-        pieces[2::7] = map(LONG_PUT, repeat(b"r"), numbers[:-1])
-        pieces[3::7] = [template.before for template in made]
-        pieces[4::7] = [KEY_TEXTS[len(key)] for key in record_keys]
-        pieces[5::7] = record_keys
-        pieces[6::7] = [template.behind for template in made]
-        content = bytearray().join(pieces)
-        puts = np.array(numbers, np.int64)
-        ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))[5::7]
-        fill_in(content, made, ends, puts[:-1] + 1)
-        self.out.append(bytes(content))
-        memo.update(zip(texts, numbers, strict=False))
-        memo.update(zip(own, [number - 1 for number in numbers[1:]], strict=True))
-        self._keys.extend([number + 1 for number in numbers[:-1]])
-        self._records.update(zip(storages, range(begin, begin + count), strict=True))
-        self.sources += storages
-        self.count, self._come = numbers[-1], stop
-        return True
+        if len(out) - begin > PIECES and (not self._open or self._open[-1][0] < begin):
+            out[begin:] = [b"".join(out[begin:])]
 
     def _row(self, value: object) -> None:
         """A value of the type of a row."""
@@ -374,6 +286,7 @@ class TorchPickle(PickleWriter):
             record = self._records[storage] = len(self.sources)
             self.sources.append(storage)
         self._alike_tensor(value, kind, record)
+        self._made[given.kind[row]] = kind.new
 
     def _other(self, value: object) -> None:
         """A value for which another is written, where there is one."""
@@ -403,8 +316,8 @@ class TorchPickle(PickleWriter):
                 self.out += (made.before, KEY_TEXTS[len(key)], key)
             else:
                 self.out += (made.before, get(self._keys[record]))
-            self._numbers += (number,)
-            self.out.append(made.behind)
+            made.numbers[1::2] = range(number, number + made.count)
+            self.out.append(made.pack(*made.numbers))
             self.count = number + made.count
         self.memo[id(value)] = self.count - 1
 
@@ -449,17 +362,20 @@ class TorchPickle(PickleWriter):
     def _template(self, kind: PickledKind, *, new: bool) -> Template:
         """The opcodes of a kind in this pickle, without the key: all that they refer to is known."""
         references = self._references
-        pieces = [one if type(one) is bytes else references.get(one, b"r0000") for one in kind.opcodes]
         cut = kind.opcodes.index(RECORD_KEY)
-        # The numbers of the memo are filled in later, and then they are long. A new key is remembered as well.
-        behind = pieces[cut if new else cut + 1 :]
-        ends = [*accumulate(map(len, behind), initial=0)]
-        remembers = [at for at, one in enumerate(kind.opcodes[cut if new else cut + 1 :]) if one is REMEMBER or one is RECORD_KEY]
-        holes = np.array([ends[at] + 1 for at in remembers], np.int64)
-        before = b"".join(pieces[:cut])
-        made = Template(before, PUT_LATER + before, b"".join(behind), holes, len(remembers))
-        self._templates[id(made.behind)] = made
-        self._later |= {id(made.behind), id(made.behind_text)}
+        before = b"".join([one if type(one) is bytes else references[one] for one in kind.opcodes[:cut]])
+        # A new key is remembered as well. The memo's numbers are long, and there is one behind each piece but the last.
+        pieces = [b"r", b""] if new else [b""]
+        for one in kind.opcodes[cut + 1 :]:
+            if one is REMEMBER:
+                pieces[-1] += b"r"
+                pieces.append(b"")
+            else:
+                pieces[-1] += one if type(one) is bytes else references[one]
+        layout = "I".join(f"{len(piece)}s" for piece in pieces)
+        numbers: list[object] = [0] * (2 * len(pieces) - 1)
+        numbers[::2] = pieces
+        made = Template(before, Struct(f"<{layout}").pack, numbers, len(pieces) - 1)
         if new:
             kind.new = made
         else:
