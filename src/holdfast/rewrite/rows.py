@@ -53,18 +53,17 @@ def with_tree(state: State, tree: object, limits: Limits | None = None) -> State
 
 def lazy_tree(state: State) -> object:
     """The tree of a state with a lazy tensor in the place of each leaf, for whoever looks at them one by one."""
-    leaves, table, made = state.leaves, state.tensors, dict[int, object]()
-    rows = {id(value): row for row, value in enumerate(leaves.values)}
+    return _lazy(state.tree, state, {id(value): row for row, value in enumerate(state.leaves.values)}, {})
 
-    def walk(value: object) -> object:
-        if id(value) not in made:
-            if isinstance(value, dict):
-                made[id(value)] = rebuilt(value, [*map(walk, value.values())])
-            elif isinstance(value, list | tuple) and type(value) in CONTAINERS:
-                made[id(value)] = rebuilt(value, [*map(walk, value)])
-            else:
-                found = leaves.described(value)
-                made[id(value)] = table.view(rows[id(found)]) if id(found) in rows else found
-        return made[id(value)]
 
-    return walk(state.tree)
+def _lazy(value: object, state: State, rows: Mapping[int, int], made: dict[int, object]) -> object:
+    """A value of the tree with lazy tensors in it; `made` has those that were made before, by the ids of what they were made of."""
+    if id(value) not in made:
+        if isinstance(value, dict):
+            made[id(value)] = rebuilt(value, [_lazy(inner, state, rows, made) for inner in value.values()])
+        elif isinstance(value, list | tuple) and type(value) in CONTAINERS:
+            made[id(value)] = rebuilt(value, [_lazy(inner, state, rows, made) for inner in value])
+        else:
+            found = state.leaves.described(value)
+            made[id(value)] = state.tensors.view(rows[id(found)]) if id(found) in rows else found
+    return made[id(value)]
