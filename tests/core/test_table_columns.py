@@ -24,6 +24,7 @@ from holdfast.engine.computed import Computed
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, SaveError
 from holdfast.formats.safetensors.schema import ADDRESSABLE
 from holdfast.plan.files import tabulated
+from holdfast.plan.saves import Memory
 from holdfast.plan.stored import parts_of
 from holdfast.plan.table import table_of
 from holdfast.ranks.state import RankState
@@ -213,6 +214,10 @@ def test_a_tensor_that_is_resized_meanwhile_is_named(others):
     with pytest.raises(SaveError, match="resized") as caught:
         table.read(rows)
     assert caught.value.tensor == "second"
+    with pytest.raises(SaveError, match="resized") as caught:
+        table.alone(rows[-1], "second")
+    assert caught.value.tensor == "second"
+    assert isinstance(table.alone(rows[-2], "first"), Memory)
 
 
 def test_composite_tensors_are_several_rows_and_one_record_in_the_tree(tmp_path):

@@ -146,7 +146,10 @@ class Storages(Protocol):
         """
 
     def alone(self, number: int, label: str) -> bytes | Data | Memory:
-        """The bytes of one storage under a label where they lie, as a segment; `b""` where there are none."""
+        """The bytes of one storage under a label where they lie, as a segment; `b""` where there are none.
+
+        Raises `StorageMoved` for memory that is no longer where it was.
+        """
 
     def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
         """A tensor of a kind over one storage."""
@@ -265,7 +268,7 @@ class Table(Mapping[str, LazyTensor]):
     def nbytes_of(self, rows: Sequence[int]) -> Ints:
         """Bytes of the elements of these rows."""
         lengths, kind = [kind.nbytes for kind in self.kinds], self.kind
-        return np.fromiter((lengths[kind[row]] for row in rows), np.int64, len(rows))
+        return np.array([lengths[kind[row]] for row in rows], np.int64)
 
     def read(self, rows: Sequence[int]) -> Sequence[Piece]:
         """The bytes of rows that are all of their storages, all together."""
@@ -273,11 +276,17 @@ class Table(Mapping[str, LazyTensor]):
         try:
             return self.storages.read([storage[row] for row in rows])
         except StorageMoved as moved:
-            raise SaveError("its storage was resized or freed while it was saved", tensor=self.names[rows[moved.at]]) from None
+            raise self._moved(rows[moved.at]) from None
 
     def alone(self, row: int, label: str) -> bytes | Data | Memory:
         """The bytes of a row that is all of its storage, as a segment; `b""` where there are none."""
-        return self.storages.alone(self.storage[row], label)
+        try:
+            return self.storages.alone(self.storage[row], label)
+        except StorageMoved:
+            raise self._moved(row) from None
+
+    def _moved(self, row: int) -> SaveError:
+        return SaveError("its storage was resized or freed while it was saved", tensor=self.names[row])
 
     def select(self, rows: Sequence[int], names: Sequence[str] | None = None) -> Table:
         """These rows, under these names where they are given."""

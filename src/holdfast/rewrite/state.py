@@ -161,10 +161,11 @@ class _Tabulating:
     def _tabulate(self) -> list[Tabulated]:
         """Of each library: the rows of plain tensors."""
         values, found = self._leaves.values, []
+        present = {*map(type, values)}
         for library in self._libraries:
-            types = {*library.types}
-            rows: Sequence[int] = range(len(values))
-            if not types.issuperset(map(type, values)):
+            types = present.intersection(library.types)
+            rows: Sequence[int] = range(len(values) if types else 0)
+            if types and types != present:
                 rows = [row for row, value in enumerate(values) if type(value) in types]
             if rows:
                 part = library.tabulate([values[row] for row in rows] if len(rows) < len(values) else values)
@@ -393,9 +394,10 @@ class Taking:
         level: Collection[object] = [state]
         seen: set[int] = set()
         while level:
-            if not self._leaves.issuperset({*map(type, level)} - CONTAINERS):
+            types = {*map(type, level)}
+            if not self._leaves.issuperset(types - CONTAINERS):
                 return True
-            containers = [value for value in level if type(value) in CONTAINERS]
+            containers = [value for value in level if type(value) in CONTAINERS] if types & CONTAINERS else []
             inner = dict(zip(map(id, containers), containers, strict=True))
             inside = [inner[one] for one in inner.keys() - seen] if seen else [*inner.values()]
             seen |= inner.keys()

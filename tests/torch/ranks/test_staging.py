@@ -40,7 +40,7 @@ def test_every_layout(monkeypatch, piece, threads):
     monkeypatch.setattr(source.OpenSource, "read", lambda self, requests: planned.append(len(requests)) or before(self, requests))
     convert = torch_leaf(Resident())
     table = table_of({name: convert(tensor, (name,)) for name, tensor in TENSORS.items()})
-    staged = staging.stage(table, [], "path", threads=threads)
+    staged = staging.stage(table, staging.Versions(), "path", threads=threads)
     assert planned == [5], "what lies in memory as it is wanted is copied without a plan"
     for tensor, copy in zip(TENSORS.values(), staged.table.values(), strict=True):
         expected = (

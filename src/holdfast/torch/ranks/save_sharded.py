@@ -170,17 +170,17 @@ def begin_asked(
     """The same in the background. `after` is called there, on each rank, when the checkpoint is published."""
     course = Course()
     job = _job(asked, course, group=group, deadline=deadline)
-    before: Versions = []
+    before: list[Versions] = []
 
     def content() -> object:
         course.take_turn(when_busy, asked.path)
         found = state_dicts(state)
-        before.extend(versions(found))
+        before.append(versions(found))
         return found
 
     def copy(table: Table, values: Sequence[object]) -> Staged:
         threads = job.count_threads()
-        return stage(table, before, asked.path, values=values, threads=threads, max_host_memory=max_host_memory)
+        return stage(table, before[0], asked.path, values=values, threads=threads, max_host_memory=max_host_memory)
 
     handed = False
     rest: Callable[[], SavedShards]

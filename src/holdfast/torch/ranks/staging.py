@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter, ne
+from operator import attrgetter, ne
 from typing import cast
 
 import numpy as np
 import torch
+from msgspec import field
 
 from holdfast.core.arrays import Bools, Ints, byte_row
 from holdfast.core.box import Box
@@ -42,8 +43,16 @@ ALIGNMENT = 64
 PIECE_NBYTES, LEAST_NBYTES = 64 << 20, 4 << 20
 """What one thread copies at a time. From some megabytes on the C library writes past the caches, which takes a quarter less."""
 
-Versions = list[tuple[torch.Tensor, int]]
-"""Tensors, each with the count of changes that autograd keeps."""
+
+class Versions(Value, frozen=True, eq=False):
+    """Tensors, and the count of changes that autograd keeps of each. Two columns: pairs would wake up the collector."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def count_changed(self) -> int:
+        """How many tensors were changed since."""
+        return sum(map(ne, map(VERSION, self.tensors), self.counts))
 
 
 def versions(state: object) -> Versions:
@@ -52,7 +61,7 @@ def versions(state: object) -> Versions:
     An operator on a DTensor counts for the DTensor, one on its local part for that. What torch 2.13 does to DTensors with one
     kernel for many (`foreach`, `fused`) is not counted: a thread that steps such an optimizer while another saves is not noticed.
     """
-    found: Versions = []
+    found = Versions()
     _note_versions(state, (), found)
     return found
 
@@ -60,7 +69,9 @@ def versions(state: object) -> Versions:
 def _note_versions(value: object, path: Path, found: Versions) -> None:
     if isinstance(value, torch.Tensor) or is_sharded(value):
         parts = [part.tensor for part in shards_of(value, dotted(path)).parts] if is_sharded(value) else []
-        found += [(t, t._version) for t in (value, *parts) if isinstance(t, torch.Tensor) and not t.is_inference()]
+        tensors = [t for t in (value, *parts) if isinstance(t, torch.Tensor) and not t.is_inference()]
+        found.tensors.extend(tensors)
+        found.counts.extend(map(VERSION, tensors))
     elif isinstance(value, Mapping | list | tuple):
         inside = [*value.values()] if isinstance(value, Mapping) else value
         if PLAIN.issuperset(map(type, inside)) and not any(map(ATTRIBUTES, inside)):
@@ -72,7 +83,8 @@ def _note_versions(value: object, path: Path, found: Versions) -> None:
                 # Those of inference mode have no count.
                 tensors = [tensor for tensor in tensors if not tensor.is_inference()]
                 counts = [*map(VERSION, tensors)]
-            found += zip(tensors, counts, strict=True)
+            found.tensors.extend(tensors)
+            found.counts.extend(counts)
             return
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             _note_versions(inner, (*path, step(key)), found)
@@ -107,7 +119,7 @@ def stage(
     `values` are the caller's own tensors, a row each, where they are known: those on a GPU are copied from there without waiting.
     Each piece of memory is copied once, however many tensors it is in. Those without bytes stay what they are.
     """
-    numbers, rows = _each_storage(table)
+    numbers, rows, storage = _each_storage(table)
     nbytes = table.storages.nbytes[numbers]
     starts = (nbytes + -nbytes % ALIGNMENT).cumsum() - nbytes - -nbytes % ALIGNMENT
     total = int(starts[-1] + nbytes[-1]) if len(numbers) else 0
@@ -126,14 +138,14 @@ def stage(
         # GPUs first: they copy by themselves while the rest is copied here.
         direct = (on_gpu & (starts + nbytes <= room.locked_nbytes) & (nbytes > 0)).nonzero()[0].tolist()
         own = rows[direct].tolist()
-        copies.begin_rows([cast(torch.Tensor, values[row]) for row in own], starts[direct], nbytes[direct])
+        copies.begin_rows(cast("list[torch.Tensor]", [*map(values.__getitem__, own)]), starts[direct], nbytes[direct])
         staged = _stage_pieces(tensors, places, copies, room, threads=threads)
         if direct:
             copies.unlocked_nbytes += int(nbytes[on_gpu].sum() - nbytes[direct].sum())
         rest = np.ones(len(rows), np.bool_)
         rest[direct] = False
         _copy_storages(table.storages, numbers[rest], starts[rest], nbytes[rest], room, threads=threads)
-        torn = sum(map(ne, map(VERSION, map(itemgetter(0), before)), map(itemgetter(1), before)))
+        torn = before.count_changed()
         if torn:
             raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
     except BaseException:
@@ -144,28 +156,28 @@ def stage(
     for row, tensor in made.items():
         kind[row] = len(kinds)
         kinds.append(Kind.of(tensor))
-    storage = np.searchsorted(numbers, table.storage)
+    storage = np.searchsorted(numbers, storage)
     storage[[*apart]] = ODD
     copied = Table(table.names, kinds, kind, storage.tolist(), RoomStorages(room, starts, nbytes), made)
     return Staged(copied, total, copies)
 
 
-def _each_storage(table: Table) -> tuple[Ints, Ints]:
-    """The numbers of the storages that a row of a table is all of, ascending, and the first such row of each."""
-    storage, whole = np.array(table.storage, np.int64), np.ones(len(table), np.bool_)
+def _each_storage(table: Table) -> tuple[Ints, Ints, Ints]:
+    """The storages that a row of a table is all of, ascending, and the first such row of each; and the storage of each row."""
+    storage, whole = np.fromiter(table.storage, np.int64, len(table)), np.ones(len(table), np.bool_)
     whole[[*table.apart]] = False
     plain = whole.nonzero()[0]
     numbers, first = np.unique(storage[plain], return_index=True)
-    return numbers, plain[first]
+    return numbers, plain[first], storage
 
 
 def _on_gpu(table: Table, rows: Ints, values: Sequence[object]) -> Bools:
     """Whether the tensors of rows are torch's, on a GPU, and all of their storages."""
     there = [kind.whole and kind.location.startswith("cuda") for kind in table.kinds]
-    found = np.array(there, np.bool_)[np.array(table.kind, np.int64)[rows]]
-    if found.any():
-        found &= np.array([kind in PLAIN for kind in map(type, [values[row] for row in rows.tolist()])], np.bool_)
-    return found
+    if not any(there):
+        return np.zeros(len(rows), np.bool_)
+    plain = np.fromiter(map(PLAIN.__contains__, map(type, values)), np.bool_, len(values))
+    return (np.array(there, np.bool_)[np.fromiter(table.kind, np.int64, len(table))] & plain)[rows]
 
 
 def _copy_storages(storages: Storages, numbers: Ints, starts: Ints, nbytes: Ints, room: HostBlock, *, threads: int) -> None:

@@ -12,9 +12,10 @@ long to be copied (`alone`). Those on GPUs are gathered there (cuda/gather.py).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import compress
+from itertools import compress, count, repeat
 from operator import attrgetter
 from typing import cast
 
@@ -34,15 +35,11 @@ from holdfast.torch.cuda.gather import GpuStorages
 TYPES = (torch.Tensor, torch.nn.Parameter)
 """By exact class."""
 
-ATTRIBUTES, IS_CPU, DEVICE, DTYPE, SHAPE, GRAD, HOOKS, IDENTITY, LAYOUT, NESTED = map(
-    attrgetter,
-    ("__dict__", "is_cpu", "device", "dtype", "shape", "requires_grad", "_backward_hooks", "_cdata", "layout", "is_nested"),
+ATTRIBUTES, DEVICE, DTYPE, SHAPE, GRAD, HOOKS, IDENTITY = map(
+    attrgetter, ("__dict__", "device", "dtype", "shape", "requires_grad", "_backward_hooks", "_cdata")
 )
 
 CPU = "cpu"
-
-NO_MARKS = (False, False)
-"""Of a tensor that is neither conjugated nor negated."""
 
 TRAITS: dict[tuple[bool, type], Traits] = {
     (False, torch.Tensor): PLAIN,
@@ -74,34 +71,37 @@ class TensorStorages:
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
-        if self._gpus is None:
-            return self._near(numbers)
-        far = [number for number in numbers if number in self._far]
-        if len(far) == len(numbers):
-            return self._gpus.read(far)
-        near = [number for number in numbers if number not in self._far]
-        pieces = dict(zip(far, self._gpus.read(far), strict=True))
-        pieces.update(zip(near, self._near(near), strict=True))
-        return [pieces[number] for number in numbers]
-
-    def _near(self, numbers: Sequence[int]) -> list[memoryview]:
         some = list(numbers)
-        held = [self._storages[number] for number in some]
-        addresses, lengths = self._addresses[some].tolist(), self.nbytes[some].tolist()
-        now = [*map(torch.UntypedStorage.data_ptr, held)], [*map(torch.UntypedStorage.nbytes, held)]
-        if now != (addresses, lengths):
-            was = zip(addresses, lengths, *now, strict=True)
-            raise StorageMoved(next(at for at, (place, nbytes, here, long) in enumerate(was) if (place, nbytes) != (here, long)))
-        return memories_at(addresses, lengths)
+        addresses, lengths = self._places(some)
+        if self._gpus is None:
+            return memories_at(addresses, lengths)
+        far = [number for number in some if number in self._far]
+        if len(far) == len(some):
+            return self._gpus.read(far)
+        near = [at for at, number in enumerate(some) if number not in self._far]
+        pieces = dict(zip(far, self._gpus.read(far), strict=True))
+        memories = memories_at([addresses[at] for at in near], [lengths[at] for at in near])
+        pieces.update(zip([some[at] for at in near], memories, strict=True))
+        return [pieces[number] for number in some]
 
     def alone(self, number: int, label: str) -> Memory | Data | bytes:
         """Those of one."""
-        nbytes = int(self.nbytes[number])
+        ((address,), (nbytes,)) = self._places([number])
         if not nbytes:
             return b""
         if self._gpus is not None and number in self._far:
             return self._gpus.alone(number, label)
-        return Memory(memory_at(int(self._addresses[number]), nbytes), label, self._storages[number])
+        return Memory(memory_at(address, nbytes), label, self._storages[number])
+
+    def _places(self, numbers: list[int]) -> tuple[list[int], list[int]]:
+        """The addresses and lengths of storages, which are what they were. Raises `StorageMoved`."""
+        held = [self._storages[number] for number in numbers]
+        addresses, lengths = self._addresses[numbers].tolist(), self.nbytes[numbers].tolist()
+        now = [*map(torch.UntypedStorage.data_ptr, held)], [*map(torch.UntypedStorage.nbytes, held)]
+        if now != (addresses, lengths):
+            was = zip(addresses, lengths, *now, strict=True)
+            raise StorageMoved(next(at for at, (place, nbytes, here, long) in enumerate(was) if (place, nbytes) != (here, long)))
+        return addresses, lengths
 
 
 def tabulate_tensors(values: list[object]) -> Tabulated:
@@ -175,8 +175,8 @@ class _Columns(Value, frozen=True, eq=False):
         if len(storages) < len(self.rows):
             nbytes, addresses = [*map(torch.UntypedStorage.nbytes, storages)], [*map(torch.UntypedStorage.data_ptr, storages)]
         distant = {number for number in {*self.kind} if self.kinds[number].location != CPU and (views or self.kinds[number].whole)}
-        each = zip(storage, self.kind, self.tensors, strict=True)
-        gpus = {number: tensor for number, kind, tensor in each if kind in distant} if distant else {}
+        each = zip(storage, self.tensors, strict=True)
+        gpus = dict(compress(each, map(distant.__contains__, self.kind))) if distant else {}
         alike = [self.kinds[number] for number in distant]
         # Of dtypes without a storage class, the newer ones, torch may not have all operations.
         one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage and kind.whole for kind in alike)
@@ -187,95 +187,72 @@ class _Columns(Value, frozen=True, eq=False):
 def _columns(tensors: list[torch.Tensor], *, marked: bool) -> _Columns:
     """What plain tensors are; none where somebody wants to be asked about everything that is done with tensors.
 
-    With `marked`, conjugated and negated ones as well.
+    Each tensor is asked once. Which dtypes and devices are left out is decided for each kind, and so are, without `marked`, those
+    that are conjugated or negated.
     """
-    rows: list[int] = []
-    some: list[torch.Tensor] = []
-    known: dict[torch.dtype, DType | None] = {}
-    positions: dict[tuple[object, ...], int] = {}
+    rows: Sequence[int] = range(len(tensors))
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        rows, tensors = [], []
+    try:
+        numbers, columns = _asked(tensors)
+    except RuntimeError:
+        fine = [*map(_is_strided, tensors)]
+        rows, tensors = [*compress(rows, fine)], [*compress(tensors, fine)]
+        numbers, columns = _asked(tensors)
+    keys = [*numbers]
+    kind, storages, nbytes, addresses = columns
+    kept = [_is_kept(key[0], key[5]) and (marked or not (key[8] or key[9])) for key in keys]
+    hooked = any(key[6] for key in keys) and any(map(HOOKS, tensors))
+    if hooked or not all(kept) or any(map(ATTRIBUTES, tensors)):
+        each = zip(kind, map(ATTRIBUTES, tensors), map(HOOKS, tensors), strict=True)
+        fine = [kept[one] and not attributes and not hooks for one, attributes, hooks in each]
+        rows, tensors, storages = [*compress(rows, fine)], [*compress(tensors, fine)], [*compress(storages, fine)]
+        kind, nbytes, addresses = ([*compress(column, fine)] for column in (kind, nbytes, addresses))
+        left = {number: at for at, number in enumerate(dict.fromkeys(kind))}
+        keys, kind = [keys[number] for number in left], [*map(left.__getitem__, kind)]
+    return _Columns(rows, tensors, [_kind(*key) for key in keys], kind, storages, nbytes, addresses)
+
+
+_Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, torch.device, bool, type, bool, bool]
+"""What tensors of one kind have in common: dtype, shape, strides, offset, bytes of the storage, device, whether they want a
+gradient, class, whether they are conjugated, and whether they are negated."""
+
+
+def _asked(
+    tensors: list[torch.Tensor],
+) -> tuple[Iterable[_Key], tuple[list[int], list[torch.UntypedStorage], list[int], list[int]]]:
+    """The kinds of tensors; and of each tensor the number of its kind, its storage, how long that is, and where.
+
+    Raises `RuntimeError` for what is sparse, which has no storage, for what is nested, which has no strides, and for what only
+    looks like a plain tensor, inside of vmap.
+    """
+    numbers: defaultdict[_Key, int] = defaultdict(count().__next__)
     kind: list[int] = []
     storages: list[torch.UntypedStorage] = []
     nbytes: list[int] = []
     addresses: list[int] = []
-    watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-    for first in range(0, 0 if watched else len(tensors), BATCH):
-        batch = _Batch(tensors[first : first + BATCH], first)
-        batch.leave_odd(known, marked=marked)
-        here, held = batch.tensors, batch.storages
-        lengths = list(map(torch.UntypedStorage.nbytes, held))
-        shapes, strides, offsets = map(SHAPE, here), map(torch.Tensor.stride, here), map(torch.Tensor.storage_offset, here)
-        asked = zip(
-            map(DTYPE, here), shapes, strides, offsets, lengths, map(GRAD, here), map(type, here), batch.locations, batch.marks(),
-            strict=True,
+    for first in range(0, len(tensors), BATCH):
+        here = tensors[first : first + BATCH]
+        held = [*map(torch.Tensor.untyped_storage, here)]
+        dtypes, lengths = [*map(DTYPE, here)], [*map(torch.UntypedStorage.nbytes, held)]
+        conj = map(torch.Tensor.is_conj, here) if any(dtype.is_complex for dtype in {*dtypes}) else repeat(False, len(here))
+        kind += map(
+            numbers.__getitem__,
+            zip(
+                dtypes, map(SHAPE, here), map(torch.Tensor.stride, here), map(torch.Tensor.storage_offset, here), lengths,
+                map(DEVICE, here), map(GRAD, here), map(type, here), conj, map(torch.Tensor.is_neg, here), strict=True,
+            ),
         )  # fmt: skip
-        kind += [positions.setdefault(one, len(positions)) for one in asked]
-        rows += batch.rows
-        some += here
         storages += held
         nbytes += lengths
         addresses += map(torch.UntypedStorage.data_ptr, held)
-    kinds = [_kind(*one) for one in positions]
-    return _Columns(rows, some, kinds, kind, storages, nbytes, addresses)
+    return numbers, (kind, storages, nbytes, addresses)
 
 
-class _Batch:
-    """Some tensors, of which those go that are not plain."""
-
-    def __init__(self, tensors: list[torch.Tensor], first: int) -> None:
-        self.tensors = tensors
-        self.rows: Sequence[int] = range(first, first + len(tensors))
-        self.locations: list[str] = []
-        self.storages: list[torch.UntypedStorage] = []
-        self.complex = False
-        """Whether some are complex."""
-
-    def leave_odd(self, known: dict[torch.dtype, DType | None], *, marked: bool) -> None:
-        """Leave out what is not plain. `known` are dtypes as files have them; None for those that are not kept as they are."""
-        # What is sparse or of another layout has no storage to give, what is nested no strides.
-        if {*map(LAYOUT, self.tensors)} - {torch.strided} or any(map(NESTED, self.tensors)):
-            each = zip(map(LAYOUT, self.tensors), map(NESTED, self.tensors), strict=True)
-            self._keep([layout is torch.strided and not nested for layout, nested in each])
-        if any(map(ATTRIBUTES, self.tensors)):
-            self._keep([not attributes for attributes in map(ATTRIBUTES, self.tensors)])
-        if not marked and any(map(torch.Tensor.is_neg, self.tensors)):
-            self._keep([not neg for neg in map(torch.Tensor.is_neg, self.tensors)])
-        if any(map(GRAD, self.tensors)) and any(map(HOOKS, self.tensors)):
-            self._keep([not hooks for hooks in map(HOOKS, self.tensors)])
-        dtypes = {*map(DTYPE, self.tensors)}
-        for dtype in dtypes - known.keys():
-            row = DTYPES.torch(str(dtype).removeprefix("torch."))
-            known[dtype] = None if row is None or row.packed or row.kind == "quantized" else row
-        if any(known[dtype] is None for dtype in dtypes):
-            self._keep([known[dtype] is not None for dtype in map(DTYPE, self.tensors)])
-        self.complex = any(dtype.is_complex for dtype in dtypes)
-        if not marked and self.complex and any(map(torch.Tensor.is_conj, self.tensors)):
-            self._keep([not conj for conj in map(torch.Tensor.is_conj, self.tensors)])
-        locations = _locations(self.tensors)
-        usual = {name for name in {*locations} if name.partition(":")[0] in (CPU, "cuda")}
-        if {*locations} - usual:
-            self._keep([name in usual for name in locations])
-            locations = [name for name in locations if name in usual]
-        try:
-            self.storages = list(map(torch.Tensor.untyped_storage, self.tensors))
-        except RuntimeError:
-            # What only looks like a plain tensor, inside of vmap.
-            fine = list(map(_has_storage, self.tensors))
-            self._keep(fine)
-            locations = [*compress(locations, fine)]
-            self.storages = list(map(torch.Tensor.untyped_storage, self.tensors))
-        self.locations = locations
-
-    def marks(self) -> Iterable[tuple[bool, bool]]:
-        """Whether each is conjugated, and whether it is negated."""
-        neg = [*map(torch.Tensor.is_neg, self.tensors)]
-        conj = [*map(torch.Tensor.is_conj, self.tensors)] if self.complex else [False] * len(neg)
-        return zip(conj, neg, strict=True) if any(conj) or any(neg) else [NO_MARKS] * len(neg)
-
-    def _keep(self, fine: Sequence[bool]) -> None:
-        self.tensors, self.rows = [*compress(self.tensors, fine)], [*compress(self.rows, fine)]
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage, and one place in it."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
     try:
         tensor.untyped_storage()
     except RuntimeError:
@@ -283,13 +260,11 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _locations(tensors: list[torch.Tensor]) -> list[str]:
-    """Where each is, as files call it."""
-    if all(map(IS_CPU, tensors)):
-        return [CPU] * len(tensors)
-    devices = list(map(DEVICE, tensors))
-    names = {device: str(device) for device in set(devices)}
-    return [names[device] for device in devices]
+@lru_cache(256)
+def _is_kept(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tensors of a dtype are kept as they are, and those on a device read in place."""
+    row = DTYPES.torch(str(dtype).removeprefix("torch."))
+    return row is not None and not row.packed and row.kind != "quantized" and device.type in (CPU, "cuda")
 
 
 @lru_cache(4096)
@@ -299,17 +274,18 @@ def _kind(
     strides: tuple[int, ...],
     offset: int,
     nbytes: int,
+    device: torch.device,
     grad: bool,
     kind: type,
-    location: str,
-    marks: tuple[bool, bool],
+    conj: bool,
+    neg: bool,
 ) -> Kind:
     row = DTYPES.torch(str(dtype).removeprefix("torch."))
     assert row is not None, "tensors of other dtypes are left out"
     bits, traits = row.bits, TRAITS[grad, kind]
-    if marks != NO_MARKS:
-        traits = replace(traits, conj=marks[0], neg=marks[1])
+    if conj or neg:
+        traits = replace(traits, conj=conj, neg=neg)
     return Kind.strided(
         row, tuple(shape), tuple([stride * bits for stride in strides]), offset=offset * bits, storage_nbytes=nbytes,
-        traits=traits, location=location,
+        traits=traits, location=str(device),
     )  # fmt: skip
