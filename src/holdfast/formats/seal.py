@@ -137,6 +137,13 @@ def encode_seal(seal: Seal) -> bytes:
 
     It is read again before it is given back, so that no seal is written that no reader takes: raises what `parse_seal` raises.
     """
+    text = seal_text(seal)
+    parse_seal(text, DEFAULTS if len(seal.files) <= DEFAULTS.files else Limits(files=len(seal.files)))
+    return text
+
+
+def seal_text(seal: Seal) -> bytes:
+    """The same, unread: for whoever has read one that differs in its digests alone."""
     files = tuple(
         StoredFile(
             file.name, file.nbytes, file.digest or msgspec.UNSET,
@@ -150,9 +157,7 @@ def encode_seal(seal: Seal) -> bytes:
         raw = msgspec.json.encode(Document(FORMAT, VERSION, seal.step, float(seal.saved), metrics, files))
     except (OverflowError, UnicodeEncodeError) as error:
         raise HeaderError(f"this cannot stand in a seal: {error}") from None
-    text = with_checksum(raw, paid_nbytes(raw))
-    parse_seal(text, DEFAULTS if len(files) <= DEFAULTS.files else Limits(files=len(files)))
-    return text
+    return with_checksum(raw, paid_nbytes(raw))
 
 
 def parse_seal(raw: bytes, limits: Limits) -> Seal:

@@ -71,7 +71,7 @@ from holdfast.rewrite.formats import Outline, check_holds, described, near_limit
 from holdfast.rewrite.references import References
 from holdfast.rewrite.renewal import NOTHING as NO_SEALS
 from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.step_seal import Stamp, digest_of, seal_file
+from holdfast.rewrite.step_seal import Stamp, seal_file
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.store import RemoteStore
@@ -330,22 +330,6 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
         step.sure()
         attributes = step.attributes([(receipt.key, receipt.nbytes) for receipt in everything])
         if attributes is None:
-            index.append(_seal(everything, tuple(index), step.stamp))
+            index.append(seal_file([(receipt.key, receipt.nbytes) for receipt in everything], index, step.stamp))
     others = [(one.key, one.nbytes, one.linked) for receipts in delivered[1:] for one in receipts]
     into.publish(index, Saving(seals=NO_SEALS, last=last, attributes=attributes), others)
-
-
-def _seal(receipts: Sequence[Receipt], index: Sequence[FilePlan], stamp: Stamp) -> FilePlan:
-    """The seal of what all ranks have written, and of the index."""
-
-    def digests(crcs: Mapping[str, int]) -> Mapping[str, str]:
-        return {file.key: digest_of(_content(file)) for file in index}
-
-    data = [(receipt.key, receipt.nbytes) for receipt in receipts]
-    return seal_file(data, [(file.key, file.nbytes) for file in index], stamp, digests=digests)
-
-
-def _content(file: FilePlan) -> bytes:
-    out = io.BytesIO()
-    write_stream(file, out)
-    return out.getvalue()

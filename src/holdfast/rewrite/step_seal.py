@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.core.value import Value, replace
-from holdfast.formats.seal import SEAL, Seal, SealedFile, encode_seal
+from holdfast.formats.seal import SEAL, Seal, SealedFile, encode_seal, seal_text
 from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
 
 BLANK = "sha256:" + "0" * 64
@@ -44,29 +44,24 @@ def with_seal(plan: SavePlan, says: Stamp) -> SavePlan:
     made: dict[str, bytes] = {}
     index = tuple(_noted(file, made) for file in plan.index)
     data = [*((file.key, file.nbytes) for file in plan.linked), *((file.key, file.nbytes) for file in plan.files)]
-    last = [(file.key, file.nbytes) for file in index]
 
-    def digests(crcs: Mapping[str, int]) -> Mapping[str, str]:
-        return {file.key: digest_of(made.get(file.key) or _content(file, crcs)) for file in index}
+    def make(crcs: Mapping[str, int]) -> bytes:
+        # A seal with other digests of the same length was read before.
+        return seal_text(_seal(data, index, says, lambda file: digest_of(made.get(file.key) or content_of(file, crcs))))
 
-    return replace(plan, index=(*index, seal_file(data, last, says, digests=digests)))
+    late = Late(len(encode_seal(_seal(data, index, says, lambda file: BLANK))), make)
+    return replace(plan, index=(*index, FilePlan(SEAL, (late,))))
 
 
-def seal_file(
-    data: Sequence[tuple[str, int]],
-    index: Sequence[tuple[str, int]],
-    says: Stamp,
-    *,
-    digests: Callable[[Mapping[str, int]], Mapping[str, str]],
-) -> FilePlan:
-    """The seal of these files, by name and length. `digests` are those of the index, from the checksums of the data."""
+def seal_file(data: Sequence[tuple[str, int]], index: Sequence[FilePlan], says: Stamp) -> FilePlan:
+    """The seal of data files, by name and length, and of an index that is known."""
+    return FilePlan(SEAL, (Literal(encode_seal(_seal(data, index, says, lambda file: digest_of(content_of(file, {}))))),))
 
-    def text(known: Mapping[str, str]) -> bytes:
-        files = [*(SealedFile(key, nbytes, None) for key, nbytes in data)]
-        files += [SealedFile(key, nbytes, known.get(key, BLANK)) for key, nbytes in index]
-        return encode_seal(Seal(says.step, says.saved, says.metrics, tuple(files), says.ran))
 
-    return FilePlan(SEAL, (Late(len(text({})), lambda crcs: text(digests(crcs))),))
+def _seal(data: Sequence[tuple[str, int]], index: Sequence[FilePlan], says: Stamp, digest: Callable[[FilePlan], str]) -> Seal:
+    files = [SealedFile(key, nbytes, None) for key, nbytes in data]
+    files += [SealedFile(file.key, file.nbytes, digest(file)) for file in index]
+    return Seal(says.step, says.saved, says.metrics, tuple(files), says.ran)
 
 
 def _noted(file: FilePlan, made: dict[str, bytes]) -> FilePlan:
@@ -82,7 +77,8 @@ def _noted(file: FilePlan, made: dict[str, bytes]) -> FilePlan:
     return FilePlan(file.key, (replace(late, make=make),))
 
 
-def _content(file: FilePlan, crcs: Mapping[str, int]) -> bytes:
+def content_of(file: FilePlan, crcs: Mapping[str, int]) -> bytes:
+    """The bytes of a file of an index."""
     parts = []
     for segment in file.segments:
         if isinstance(segment, Literal):

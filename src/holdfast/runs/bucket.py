@@ -134,9 +134,10 @@ class RunBucket(BucketSteps):
     def identities(self, step: Step) -> Mapping[str, str]:
         return {name: self.key(*(beside(name) or (step.name, name))) for name in step.files}
 
-    def written(self, step: Step, file: str) -> float:
-        found = self._head(self.identities(step)[file])
-        return time.time() if found is None else found.changed.timestamp()
+    def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
+        keys, now = self.identities(step), time.time()
+        found = {name: self._head(keys[name]) for name in names}
+        return {name: now if one is None else one.changed.timestamp() for name, one in found.items()}
 
     def kept(self) -> RunRules | None:
         _, _, raw = self._said_in(RECORD, WRITTEN)

@@ -73,9 +73,9 @@ class RunDirectory(RunFolder):
         # A device may have another number tomorrow.
         return {name: str(entry.identity[1]) for name, entry in self._entries(step).items()}
 
-    def written(self, step: Step, file: str) -> float:
-        entry = self._entries(step).get(file)
-        return time.time() if entry is None else entry.changed_s
+    def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
+        found, now = self._entries(step) if names else {}, time.time()
+        return {name: found[name].changed_s if name in found else now for name in names}
 
     def _entries(self, step: Step) -> Mapping[str, FileEntry]:
         """The files of a step, as far as they are there."""

@@ -68,8 +68,8 @@ class RunPlace(Protocol):
     def identities(self, step: Step) -> Mapping[str, str]:
         """The files of a step by name, and what tells each from others: a text, as `sizes` has it for this place."""
 
-    def written(self, step: Step, file: str) -> float:
-        """When a file of a step was written, in seconds since 1970; now, where it is not there any more."""
+    def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
+        """When files of a step were written, in seconds since 1970; now, where one is not there any more."""
 
     # What the place says of itself.
 

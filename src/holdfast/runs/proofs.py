@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from holdfast.core.runtime import renewed, start
 from holdfast.core.value import Value
@@ -227,13 +227,13 @@ class Proving:
         with self._turn:
             self._known()
             known = dict.fromkeys(shared, now) if self._good == _key(step) else self._files
-        times = {identity: known.get(identity) or place.written(step, name) for identity, name in shared.items()}
+        times = _times(place, step, {name: identity for identity, name in shared.items()}, known)
         with self._turn:
             self._files = times
         due = sorted((at, identity) for identity, at in times.items() if now - at >= OLD_S)
         if not due:
-            every = [known.get(identity) or place.written(step, name) for name, identity in own.items()]
-            self._quiet_until = min(every, default=now) + OLD_S
+            every = _times(place, step, own, {**known, **times})
+            self._quiet_until = min(every.values(), default=now) + OLD_S
             return False
         identity = self._reading[0] if self._reading[0] in times else due[0][1]
         wrong = self._read(step, shared[identity], identity)
@@ -287,6 +287,12 @@ class Proving:
             self._found = ReadBack(self._found.nbytes + nbytes, time.time(), self._found.damaged)
         if self._stop.wait(nbytes / RATE) or not threading.main_thread().is_alive():
             raise Stopped
+
+
+def _times(place: RunPlace, step: Step, files: Mapping[str, str], known: Mapping[str, float]) -> dict[str, float]:
+    """When each of these files of a step was written, or read back as far as that is known; by identity."""
+    written = place.written(step, [name for name, identity in files.items() if not known.get(identity)])
+    return {identity: known.get(identity) or written[name] for name, identity in files.items()}
 
 
 def pieces_of(manifest: Parsed, name: str) -> list[Piece]:
