@@ -1,8 +1,9 @@
 """No verb takes another way under some condition: calls are counted, so a second, slower way shows on any machine.
 
 Each verb that writes, under each option, makes at most `TIMES` the calls of the plain save of the same tensors in the same format:
-with 64 tensors, with 2,000, and for each tensor more (from 2,000 to 4,000; with `--exhaustive` with 20,000 as well). Calls a tensor
-do not grow with their number. One odd tensor among 20,000 costs at most a tenth more than none.
+with 64 tensors, with 2,000, and for each tensor more (from 2,000 to 4,000; with `--exhaustive` with 20,000 as well). A plain save
+that makes fewer than `LEAST` calls a tensor is taken to make as many. Calls a tensor do not grow with their number. One odd tensor
+among 20,000 costs at most a tenth more than none.
 
 `OPEN` lists what does not hold yet, each with its figures: none may become worse than `WORSE` times its figure, and one that is
 clearly mended is to be taken off the list. In between nothing is claimed, so that a figure near a limit does not fail by chance.
@@ -41,6 +42,9 @@ MENDED = 0.9
 
 RUNS = 3
 
+LEAST = 3
+"""Calls a tensor that a plain save is taken to make where it makes fewer: by columns it makes none, and thrice none is none."""
+
 GROWTH = 1.1
 """What a tensor may cost among ten times as many, and a state with one odd tensor as a multiple of one with none."""
 
@@ -52,7 +56,6 @@ OPEN: dict[str, tuple[float, ...]] = {
     "copy pt": (3.5, 5.1, 5.0),
     "tie pt": (5.2, 6.2, 6.8),
     "compact pt": (5.1, 6.5, 7.0),
-    "save_sharded, nested": (2.8, 2.0, 1.9),
     "torch.Run.async_save twice": (3.0, 1.9, 1.6),
     "edit pt": (5.3, 6.0, 6.3),
 }
@@ -122,20 +125,30 @@ def more(prepare: Callable[[Path, int], Job]) -> float:
     return (calls(prepare, MORE) - calls(prepare, MIDDLE)) / (MORE - MIDDLE)
 
 
+def more_plain(plain: Callable[[Path, int], Job]) -> float:
+    """Those of a plain save, `LEAST` at the least."""
+    return max(more(plain), LEAST)
+
+
+def plain_calls(plain: Callable[[Path, int], Job], n: int) -> float:
+    """The calls of a plain save of n tensors, each of which makes `LEAST` at the least."""
+    return calls(plain, n) + (more_plain(plain) - more(plain)) * n
+
+
 def figure(case: Case, place: int, most: float) -> float:
     """Times the calls of the plain save: with 64 tensors, with 2,000, or for each more."""
     own, plain = case.prepare, PLAIN[case.plain]
     if place == 2:
         parts = [(job, n) for job in (own, plain) for n in (MIDDLE, MORE)]
-        return least(lambda: more(own) / more(plain) / case.saves, most, *parts)
+        return least(lambda: more(own) / more_plain(plain) / case.saves, most, *parts)
     n = (SMALL, MIDDLE)[place]
-    return least(lambda: calls(own, n) / calls(plain, n) / case.saves, most, (own, n), (plain, n))
+    return least(lambda: calls(own, n) / plain_calls(plain, n) / case.saves, most, (own, n), (plain, n))
 
 
 def some_more(case: Case) -> float:
     """About the figure for each tensor more, from 64 to 512."""
     own, plain = case.prepare, PLAIN[case.plain]
-    return (calls(own, SOME) - calls(own, SMALL)) / (SOME - SMALL) / more(plain) / case.saves
+    return (calls(own, SOME) - calls(own, SMALL)) / (SOME - SMALL) / more_plain(plain) / case.saves
 
 
 NEEDS = {"holdfast.torch.save": versions.NUMBERED_CONTAINER}
@@ -173,11 +186,11 @@ def test_a_tensor_costs_the_same_among_many(name: str):
     def each(few: int, many: int) -> float:
         return (calls(case.prepare, many) - calls(case.prepare, few)) / (many - few)
 
-    growth = least(lambda: each(MIDDLE, large) / each(SMALL, MIDDLE), GROWTH, (case.prepare, MIDDLE), (case.prepare, large))
+    growth = least(lambda: each(MIDDLE, large) / max(each(SMALL, MIDDLE), 1), GROWTH, (case.prepare, MIDDLE), (case.prepare, large))
     print(f"\n{name}: {each(SMALL, MIDDLE):.2f} and {each(MIDDLE, large):.2f} calls a tensor")
     assert growth <= GROWTH
     if name not in OPEN:
-        assert calls(case.prepare, large) <= TIMES * case.saves * calls(PLAIN[case.plain], LARGE)
+        assert calls(case.prepare, large) <= TIMES * case.saves * plain_calls(PLAIN[case.plain], LARGE)
 
 
 def odd_job(format: str, kind: str | None) -> Callable[[Path, int], Job]:
@@ -203,7 +216,7 @@ def test_one_odd_tensor_among_many(name: str):
     recorded, most = OPEN_ODD.get(name), GROWTH - 1
     before = most if recorded is None else recorded - 1
     beyond = least(
-        lambda: calls(one, LARGE) / calls(none, LARGE) - 1,
+        lambda: (calls(one, LARGE) - calls(none, LARGE)) / max(calls(none, LARGE), LEAST * LARGE),
         before if recorded is None else WORSE * before,
         (one, LARGE),
         (none, LARGE),
@@ -241,8 +254,8 @@ def test_each_of_two_ranks(pool: Pool, format: str, tmp_path: Path):
     for n in (WARM_UP, MIDDLE, MORE):
         counts.append([int(str(one)) for one in good(pool.run(2, saved_by_a_rank, str(tmp_path / f"{n}"), n, format))])
     _, middle, most = counts
-    figures = [max(middle) / calls(plain, MIDDLE)]
-    figures.append(max(b - a for a, b in zip(middle, most, strict=True)) / (MORE - MIDDLE) / more(plain))
+    figures = [max(middle) / plain_calls(plain, MIDDLE)]
+    figures.append(max(b - a for a, b in zip(middle, most, strict=True)) / (MORE - MIDDLE) / more_plain(plain))
     print(f'\n    "{name}": ({", ".join(f"{figure:.1f}" for figure in figures)}),')
     if name in OPEN:
         check_open(dict(enumerate(figures)), OPEN[name], TIMES)

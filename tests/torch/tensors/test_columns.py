@@ -89,3 +89,14 @@ def test_none_are_rows_where_somebody_watches():
 
     with Watching():
         assert not [*tabulate_tensors([torch.ones(3)]).rows]
+
+
+def test_what_vmap_wraps_is_left_out():
+    found: list[list[int]] = []
+
+    def look(wrapped: torch.Tensor) -> torch.Tensor:
+        found.append([*tabulate_tensors([torch.ones(2), wrapped, torch.eye(2).to_sparse()]).rows])
+        return wrapped
+
+    torch.vmap(look)(torch.ones(3, 2))
+    assert found == [[0]]

@@ -35,8 +35,8 @@ from holdfast.torch.cuda.gather import GpuStorages
 TYPES = (torch.Tensor, torch.nn.Parameter)
 """By exact class."""
 
-ATTRIBUTES, DEVICE, DTYPE, SHAPE, GRAD, HOOKS, IDENTITY = map(
-    attrgetter, ("__dict__", "device", "dtype", "shape", "requires_grad", "_backward_hooks", "_cdata")
+ATTRIBUTES, DEVICE, DTYPE, SHAPE, GRAD, HOOKS, IDENTITY, LAYOUT, NESTED = map(
+    attrgetter, ("__dict__", "device", "dtype", "shape", "requires_grad", "_backward_hooks", "_cdata", "layout", "is_nested")
 )
 
 CPU = "cpu"
@@ -193,12 +193,15 @@ def _columns(tensors: list[torch.Tensor], *, marked: bool) -> _Columns:
     rows: Sequence[int] = range(len(tensors))
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         rows, tensors = [], []
-    try:
-        numbers, columns = _asked(tensors)
-    except RuntimeError:
-        fine = [*map(_is_strided, tensors)]
-        rows, tensors = [*compress(rows, fine)], [*compress(tensors, fine)]
-        numbers, columns = _asked(tensors)
+    while True:
+        try:
+            numbers, columns = _asked(tensors)
+            break
+        except RuntimeError:
+            fine = _with_places(tensors)
+            if all(fine):
+                raise
+            rows, tensors = [*compress(rows, fine)], [*compress(tensors, fine)]
     keys = [*numbers]
     kind, storages, nbytes, addresses = columns
     kept = [_is_kept(key[0], key[5]) and (marked or not (key[8] or key[9])) for key in keys]
@@ -249,10 +252,14 @@ def _asked(
     return numbers, (kind, storages, nbytes, addresses)
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage, and one place in it."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return False
+def _with_places(tensors: list[torch.Tensor]) -> list[bool]:
+    """Which tensors have strides; where all of them do, which have a storage."""
+    each = zip(map(LAYOUT, tensors), map(NESTED, tensors), strict=True)
+    fine = [layout is torch.strided and not nested for layout, nested in each]
+    return [*map(_has_storage, tensors)] if all(fine) else fine
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
     try:
         tensor.untyped_storage()
     except RuntimeError:
