@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from holdfast.core.arguments import patterns
 from holdfast.core.chunk import Storage
-from holdfast.core.dense import read_tensors
-from holdfast.core.digest import Digest, combined
+from holdfast.core.digest import Digest, canonical, combined
 from holdfast.core.opaque import AnyValue
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.quantities import shown
-from holdfast.core.sharing import groups
+from holdfast.core.sharing import shared_groups, storage_nbytes
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -83,6 +82,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._description.tensors
 
     @property
+    def _table(self) -> Table:
+        # `formats.detect.describe` makes one of every description.
+        return cast(Table, self._description.tensors)
+
+    @property
     def flat(self) -> bool:
         """Whether there is nothing but tensors under their names: then `tree` makes all of them, and `stored` none."""
         return self._description.tree is self._description.tensors
@@ -147,14 +151,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def aliases(self) -> tuple[Alias, ...]:
         """Which names share a storage; names that stand alone are not listed."""
         if self._aliases is None:
-            found = groups(self, noted=True)
-            self._aliases = tuple(Alias(tuple(names), s) for s, names in found.items() if len(names) > 1 and s.nbytes)
+            self._aliases = tuple([Alias(tuple(names), storage) for storage, names in shared_groups(self._table).items()])
         return self._aliases
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data in the file; what is shared counts once."""
-        return sum(storage.nbytes for storage in groups(self))
+        return storage_nbytes(self._table)
 
     def read(self, *names: str | Iterable[str]) -> dict[str, np.ndarray]:
         """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged.
@@ -163,9 +166,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         wanted = [name for given in names for name in ([given] if isinstance(given, str) else patterns(given, "names="))]
         wanted = wanted if names else list(self)
-        table = self._description.tensors
-        if not isinstance(table, Table):
-            return dict(zip(wanted, read_tensors([self[name] for name in wanted]), strict=True))
+        table = self._table
         known = table.rows if names else {}
         for name in wanted if names else ():
             if not isinstance(name, Hashable) or name not in known:
@@ -178,10 +179,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Where the file records the checksum of exactly a tensor's bytes, that is taken at its word and nothing is read.
         """
-        tensors = dict(self)
-        filled = {name: tensor for name, tensor in tensors.items() if not tensor.traits.meta}
-        known = dict(zip(filled, self._source.digest(list(filled.values())), strict=True))
-        return {name: Digest.of(tensor.dtype, tensor.shape, known.get(name)) for name, tensor in tensors.items()}
+        table = self._table
+        known = table.recorded_crcs()
+        rows = [row for row, kind in enumerate(table.kind) if row not in known and not table.kinds[kind].traits.meta]
+        known |= dict(zip(rows, self._source.digest([table.view(row) for row in rows]), strict=True))
+        outlines = [canonical(kind.dtype, kind.shape) for kind in table.kinds]
+        each = enumerate(zip(table.names, table.kind, strict=True))
+        return {name: Digest(*outlines[kind], known.get(row)) for row, (name, kind) in each}
 
     def digest(self) -> str:
         """What all tensors hold under their names, as 32 hexadecimal digits: equal for equal content in every format."""

@@ -5,6 +5,7 @@ A storage is equal to another when both are the same bytes (`Storage.home`), so 
     groups     by storage, the names over it: tied weights, views of one buffer
     twins      names of one and the same view: the same elements of the same bytes, with the same meaning
     tied       the same of the rows of a table, by the numbers of their storages
+    shared_groups, storage_nbytes     storages with several names, and bytes of all, of the rows of a table
     islands    ranges of one storage that hang together, because they overlap or touch
     overlaps   pairs of them that have a byte in common
 
@@ -19,15 +20,17 @@ as the view that it was (`LazyTensor.shared_chunks`), and not as the copy that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Generic, TypeVar
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
-from holdfast.core.table import ODD, Kind, Table
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.table import ODD, FileColumns, Kind, Table
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 
 T = TypeVar("T")
@@ -63,6 +66,48 @@ def groups(tensors: Mapping[str, LazyTensor], *, noted: bool = False) -> dict[St
         for storage in (chunks[0].storage,) if len(chunks) == 1 else dict.fromkeys(chunk.storage for chunk in chunks):
             found.setdefault(storage, []).append(name)
     return found
+
+
+StorageKey = tuple[object, ...]
+"""What is equal for equal storages: the store and the file, first byte, length, checksum, byte order."""
+
+
+def _storage_keys(table: Table) -> list[list[StorageKey]]:
+    """The storages of each row."""
+    held, orders = table.storages, [kind.byteorder for kind in table.kinds]
+    if isinstance(held, FileColumns):
+        files = [(id(place.home), place.key) for place in held.files]
+        columns = map(files.__getitem__, held.file.tolist()), held.start.tolist(), held.nbytes.tolist(), held.crc.tolist()
+        every: Sequence[StorageKey] = [*zip(*columns, strict=True)]
+    else:
+        every = [(None, number, nbytes, NO_CRC) for number, nbytes in enumerate(held.nbytes.tolist())]
+    found = [
+        [] if number == ODD else [(*every[number], orders[kind])] for number, kind in zip(table.storage, table.kind, strict=True)
+    ]
+    for row, tensor in table.odd.items():
+        found[row] = [
+            ((id(one.home), one.key), one.start, one.nbytes, NO_CRC if one.crc32 is None else one.crc32, one.byteorder)
+            for one in tensor.storages
+        ]
+    return found
+
+
+def storage_nbytes(table: Table) -> int:
+    """Bytes of the storages of all rows, each once."""
+    lengths = {key: cast("int", key[2]) for own in _storage_keys(table) for key in own}
+    return sum(lengths.values())
+
+
+def shared_groups(table: Table) -> dict[Storage, list[str]]:
+    """Storages that several rows share, with their names; copies count as the views that they were."""
+    keys = _storage_keys(table)
+    several = {key for key, times in Counter(chain.from_iterable(keys)).items() if times > 1}
+    noted = {number for number, kind in enumerate(table.kinds) if kind.traits.alias is not None}
+    # Tensors are made of rows that may share something, and of no others.
+    each = enumerate(zip(keys, table.kind, strict=True))
+    rows = [row for row, (own, kind) in each if kind in noted or not several.isdisjoint(own)]
+    found = groups({table.names[row]: table.view(row) for row in rows}, noted=True)
+    return {storage: names for storage, names in found.items() if len(names) > 1 and storage.nbytes}
 
 
 def twins(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:

@@ -262,6 +262,16 @@ class Table(Mapping[str, LazyTensor]):
         """The same rows where they are about to be read: a format that has to ask its files where they lie asks for all of them."""
         return self
 
+    def recorded_crcs(self) -> dict[int, int]:
+        """By row, the CRC-32 of its elements, where a file records it."""
+        if not isinstance(self.storages, FileColumns):
+            return {}
+        crcs, whole = self.storages.crc.tolist(), [kind.whole for kind in self.kinds]
+        rows = [
+            row for row, (number, kind) in enumerate(zip(self.storage, self.kind, strict=True)) if number != ODD and whole[kind]
+        ]
+        return {row: crc for row in rows if (crc := crcs[self.storage[row]]) != NO_CRC}
+
     def kind_of(self, row: int) -> Kind:
         return self.kinds[self.kind[row]]
 

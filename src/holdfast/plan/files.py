@@ -48,6 +48,10 @@ class ViewTable(Table):
         self.kinds, self.kind, self.storage, self.storages, self.odd = made.kinds, made.kind, made.storage, made.storages, made.odd
         return getattr(made, name)
 
+    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        view = self.view(self.rows[name])
+        return view.dtype, view.shape
+
 
 def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     """A table of lazy tensors under these names."""

@@ -49,6 +49,10 @@ Reader = Callable[["Decoder", Fields, At], object]
 """What reads a tagged object: its fields and its place."""
 
 
+PLAIN = frozenset({str, float, bool, type(None)})
+"""Values of JSON that are what they are. An integer may be one that not every reader can hold."""
+
+
 class Decoder:
     """One document."""
 
@@ -75,17 +79,23 @@ class Decoder:
                     refuse(f"there is no tag {kind(tag)}", (at, TAG))
                 made = read(self, value, at)
             else:
-                for key in value:
-                    if key.startswith(TAG):
-                        refuse(f"a key that begins with {TAG} in a plain dict", (at, key))
-                made = {key: self.node(inside, (at, key)) for key, inside in value.items()}
+                if f",{TAG}" in ",".join(("", *value)):
+                    for key in value:
+                        if key.startswith(TAG):
+                            refuse(f"a key that begins with {TAG} in a plain dict", (at, key))
+                made = {key: inside if type(inside) in PLAIN else self.node(inside, (at, key)) for key, inside in value.items()}
             self.depth -= 1
             return made
         if isinstance(value, list):
             if self.depth > self.deepest:
                 self.too_deep(at)
             self.depth += 1
-            made = [self.node(inside, (at, i)) for i, inside in enumerate(value)]
+            made = [
+                inside
+                if type(inside) in PLAIN or (type(inside) is int and -SAFE_INTEGER <= inside <= SAFE_INTEGER)
+                else self.node(inside, (at, i))
+                for i, inside in enumerate(value)
+            ]
             self.depth -= 1
             return made
         if type(value) is int and not -SAFE_INTEGER <= value <= SAFE_INTEGER:

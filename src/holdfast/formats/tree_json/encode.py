@@ -288,7 +288,11 @@ class Encoder:
         """What stands before each value of a dict with these texts as keys."""
         keys = cast("tuple[str, ...]", form)
         found: Sequence[str] | None = None
-        if not any(len(key) > LONG_LEAF or key.startswith(TAG) for key in keys) and scalars.is_unicode("".join(keys)):
+        if (
+            max(map(len, keys), default=0) <= LONG_LEAF
+            and f",{TAG}" not in (every := ",".join(("", *keys)))
+            and scalars.is_unicode(every)
+        ):
             found = _openings(keys)
         self.forms[form] = found
         return found
