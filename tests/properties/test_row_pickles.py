@@ -131,6 +131,15 @@ def test_states_are_pickled_as_torch_pickles(state):
     assert_as_torch(state)
 
 
+@settings(max_examples=60, deadline=None)
+@given(states())
+def test_what_the_pickler_is_left_with_is_pickled_as_torch_pickles(state):
+    """An object of a class stands in the state, so CPython's pickler writes it, tensors and all."""
+    state["device"] = torch.device("cpu")
+    assert pickling.pickle_rows(state) is None
+    assert_as_torch(state)
+
+
 class Odd(torch.Tensor):
     """A class of somebody's."""
 

@@ -171,6 +171,10 @@ def rebuild(name: str) -> Callable[..., object] | None:
     return found
 
 
+has_names: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "has_names", None)
+"""Whether the dimensions of a tensor have names, which torch does not save; None where this torch has no such tensors."""
+
+
 def serialize_program(program: object, opset_version: dict[str, int] | None, protocol: int) -> tuple[bytes, bytes]:
     """An exported program and its example inputs, without its weights where torch can leave them out."""
     from torch._export.serde.serialize import serialize
