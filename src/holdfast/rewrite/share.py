@@ -40,7 +40,7 @@ from holdfast.core.digest import canonical
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
-from holdfast.core.protocols import Source, State
+from holdfast.core.protocols import Source
 from holdfast.core.quantities import Size
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor, Traits
@@ -184,38 +184,25 @@ def alias_graph(
     """
     several = src if isinstance(src, Mapping) and not isinstance(src, Checkpoint) else {ONLY: src}
     with ExitStack() as stack:
-        models: dict[str, object] = {}
+        models: dict[str, Table] = {}
         for model, state in several.items():
             if isinstance(state, str | os.PathLike | bytes | bytearray | memoryview):
                 state = stack.enter_context(open_checkpoint(state, limits=limits, threads=threads))
-            models[model] = state
-        return find_aliases(models, by=by, threads=reading_threads(max_memory, threads), progress=progress)
+            models[model] = table_of(state.stored) if isinstance(state, Checkpoint) else tabulate_state(state).tensors
+        if by not in ("storage", "content"):
+            raise Unsupported(f"aliases are found by 'storage' or by 'content', not by {by!r}", found=by)
+        found = placed(models, noted=by == "storage")
+        return (
+            found.by_storage() if by == "storage" else found.by_content(reading_threads(max_memory, threads), progress, tied=True)
+        )
 
 
-def find_aliases(
-    models: Mapping[str, object], *, by: By, threads: int | None = None, progress: Progress | None = None
-) -> AliasGraph:
-    """What models share that are open, or in memory."""
-    if by not in ("storage", "content"):
-        raise Unsupported(f"aliases are found by 'storage' or by 'content', not by {by!r}", found=by)
-    found = placed(models, noted=by == "storage")
-    return found.by_storage() if by == "storage" else found.by_content(threads, progress, tied=True)
-
-
-def placed(models: Mapping[str, object], *, noted: bool) -> Placed:
+def placed(models: Mapping[str, Table], *, noted: bool) -> Placed:
     """The rows of models, each at its place; with `noted`, copies count as the views that they were."""
     search = _Search(noted=noted)
-    for model, state in models.items():
-        search.add(model, _table(state))
+    for model, table in models.items():
+        search.add(model, table)
     return search.placed()
-
-
-def _table(state: object) -> Table:
-    if isinstance(state, Table):
-        return state
-    if isinstance(state, Checkpoint):
-        return table_of(state.stored)
-    return (state if isinstance(state, State) else tabulate_state(state)).tensors
 
 
 Place = tuple[object, ...]

@@ -51,7 +51,6 @@ OWN_METADATA = frozenset({"safetensors", "safetensors-dir", "native", "gguf", "g
 
 Arrays = Literal["tensors", "values"]
 Leaf = Callable[[object, Path], object]
-Remarks = Callable[[object], list[str]]
 
 SHOWN = 3
 """Tensors that a note names."""
@@ -106,9 +105,12 @@ def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str,
 
 def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[str, ...]:
     """Sentences about what is not kept of leaves that are no plain tensors; `others` are the rows of such tensors."""
-    if not others and not leaves.places:
+    if "torch" not in sys.modules or not (others or leaves.places):
         return ()
-    remarks, unkept = _remarks(), Unkept()
+    from holdfast.torch.tensors.to_lazy import unkept
+
+    unkept_names: dict[str, list[str]] = {}
+    """By what is not kept: the tensors that have it."""
     odd = [(row, table.names[row], leaves.values[row]) for row in others]
     for name, value in leaves.places:
         made = leaves.described(value)
@@ -116,10 +118,14 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
         odd.append((table.rows.get(first, 0), name, value))
     seen: set[int] = set()
     for _, name, value in sorted(odd, key=lambda one: one[0]):
-        for what in remarks(value) if id(value) not in seen else ():
-            unkept.add(what, name)
+        for what in unkept(value) if id(value) not in seen else ():
+            unkept_names.setdefault(what, []).append(name)
         seen.add(id(value))
-    return unkept.notes()
+    said = []
+    for what, names in unkept_names.items():
+        more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+        said.append(f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace("its hooks is", "hooks are"))
+    return tuple(said)
 
 
 class Library(Value, frozen=True, eq=False):
@@ -290,34 +296,6 @@ def _read(value: object) -> np.ndarray:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise Unsupported(f"{shown(value)} gives no array: {error}") from error
-
-
-def _remarks() -> Remarks:
-    """The function that says what of a tensor is not kept."""
-    if "torch" not in sys.modules:
-        return lambda value: []
-    from holdfast.torch.tensors.to_lazy import unkept
-
-    return unkept
-
-
-class Unkept:
-    """What is not kept of tensors."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, list[str]] = {}
-        """By what it is: the tensors that have it."""
-
-    def add(self, what: str, name: str) -> None:
-        self._names.setdefault(what, []).append(name)
-
-    def notes(self) -> tuple[str, ...]:
-        """Sentences about it."""
-        said = []
-        for what, names in self._names.items():
-            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-            said.append(f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace("its hooks is", "hooks are"))
-        return tuple(said)
 
 
 NO_STATEFUL = (str, bytes, int, float, complex, type(None), type)
