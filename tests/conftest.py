@@ -83,7 +83,7 @@ REPEATED = {
     "test_every_header_byte_flipped": ("tests/hostile/test_damage.py", 2),
     "test_an_attack_is_a_page_or_a_refusal": ("tests/reports/test_hostile_reports.py", 12),
     "test_an_attack": ("tests/integrations/test_dcp_hostile.py", 4),
-    "test_an_attack_means_the_same_at_a_glance": ("tests/properties/test_glance.py", 16),
+    "test_an_attack_means_the_same_by_templates": ("tests/properties/test_tensor_templates.py", 16),
     "test_each_request_meets_each_fault": ("tests/remote/test_commit.py", 2),
     "test_a_rank_is_killed": ("tests/remote/", 2),
     "test_reading_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),

@@ -50,14 +50,9 @@ GROWTH = 1.1
 
 OPEN: dict[str, tuple[float, ...]] = {
     # case: times the calls of the plain save, with 64 and 2,000 tensors and for each more
-    "convert pt to native": (7.0, 7.9, 8.1),
-    "convert pt to safetensors": (11.1, 10.0, 10.0),
-    "convert pt to pt": (5.0, 5.8, 6.2),
-    "copy pt": (3.5, 5.1, 5.0),
-    "tie pt": (5.2, 6.2, 6.8),
-    "compact pt": (5.1, 6.5, 7.0),
+    "convert pt to safetensors": (3.5, 1.4, 1.0),
+    "tie pt": (2.4, 2.7, 3.0),
     "torch.Run.async_save twice": (3.0, 1.9, 1.6),
-    "edit pt": (5.3, 6.0, 6.3),
 }
 """Cases that make more calls than they may; those of ranks without the figure for 64."""
 

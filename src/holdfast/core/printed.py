@@ -177,7 +177,7 @@ class Sizes:
         if not all(issubclass(kind, LazyTensor) for kind in kinds):
             return None
         self.apart += [(tensor.traits.state, link) for tensor in values if tensor.traits.state is not None]
-        return RECORD * len(values) + sum([len(tensor.name) for tensor in values])
+        return RECORD * len(values) + sum(map(len, [tensor.name for tensor in values]))
 
     def _leaf(self, value: object, link: Link, key: object) -> int:
         """What is written of a value that has no children, or does not show them."""

@@ -20,9 +20,9 @@ A pickled `nn.Module` is walked as its `state_dict()` would be: parameters, then
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import cast
 
 from msgspec import Struct, field
@@ -69,8 +69,8 @@ class Named(Struct):
     """The outcome of a walk."""
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
-    """The path of each name."""
+    places: list[tuple[Path, Sequence[str | int]]] = field(default_factory=list)
+    """In the order of `tensors`: the path of a container, and the keys in it; without keys, of one tensor."""
     opaques: list[tuple[Path, Opaque]] = field(default_factory=list)
     """Each `Opaque` once, where it was met first."""
     notes: list[str] = field(default_factory=list)
@@ -78,6 +78,12 @@ class Named(Struct):
     """The last number behind a name that several tensors have, so that the next need not count again."""
     characters: int = 0
     """Length of all names together."""
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The path of each name."""
+        paths = [one for path, keys in self.places for one in ([(*path, key) for key in keys] or [path])]
+        return dict(zip(self.tensors, paths, strict=True))
 
 
 Contents = list[tuple[object, Iterator[tuple[str | int, object]]]]
@@ -131,24 +137,31 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
     # Explicit stack: an iterator over children a level, so that depth costs memory and not interpreter frames.
     levels: list[tuple[Iterator[tuple[str | int, object]], set[int], bool]] = [(iter([("", tree)]), set(), False)]
     path: list[str | int] = []
+    keys: list[str | int] = []
+    """Of tensors of the container at work that have no name yet."""
+    tensors: list[LazyTensor] = []
     while levels:
         children, owners, again = levels[-1]
-        step = next(children, None) if spare >= 0 or not again else None
-        if step is None:
+        child = next(children, None) if spare >= 0 or not again else None
+        inside: Contents | None = None
+        if child is not None:
+            spare -= again
+            key, value = child
+            if isinstance(value, LazyTensor):
+                keys += (key,)
+                tensors += (value,)
+                continue
+            inside = contents(value)
+            if inside is None:
+                continue
+        if tensors:
+            _add(named, path[1:], keys if levels[1:] else (), tensors=tensors, room=room)
+            keys, tensors = [], []
+        if inside is None:
             levels.pop()
             on_path -= owners
             if path:
                 path.pop()
-            continue
-        spare -= again
-        key, value = step
-        if isinstance(value, LazyTensor):
-            _add(named, (*path[1:], *((key,) if levels[1:] else ())), value)
-            if named.characters > room:
-                raise too_long_names(room, named.characters)
-            continue
-        inside = contents(value)
-        if inside is None:
             continue
         owners = {id(owner) for owner, _ in inside}
         if owners & on_path:
@@ -166,6 +179,14 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
             raise LimitExceeded(
                 f"the state nests deeper than Limits(depth={limits.depth})", expected=limits.depth, found=len(levels)
             )
+        if not again and isinstance(value, dict | list | tuple):
+            own = [*value.values()] if isinstance(value, dict) else value
+            if {*map(type, own)} == {LazyTensor}:
+                # Nothing but tensors: they have their names at once.
+                texts_only = {*map(type, value)} == {str}
+                steps = range(len(own)) if own is value else [*value] if texts_only else [*map(step, value)]
+                _add(named, [*path, key][1:], steps, tensors=own, room=room)
+                continue
         on_path |= owners
         path.append(key)
         levels.append((inside[0][1] if len(inside) == 1 else chain.from_iterable(part for _, part in inside), owners, again))
@@ -180,26 +201,44 @@ def too_long_names(room: int, characters: int) -> LimitExceeded:
     return LimitExceeded(message, expected=room, found=characters)
 
 
-def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
-    if len(path) == 1 and type(path[0]) is str:
-        name = base = path[0]
+def _add(named: Named, path: Sequence[str | int], keys: Sequence[str | int], *, tensors: Sequence[LazyTensor], room: int) -> None:
+    """Name tensors of one container by its path and their keys; without keys, one tensor that was saved by itself."""
+    if not keys:
+        names = [dotted(tuple(path)) if path else LONE_TENSOR_NAME]
+    elif path or {*map(type, keys)} != {str}:
+        before = f"{dotted(tuple(path))}." if path else ""
+        names = [f"{before}{key!s}" for key in keys]
     else:
-        name = base = dotted(path) if path else LONE_TENSOR_NAME
-    count = named.doubles.get(base, 1)
-    while name in named.tensors:
-        count += 1
-        name = f"{base}#{count}"
-    if count > 1:
-        named.doubles[base] = count
-        named.notes.append(f"two tensors are called {base!r}; the one at path {path!r} is listed as {name!r}")
-    if tensor.name:
-        tensor = tensor.renamed(name)
-    else:
-        # Fresh from a format and seen by nobody yet: named where it is, so that the tree's leaves know their names too.
-        set_name(tensor, name)
-    named.tensors[name] = tensor
-    named.paths[name] = path
-    named.characters += len(name)
+        names = cast("list[str]", [*keys])
+    if len({*names}) < len(names) or not named.tensors.keys().isdisjoint(names):
+        names = _numbered(named, path, keys, names=names)
+    characters = [*accumulate(map(len, names), initial=named.characters)]
+    if characters[-1] > room:
+        raise too_long_names(room, next(total for total in characters if total > room))
+    # Fresh from a format and seen by nobody yet: named where they are, so that the tree's leaves know their names too.
+    # Backwards, so that a tensor in two places has the name of the first.
+    fresh = [at for at in range(len(tensors) - 1, -1, -1) if not tensors[at].name]
+    deque(map(set_name, [tensors[at] for at in fresh], [names[at] for at in fresh]), maxlen=0)
+    called = [one if one.name is name else one.renamed(name) for one, name in zip(tensors, names, strict=True)]
+    named.tensors.update(zip(names, called, strict=True))
+    named.places.append((tuple(path), keys))
+    named.characters = characters[-1]
+
+
+def _numbered(named: Named, path: Sequence[str | int], keys: Sequence[str | int], *, names: list[str]) -> list[str]:
+    """The names, with a number behind each that another tensor has."""
+    found: dict[str, None] = {}
+    for at, base in enumerate(names):
+        name, count = base, named.doubles.get(base, 1)
+        while name in named.tensors or name in found:
+            count += 1
+            name = f"{base}#{count}"
+        if count > 1:
+            named.doubles[base] = count
+            place = (*path, *keys[at : at + 1])
+            named.notes.append(f"two tensors are called {base!r}; the one at path {place!r} is listed as {name!r}")
+        found[name] = None
+    return [*found]
 
 
 def step(key: object) -> str | int:

@@ -93,7 +93,7 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
         columns.append(_storages_of([(one, view) for _, one, view in single.values()]))
     storages = columns[0] if len(columns) == 1 else JoinedStorages(columns) if columns else NO_FILES
     if single and isinstance(storages, JoinedStorages):
-        later = np.flatnonzero(storage >= count)
+        (later,) = (storage >= count).nonzero()
         storage[later] = storages.numbers_from(count)[storage[later] - count]
     return Table(names, kinds, array("q", kind.tobytes()), array("q", storage.tobytes()), storages, odd, views=views)
 

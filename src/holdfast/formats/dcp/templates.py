@@ -27,7 +27,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.value import Value
 from holdfast.formats.dcp.schema import NEWS, Item, ItemIndex, MetadataTable, StoredTensor, size
-from holdfast.formats.pickle.glance import NEVER, START, Stub
+from holdfast.formats.pickle.tensor_templates import NEVER, START, Stub
 
 if TYPE_CHECKING:
     from holdfast.formats.pickle.state import State

@@ -4,7 +4,7 @@ machine     the loop over the opcodes                state       what the loop w
 rare        the opcodes that are seldom met          text        numbers and strings written as text
 tolerant    the opcodes as CPython reads them        recording   what a pickle would do, for a scan
 table       what a global, a call, a BUILD becomes; Python 2 names
-glance      an ordinary tensor's thirty opcodes, compared at once
+tensor_templates   ordinary tensors by their bytes, many at once
 plain       rows for plain Python                    arrays      rows for numpy
 spending    keys and copies that would cost more than the bytes that ask for them
 writer      plain values and numpy's to a pickle, byte for byte as CPython writes it

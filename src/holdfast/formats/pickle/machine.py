@@ -29,10 +29,10 @@ from holdfast.core.protocols import Foreign
 from holdfast.core.runtime import resting_collector
 from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
-from holdfast.formats.pickle.glance import NEVER, START, Stub
 from holdfast.formats.pickle.rare import RARE, REFUSED
 from holdfast.formats.pickle.state import Settled, State
 from holdfast.formats.pickle.table import Pending, ReducerTable
+from holdfast.formats.pickle.tensor_templates import NEVER, START, Stub
 from holdfast.formats.pickle.text import utf8
 from holdfast.formats.pickle.tolerant import TOLERANT
 
@@ -135,7 +135,7 @@ def _run(state: State) -> object:
     call, persistent, fill = table.call, table.persistent, table.spending.fill
     uint16, uint32, int32, float64 = UINT16, UINT32, INT32, FLOAT64
     opener: object = NEVER
-    glance = table.templates(state)
+    templates = table.templates(state)
     pos = _protocol(state)
     stack: list[object] = state.stack
     count = int(pos > state.start)
@@ -165,10 +165,10 @@ def _run(state: State) -> object:
                     pos += 1
                     value = memo[index] if index < len(memo) else UNKNOWN
                     if value is opener:
-                        end = glance.take(pos, limit)
+                        end = templates.take(pos, limit)
                         if end:
-                            stack += glance.made
-                            pos, count = end, count + glance.opcodes
+                            stack += templates.made
+                            pos, count = end, count + templates.opcodes
                             continue
                     elif type(value) is Stub:
                         state.at = pos - 2
@@ -246,10 +246,10 @@ def _run(state: State) -> object:
                     pos += 4
                     value = memo[index] if index < len(memo) else UNKNOWN
                     if value is opener:
-                        end = glance.take(pos, limit)
+                        end = templates.take(pos, limit)
                         if end:
-                            stack += glance.made
-                            pos, count = end, count + glance.opcodes
+                            stack += templates.made
+                            pos, count = end, count + templates.opcodes
                             continue
                     elif type(value) is Stub:
                         state.at = pos - 5
@@ -337,7 +337,7 @@ def _run(state: State) -> object:
             raise state.short() from None
         state.underflow()
     finally:
-        glance.end()
+        templates.end()
 
 
 def _protocol(state: State) -> int:

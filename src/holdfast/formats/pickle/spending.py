@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import PurePath
+from typing import cast
 
 import numpy as np
 
@@ -83,9 +84,10 @@ class Spending:
 
     def fill(self, target: dict[object, object], flat: list[object]) -> None:
         """Set the keys and values that stand in turn in `flat`, which has an even length."""
-        pairs = iter(flat)
-        for key, value in zip(pairs, pairs, strict=True):
-            if type(key) is not str or len(key) > LONG_TEXT:
+        keys = flat[::2]
+        free = {*map(type, keys)} == {str} and max(map(len, cast("list[str]", keys))) <= LONG_TEXT
+        for key, value in zip(keys, flat[1::2], strict=True):
+            if not free:
                 self.key(key, len(target))
             target[key] = value
 

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from holdfast.core.limits import Limits
 from holdfast.errors import FormatError, LimitExceeded, PickleError, Truncated
-from holdfast.formats.pickle.glance import NEVER, Stub, settle
 from holdfast.formats.pickle.table import Pending, ReducerTable
+from holdfast.formats.pickle.tensor_templates import NEVER, Stub, settle
 
 NAME_NBYTES = 1024
 """The longest module or name of a global. Names are compared and hashed at every mention, so they are kept short."""
@@ -54,7 +54,7 @@ class State:
         self.settled = False
         """Whether the memo holds every value, and the machine works alone."""
         self.opener: object = NEVER
-        """What the memo holds where a tensor may begin that is taken at a glance."""
+        """What the memo holds where a tensor may begin that is taken by its bytes."""
         self.watched: dict[int, tuple[Pending, list[int]]] = {}
         """Unfinished objects, by identity, with the memo entries that hold them."""
 
@@ -160,7 +160,7 @@ class State:
         return self.sparse[index]
 
     def settle(self) -> None:
-        """Make all that was left out of the memo, and take nothing at a glance from now on."""
+        """Make all that was left out of the memo, and take nothing by its bytes from now on."""
         if not self.settled:
             self.settled, self.opener = True, NEVER
             if not settle(self):

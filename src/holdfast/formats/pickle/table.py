@@ -14,15 +14,15 @@ Subclass it to build other things out of the same streams. A table serves one st
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, cast
 
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.glance import NEVER, Glance, Make, Templates, TensorArguments
 from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.pickle.tensor_templates import NEVER, Make, Templates, TensorArguments, TensorTemplates
 from holdfast.formats.pickle.text import python2_string
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class ReducerTable:
         """Get ready for a stream of at most `nbytes`."""
         self.limits = limits
         self.opener: object = NEVER
-        """The function whose ordinary calls may be taken at a glance (`glance.py`), once the stream has named it."""
+        """The function whose ordinary calls may be taken by their bytes (`tensor_templates.py`), once the stream has named it."""
         self.spending = Spending(limits, nbytes)
         self._mentions: dict[Name, Mention] = {}
 
@@ -163,7 +163,7 @@ class ReducerTable:
 
     def templates(self, state: State) -> Templates:
         """What takes many opcodes of a stream at once."""
-        return Glance(state)
+        return TensorTemplates(state)
 
     def declare(self, protocol: int) -> None:
         """PROTO: what the stream says of itself, before anything else and before the machine has judged it."""
@@ -187,9 +187,19 @@ class ReducerTable:
                 mention.uses.add("mention")
         return mention.what
 
-    def kind(self, claim: TensorArguments) -> Make | None:
+    def kind(self, claim: TensorArguments) -> object:
         """What makes tensors of one kind, checked as `persistent` and `call` would check each of them; None where these shall."""
         return None
+
+    def tensors(self, makers: Sequence[object], keys: Sequence[str]) -> Sequence[object]:
+        """Tensors of these kinds over the storages of these keys, up to the first that `persistent` and `call` shall make."""
+        made = list[object]()
+        for make, key in zip(makers, keys, strict=True):
+            tensor = cast("Make", make)(key)
+            if tensor is None:
+                break
+            made.append(tensor)
+        return made
 
     def call(self, what: object, args: tuple[object, ...]) -> object:
         """REDUCE."""

@@ -8,19 +8,20 @@ for it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.table import FilePlace, Kind
-from holdfast.core.tensor import NO_CRC, LazyTensor
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, MetadataError, PickleError
-from holdfast.formats.pickle.glance import Make, TensorArguments
+from holdfast.formats.pickle.tensor_templates import TensorArguments
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach, view_traits
-from holdfast.formats.zip.layout import Place
+from holdfast.formats.zip.layout import RecordPlaces
 from holdfast.plan.files import FileRow, FileStorages
 
 
@@ -81,7 +82,7 @@ def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
 
 
 class RecordStorages(FileStorages):
-    """The storages of ordinary tensors: each a record of its own in one folder of one archive. They come one by one."""
+    """The storages of ordinary tensors: each a record of its own in one folder of one archive. They come in runs."""
 
     def __init__(self, source: Source, key: str, folder: str) -> None:
         self._folder, self._keys = folder, list[str]()
@@ -90,14 +91,16 @@ class RecordStorages(FileStorages):
             [FilePlace(source, key, source.store)], self._files, self._starts, self._lengths, self._sums, names=self._keys
         )
 
-    def add(self, start: int, nbytes: int, crc32: int | None, key: str) -> int:
-        """One more, and its number."""
-        self._files.append(0)
-        self._starts.append(start)
-        self._lengths.append(nbytes)
-        self._sums.append(NO_CRC if crc32 is None else crc32)
-        self._keys.append(key)
-        return len(self._keys) - 1
+    def extend(self, keys: Sequence[str], places: RecordPlaces) -> range:
+        """More of them, and their numbers."""
+        count = len(self._keys)
+        starts, lengths, sums = places
+        self._keys += keys
+        self._files.frombytes(bytes(8 * len(starts)))
+        self._starts.extend(starts)
+        self._lengths.extend(lengths)
+        self._sums.extend(sums)
+        return range(count, len(self._keys))
 
     def label_of(self, number: int) -> str:
         return self._folder + self._keys[number]
@@ -107,23 +110,42 @@ class Rows(Value, frozen=True):
     """How ordinary tensors of a pickle are found."""
 
     byteorder: str
-    find: Callable[[str], Place | None]
+    find: Callable[[Sequence[str]], RecordPlaces]
     storages: RecordStorages
+
+
+class RecordKind(Value, frozen=True, eq=False):
+    """A kind of ordinary tensors, and what all of them say of their storages."""
+
+    storage: StorageId
+    kind: Kind
 
 
 class Storages:
     """The storages of one pickle, each made once: `persistent` is what the interpreter calls."""
 
-    def __init__(self, source: Source, find: Callable[[StorageId], Storage], lengths: tuple[int, ...] = (5,)) -> None:
+    def __init__(
+        self,
+        source: Source,
+        find: Callable[[StorageId], Storage],
+        lengths: tuple[int, ...] = (5,),
+        *,
+        rows: Rows | None = None,
+    ) -> None:
         self._source = source
         self._find = find
         self._lengths = lengths
         self._known: dict[str, tuple[StorageId, LazyTensor]] = {}
-        self._rows: dict[str, tuple[StorageId, LazyTensor]] = {}
-        """Those that an ordinary tensor has, and nobody has asked for by themselves."""
+        self.rows = rows
+        self._numbers: dict[str, int] = {}
+        """Storages that an ordinary tensor has, and nobody has asked for by themselves: their numbers in `rows`."""
+        self._kinds: list[RecordKind] = []
+        """Of each number."""
 
-    def kind(self, claim: TensorArguments, rows: Rows) -> Make | None:
-        """What makes ordinary tensors of one kind: over a whole storage each, that no other tensor has asked for yet."""
+    def kind(self, claim: TensorArguments) -> RecordKind | None:
+        """A kind of ordinary tensors; None where they are left to `persistent`."""
+        if self.rows is None:
+            return None
         try:
             asked = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), self._lengths)
             shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, self._source.limits)
@@ -135,32 +157,45 @@ class Storages:
         strides = tuple(step * bits for step in steps)
         traits = view_traits(claim.grad, False, False)
         kind = Kind.strided(
-            dtype, shape, strides, offset=begin * bits, storage_nbytes=asked.nbytes, traits=traits, byteorder=rows.byteorder,
+            dtype, shape, strides, offset=begin * bits, storage_nbytes=asked.nbytes, traits=traits, byteorder=self.rows.byteorder,
             location=claim.location,
         )  # fmt: skip
-        find, known, noted, source, made, nbytes = rows.find, self._known, self._rows, self._source, rows.storages, asked.nbytes
+        return RecordKind(asked, kind)
 
-        def make(key: str) -> LazyTensor | None:
-            """None where the storage is not what the claim says, or was asked for before."""
-            if key in noted or key in known:
-                return None
-            place = find(key)
-            if place is None or place[1] != nbytes or not place[3]:
-                return None
-            number = made.add(place[0], nbytes, place[2], key)
-            tensor = LazyTensor("", dtype, shape, (), source, traits, FileRow(made, number, kind))
-            noted[key] = asked, tensor
-            return tensor
+    def tensors(self, kinds: Sequence[RecordKind], keys: Sequence[str]) -> list[LazyTensor]:
+        """Ordinary tensors of these kinds, each over a whole storage.
 
-        return make
+        They end before the first whose storage is not what its kind says, or was asked for before.
+        """
+        if self.rows is None:
+            return []
+        numbers, known = self._numbers, self._known
+        if len({*keys}) < len(keys) or not numbers.keys().isdisjoint(keys) or not known.keys().isdisjoint(keys):
+            # Of those that stand in one run twice the second is asked for again.
+            first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+            keys = keys[: next(at for at, key in enumerate(keys) if key in numbers or key in known or first[key] != at)]
+        places = self.rows.find(keys)
+        rows, lengths = [one.kind for one in kinds], places[1]
+        count, wanted = len(lengths), [one.storage_nbytes for one in rows]
+        if lengths != wanted:
+            count = next((at for at in range(count) if lengths[at] != wanted[at]), count)
+            keys, places = keys[:count], (places[0][:count], lengths[:count], places[2][:count])
+        made = self.rows.storages.extend(keys, places)
+        numbers.update(zip(keys, made, strict=True))
+        self._kinds += kinds[:count]
+        positions = map(FileRow, repeat(self.rows.storages), made, rows)
+        dtypes, shapes, traits = [one.dtype for one in rows], [one.shape for one in rows], [one.traits for one in rows]
+        return [*map(LazyTensor, repeat(""), dtypes, shapes, repeat(()), repeat(self._source), traits, positions)]
 
     def persistent(self, pid: object) -> LazyTensor:
         """The storage behind a persistent id, as a 1-D tensor."""
         asked = parse_storage_id(pid, self._lengths)
         known = self._known.get(asked.key)
-        if known is None and asked.key in self._rows:
-            first, row = self._rows.pop(asked.key)
-            whole = LazyTensor.contiguous("", first.dtype, (first.count,), row.chunks[0].storage, self._source)
+        number = self._numbers.pop(asked.key, None)
+        if known is None and number is not None and self.rows is not None:
+            row = self._kinds[number]
+            first, storage = row.storage, self.rows.storages.storage(number, row.kind)
+            whole = LazyTensor.contiguous("", first.dtype, (first.count,), storage, self._source)
             known = self._known[asked.key] = first, whole
         if known is None:
             storage = self._find(asked)

@@ -6,8 +6,9 @@ strided view of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
@@ -16,9 +17,10 @@ from holdfast.core.runtime import weakly
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.table import Pending
+from holdfast.formats.pickle.tensor_templates import TensorArguments
+from holdfast.formats.torch.storages import RecordKind, Storages
 from holdfast.formats.torch.tensors import (
     QSCHEMES,
     arity,
@@ -52,12 +54,10 @@ TENSOR_CLASSES = tuple(
 class TorchTable(PlainTable):
     """Plain Python and numpy values, plus torch's. `persistent` is given by the container."""
 
-    def __init__(
-        self, source: Source, persistent: Callable[[object], object], kind: Callable[[TensorArguments], Make | None] | None = None
-    ) -> None:
-        """`kind` makes ordinary tensors of one kind, where `persistent` knows of them."""
+    def __init__(self, source: Source, persistent: Callable[[object], object], storages: Storages | None = None) -> None:
+        """`storages` makes ordinary tensors, where it can."""
         super().__init__()
-        self._kind = kind
+        self._storages = storages
         self.values.update(VALUES)
         self.calls.update(CALLS)
         self.calls["torch._tensor", "_rebuild_from_type_v2"] = weakly(self._from_type)
@@ -74,12 +74,15 @@ class TorchTable(PlainTable):
 
     def find(self, module: str, name: str) -> object:
         found = super().find(module, name)
-        if self._kind is not None and found == REBUILD:
+        if self._storages is not None and found == REBUILD:
             self.opener = found
         return found
 
-    def kind(self, claim: TensorArguments) -> Make | None:
-        return None if self._kind is None or claim.hooks != HOOKS else self._kind(claim)
+    def kind(self, claim: TensorArguments) -> RecordKind | None:
+        return None if self._storages is None or claim.hooks != HOOKS else self._storages.kind(claim)
+
+    def tensors(self, makers: Sequence[object], keys: Sequence[str]) -> Sequence[object]:
+        return () if self._storages is None else self._storages.tensors(cast("Sequence[RecordKind]", makers), keys)
 
     def persistent(self, pid: object) -> object:
         return self._persistent(pid)

@@ -178,9 +178,9 @@ class PickleReader:
             place = self._key, stored.start, stored.nbytes
             return Storage(*place, self.byteorder, stored.crc32, asked.location, label, home=home)
 
-        storages = Storages(self._source, find)
-        rows = Rows(self.byteorder, self._archive.places(folder), RecordStorages(self._source, self._key, folder))
-        table = TorchTable(self._source, storages.persistent, partial(storages.kind, rows=rows))
+        rows = Rows(self.byteorder, partial(self._archive.located, folder), RecordStorages(self._source, self._key, folder))
+        storages = Storages(self._source, find, rows=rows)
+        table = TorchTable(self._source, storages.persistent, storages)
         done = interpret_whole(content, table, limits=self._source.limits, stream=name)
         self._foreign += done.foreign
         return done.value, record.nbytes

@@ -296,7 +296,8 @@ def read_entries(raw: bytes, tail: Tail, *, key: str, start: int, fold_case: boo
 def _walk(raw: bytes, count: int, *, key: str, place: int) -> tuple[Ints, list[bytes]]:
     """Where each entry begins, and its name."""
     head, last = ENTRY.itemsize, len(raw) - ENTRY.itemsize
-    unpack = LENGTHS.unpack_from
+    known: dict[bytes, tuple[int, ...]] = {}
+    """Lengths by their bytes: entries have a few."""
     position = 0
     positions: list[int] = []
     names: list[bytes] = []
@@ -304,7 +305,10 @@ def _walk(raw: bytes, count: int, *, key: str, place: int) -> tuple[Ints, list[b
         if position > last:
             where = place + min(position, len(raw))
             raise refused(f"fewer than {count} entries in the directory", key=key, offset=where)
-        name, extra, comment = unpack(raw, position + LENGTHS_AT)
+        lengths = raw[position + LENGTHS_AT : position + LENGTHS_AT + LENGTHS.size]
+        if lengths not in known:
+            known[lengths] = LENGTHS.unpack(lengths)
+        name, extra, comment = known[lengths]
         stop = position + head + name
         positions += (position,)
         names += (raw[position + head : stop],)

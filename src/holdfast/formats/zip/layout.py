@@ -17,13 +17,15 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, Ints
+from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
 from holdfast.errors import ZipError
 
@@ -120,9 +122,9 @@ class FieldOffsets(Value, frozen=True):
 
     def require(self, good: Bools, message: str) -> None:
         """Refuse the archive at the first thing for which `good` is false."""
-        # Five times faster than `all()` on a few records, and an archive of a few is one of thousands in a DCP file.
-        if np.count_nonzero(good) != good.size:
-            raise refused(message, key=self.key, offset=int(self.offsets[np.argmin(good)]))
+        # One call, unlike `all()`: an archive of a few records is one of thousands in a DCP file.
+        if good.size and not good[first := good.argmin()]:
+            raise refused(message, key=self.key, offset=int(self.offsets[first]))
 
     def of(self, rows: Ints) -> FieldOffsets:
         """The places of some of the things."""
@@ -163,7 +165,7 @@ def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: F
     """
     bodies = np.full(len(starts), -1, np.int64)
     lengths = np.zeros(len(starts), np.int64)
-    rows = np.flatnonzero(starts < stops)
+    (rows,) = (starts < stops).nonzero()
     cursors = starts[rows]
     for _ in range(MAX_BLOCKS):
         if not len(rows):
@@ -221,6 +223,9 @@ class ZipRecord(Value, frozen=True, gc=False):
 Place = tuple[int, int, int | None, bool]
 """Of a record: its first byte, how many there are, their CRC-32 where it is known, and whether they are the content."""
 
+RecordPlaces = tuple[list[int], list[int], list[int]]
+"""Of records: the first byte of each, how many there are, and their CRC-32; `NO_CRC` where it is not known."""
+
 
 class Records(Mapping[str, ZipRecord]):
     """The records of an archive under their names, in the order of the file.
@@ -247,7 +252,7 @@ class Records(Mapping[str, ZipRecord]):
 
     def __getitem__(self, name: str) -> ZipRecord:
         row = self._rows[name]
-        start, nbytes, crc, method, header, size = [column.item(row) for column in self._columns]
+        start, nbytes, crc, method, header, size = [view[row] for view in self._views]
         return ZipRecord(name, start, nbytes, crc if crc or not size else None, method, header, size)
 
     def place(self, name: str) -> Place | None:
@@ -258,6 +263,17 @@ class Records(Mapping[str, ZipRecord]):
         starts, packed, crcs, methods, _, sizes = self._views
         crc = crcs[row]
         return starts[row], packed[row], crc if crc or not sizes[row] else None, methods[row] == STORED
+
+    def places(self, names: Sequence[str]) -> RecordPlaces:
+        """Where the records of these names lie, up to the first that is not there or is compressed."""
+        starts, packed, crcs, methods, _, sizes = self._views
+        found = [*map(self._rows.get, names)]
+        rows = cast("list[int]", found[: found.index(None)] if None in found else found)
+        packers = [methods[row] for row in rows]
+        if any(packers):
+            rows = rows[: [packer == STORED for packer in packers].index(False)]
+        known = [crc if (crc := crcs[row]) or not sizes[row] else NO_CRC for row in rows]
+        return [starts[row] for row in rows], [packed[row] for row in rows], known
 
     def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""
@@ -286,7 +302,7 @@ class Records(Mapping[str, ZipRecord]):
 class Archive(Value, frozen=True):
     """A zip archive in which every reader sees the same records."""
 
-    records: Mapping[str, ZipRecord]
+    records: Records
     """Every record but folders, under its whole name, in the order of the file."""
     prefix: str
     """The one top folder that all records share, without a slash; empty where they do not share one."""
@@ -303,20 +319,14 @@ class Archive(Value, frozen=True):
 
     def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""
-        if isinstance(self.records, Records):
-            return self.records.besides(starts, nbytes)
-        ranges = {*zip(starts.tolist(), nbytes.tolist(), strict=True)}
-        return (record for record in self.records.values() if (record.start, record.nbytes) not in ranges)
+        return self.records.besides(starts, nbytes)
 
     def places(self, folder: str) -> Callable[[str], Place | None]:
         """What finds records by their names in a folder, many of them."""
-        records, before = self.records, f"{self.prefix}/{folder}" if self.prefix else folder
-        if isinstance(records, Records):
-            place = records.place
-            return lambda name: place(before + name)
+        place, before = self.records.place, f"{self.prefix}/{folder}" if self.prefix else folder
+        return lambda name: place(before + name)
 
-        def found(name: str) -> Place | None:
-            record = records.get(before + name)
-            return None if record is None else (record.start, record.nbytes, record.crc32, record.stored)
-
-        return found
+    def located(self, folder: str, names: Sequence[str]) -> RecordPlaces:
+        """Where the records of these names in a folder lie, up to the first that is not there or is compressed."""
+        before = f"{self.prefix}/{folder}" if self.prefix else folder
+        return self.records.places([before + name for name in names])

@@ -41,7 +41,6 @@ from holdfast.formats.zip.layout import (
     Archive,
     FieldOffsets,
     Records,
-    ZipRecord,
     find_zip64,
     gather,
     refused,
@@ -141,10 +140,10 @@ def _named(rows: list[tuple[bytes, int, int, int, int]], start: int) -> Archive 
     names = text.split("\0")
     if len(names) != len(rows) or len({*text.casefold().split("\0")}) != len(rows) or unsafe(text):
         return None
-    records = {
-        name: ZipRecord(name, start + begin, nbytes, crc if crc or not nbytes else None, 0, start + place, nbytes)
-        for name, (_, begin, nbytes, crc, place) in zip(names, rows, strict=True)
-    }
+    columns = np.array([(start + begin, nbytes, crc, 0, start + place) for _, begin, nbytes, crc, place in rows], np.int64)
+    starts, packed, crcs, methods, headers = columns.T
+    places = dict(zip(names, range(len(names)), strict=True))
+    records = Records(places, starts=starts, packed=packed, crcs=crcs, methods=methods, headers=headers, sizes=packed)
     return Archive(records, prefix.decode("ascii"))
 
 
@@ -188,7 +187,7 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
     In all of them the descriptor is 24 bytes long if the local header has a zip64 block and 16 bytes if it has none.
     """
     count = len(entries.offsets)
-    edges = np.append(entries.offsets, directory)
+    edges = np.concatenate((entries.offsets, (directory,)))
     if edges[0] != 0:
         raise refused(f"{edges[0]} bytes before the first record", key=key, offset=start, found=int(edges[0]))
     fixed = LOCAL.itemsize + np.fromiter(map(len, entries.raw_names), np.int64, count)
@@ -199,8 +198,9 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
 
     # One range more than there are records: the descriptor of the last lies before the directory.
     starts = np.maximum(edges - WIDE.itemsize, 0)
-    stops = edges + np.append(fixed + np.minimum(rooms, MAX16), 0)
-    groups = np.append(coalesce(starts, stops, HEADERS), count + 1).tolist()
+    stops = edges.copy()
+    stops[:-1] += fixed + np.minimum(rooms, MAX16)
+    groups = [*coalesce(starts, stops, HEADERS).tolist(), count + 1]
     firsts, lasts = starts[groups[:-1]].tolist(), stops[np.array(groups[1:]) - 1].tolist()
     check = _Check(entries, edges, fixed, rooms=rooms, key=key, start=start)
     pieces: list[bytes] = []

@@ -35,8 +35,8 @@ from holdfast.errors import (
     PickleError,
     Unsupported,
 )
-from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.pickle.tensor_templates import Make, TensorArguments
 from holdfast.formats.torch.tensors import brief, reach
 from holdfast.formats.zip.layout import Place as RecordPlace
 from holdfast.plan.coalesce import Ranges

@@ -26,9 +26,9 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import weakly
 from holdfast.errors import MetadataError, PickleError
-from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.pickle.plain import PlainTable, complex_number
 from holdfast.formats.pickle.table import ReducerTable, Row
+from holdfast.formats.pickle.tensor_templates import Make, TensorArguments
 from holdfast.formats.torch.tensors import Args, arity, brief
 from holdfast.torch.serialization.allowed import default_globals, is_blocked, known_globals, python3_name
 from holdfast.torch.serialization.composite_tensors import LAYOUTS, CompositeTensors
