@@ -16,7 +16,7 @@ from holdfast.errors import CannotHold
 from holdfast.ranks.files import Contents
 from holdfast.ranks.merge import differing, one_tree, say_different
 from holdfast.ranks.plan import RankPlan, RankWrites, plan_ranks
-from holdfast.ranks.state import Catalogue, RankState, decode_all, encode
+from holdfast.ranks.state import RankState, decode_all, encode
 
 
 class Description(msgspec.Struct):
@@ -73,10 +73,10 @@ class Together(Value, frozen=True):
         return sum(writes.nbytes for writes in self.writes)
 
 
-def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[str], own: Catalogue | None = None) -> Together:
+def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[str], own: RankState | None = None) -> Together:
     """One checkpoint of what the ranks tell, each in the message of `with_sums`. Raises `CannotHold` with all problems.
 
-    `own` is the catalogue of the rank that asks, which need not be read again.
+    `own` is the state of the first rank, where it is the one that asks: it need not be read again.
     """
     heads, states, sums = [], [], []
     for told in messages:
@@ -85,7 +85,7 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
         sums.append(summed)
         heads.append(DESCRIPTIONS.decode(head))
         states.append(state)
-    decoded = decode_all(states, own)
+    decoded = decode_all(states) if own is None else [own, *decode_all(states[1:], own.catalogue)]
     if values == "first":
         seen: dict[str, bytes] = {}
         decoded = [replace(s, values={n: seen.setdefault(n, d) for n, d in s.values.items()}) for s in decoded]

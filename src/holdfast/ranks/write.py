@@ -183,6 +183,8 @@ class AsStep(Value, frozen=True):
     """From the data files to what the object of the manifest says of the step; None where a seal says it."""
     sure: Callable[[], None]
     """Asked before it is published: what it raises keeps everything as it was."""
+    linked: Callable[[int], None]
+    """Called with the number of bytes that are those of its base, before it is published."""
 
 
 class Publishing(Value, frozen=True):
@@ -328,6 +330,7 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
     step, attributes = publishing.step, None
     if step is not None:
         step.sure()
+        step.linked(sum(receipt.nbytes for receipt in everything if receipt.linked))
         attributes = step.attributes([(receipt.key, receipt.nbytes) for receipt in everything])
         if attributes is None:
             index.append(seal_file([(receipt.key, receipt.nbytes) for receipt in everything], index, step.stamp))

@@ -227,12 +227,12 @@ class Proving:
         with self._turn:
             self._known()
             known = dict.fromkeys(shared, now) if self._good == _key(step) else self._files
-        times = _times(place, step, {name: identity for identity, name in shared.items()}, known)
+        every = _times(place, step, own, known)
+        times = {identity: every[identity] for identity in shared}
         with self._turn:
             self._files = times
         due = sorted((at, identity) for identity, at in times.items() if now - at >= OLD_S)
         if not due:
-            every = _times(place, step, own, {**known, **times})
             self._quiet_until = min(every.values(), default=now) + OLD_S
             return False
         identity = self._reading[0] if self._reading[0] in times else due[0][1]

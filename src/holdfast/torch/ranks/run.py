@@ -111,6 +111,8 @@ class Run(PlainRun):
         self._handle: SaveHandle | None = None
         self._new_nbytes: int | None = None
         """What the last step took."""
+        self._linked_nbytes = 0
+        """Bytes of the last step that are those of its base."""
         self._stops = False
         self._calls_left = self._calls_asked = 1
         self._asked_s: float | None = None
@@ -415,6 +417,9 @@ class Run(PlainRun):
                 self._make_room(self._expected(nbytes), Coming(step, says.saved, says.metrics, says.ran))
             return replaced
 
+        def linked(nbytes: int) -> None:
+            self._linked_nbytes = nbytes
+
         return Asked(
             path=self._step_path(step),
             format="native",
@@ -429,7 +434,7 @@ class Run(PlainRun):
             sparse=sparse,
             base=base,
             hashes=self.share,
-            step=AsStep(says, begin, partial(self._folder.attributes, says), self._folder.check),
+            step=AsStep(says, begin, partial(self._folder.attributes, says), self._folder.check, linked),
         )
 
     def _expected(self, nbytes: int) -> int:
@@ -445,17 +450,10 @@ class Run(PlainRun):
             return self._folder.get(says.step) or made
         saved = self._folder.get(says.step) or made
         self._sure.discard(says.step)
-        self._new_nbytes = self._new(saved, asked.base) if self.share else None
+        self._new_nbytes = saved.nbytes - self._linked_nbytes if self.share else None
         self._exports.add(saved)
         self._follow(saved, asked.base, shares=self._new_nbytes is not None and self._new_nbytes < saved.nbytes)
         return saved
-
-    def _new(self, saved: Step, base: str | None) -> int:
-        """How many bytes of a step are its own, and not those of its base."""
-        own = self._space.sizes(saved)
-        older = None if base is None else self._folder.named(os.path.basename(base))
-        shared = self._space.sizes(older) if older is not None else {}
-        return sum(size for identity, size in own.items() if identity not in shared)
 
     def _settle(self) -> None:
         super()._settle()

@@ -276,14 +276,14 @@ def plan(described: Described) -> Planned:
 
     def decide(messages: list[bytes]) -> list[bytes]:
         with resting_collector():
-            together = put_together(messages, values=asked.values, per_rank=asked.per_rank, own=columns.catalogue)
+            together = put_together(messages, values=asked.values, per_rank=asked.per_rank, own=columns)
             check_opens(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
         opened = open_publishing(
             job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step
         )
         job.open.callback(opened.target.give_up)
         publishing.append(opened)
-        told, notes = opened.target.told, list(together.notes)
+        told, notes = opened.target.told if len(messages) > 1 else "", list(together.notes)
         whole = asked.step is not None and asked.base is None
         tasks = (RankTask(told, as_bytes(writes.boxes), list(writes.values), notes, whole) for writes in together.writes)
         return [msgspec.msgpack.encode(task) for task in tasks]
