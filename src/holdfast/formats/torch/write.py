@@ -301,29 +301,27 @@ def pickled_rows(state: State) -> PickledRows:
 class RecordStorages:
     """The bytes of the records of a file: storages of a table, and what lazy tensors by themselves reach."""
 
-    def __init__(self, sources: Sequence[int | StorageRecord], storages: RecordBytes) -> None:
-        self._storages = storages
-        self._numbers = [source if isinstance(source, int) else ODD for source in sources]
-        self._tensors = {at: source.tensor() for at, source in enumerate(sources) if not isinstance(source, int)}
+    def __init__(self, numbers: Sequence[int], records: Sequence[StorageRecord], storages: RecordBytes) -> None:
+        """`numbers` has that of a storage for each record of the file, `ODD` for those of `records`."""
+        self._numbers, self._storages = numbers, storages
+        self._tensors = {record.number: record.tensor() for record in records}
         rest = [*self._tensors]
         self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()]) if rest else NO_TENSORS
         self._place = {at: row for row, at in enumerate(rest)}
         self.apart = [rest[row] for row in self._others.apart]
         """Records that are read by themselves."""
-        numbers = np.array(self._numbers, np.int64)
-        if rest:
-            lengths = np.empty(len(numbers), np.int64)
-            lengths[rest] = [tensor.nbytes for tensor in self._tensors.values()]
-            plain = np.flatnonzero(numbers != ODD)
-            lengths[plain] = storages.nbytes[numbers[plain]]
-            self.nbytes = lengths
-        else:
-            self.nbytes = storages.nbytes[numbers]
+        self.nbytes = self.of_records(storages.nbytes)
 
-    def reads(self, column: Ints) -> Ints:
-        """What is read for each record: of a storage of the table what this column says."""
+    def of_records(self, column: Ints) -> Ints:
+        """For each record what a column says of its storage; the length of one that tensors by themselves reach."""
         numbers = np.array(self._numbers, np.int64)
-        return np.where(numbers == ODD, self.nbytes, column[np.maximum(numbers, 0)] if len(column) else 0)
+        if not self._tensors:
+            return column[numbers]
+        found = np.empty(len(numbers), np.int64)
+        found[[*self._tensors]] = [tensor.nbytes for tensor in self._tensors.values()]
+        plain = np.flatnonzero(numbers != ODD)
+        found[plain] = column[numbers[plain]]
+        return found
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
         own = [self._numbers[number] for number in numbers]
@@ -346,8 +344,8 @@ class RecordStorages:
 
 def record_folder(pickled: TorchPickle, storages: RecordBytes, *, reads: Ints | None = None) -> RecordFolder:
     """The records of a pickle, in their order; `storages` are those of its rows, `reads` what is read for each of these."""
-    content = RecordStorages(pickled.sources, storages)
-    return RecordFolder("data", content, content.apart, None if reads is None else content.reads(reads))
+    content = RecordStorages(pickled.sources, pickled.storages.records, storages)
+    return RecordFolder("data", content, content.apart, None if reads is None else content.of_records(reads))
 
 
 def lay_out_container(

@@ -106,8 +106,8 @@ class TorchPickle(PickleWriter):
     def __init__(self, limits: Limits | None = None, *, trim: bool = True, rows: PickledRows = NO_ROWS, anew: bool = False) -> None:
         super().__init__(limits)
         self.storages = StorageRecords(trim=trim)
-        self.sources: list[int | StorageRecord] = []
-        """Of each record: the number of a storage of the table, or what tensors by themselves asked for."""
+        self.sources: list[int] = []
+        """Of each record: the number of a storage of the table; `ODD` for what tensors by themselves asked for."""
         self._anew = anew
         self._given = rows
         self._plain_rows = {kind: self.rows.get(kind, PickleWriter._problem) for kind in (*rows.types, *rows.others)}
@@ -433,7 +433,7 @@ class TorchPickle(PickleWriter):
         """The record of a tensor, its first bit in the source storage, and its strides in elements."""
         placed = self.storages.place(tensor, self.path, len(self.sources))
         if placed[0].number == len(self.sources):
-            self.sources.append(placed[0])
+            self.sources.append(ODD)
         return placed
 
     def _begin_parameter(self, traits: Traits) -> None:
