@@ -203,18 +203,20 @@ def too_long_names(room: int, characters: int) -> LimitExceeded:
 
 def _add(named: Named, path: Sequence[str | int], keys: Sequence[str | int], *, tensors: Sequence[LazyTensor], room: int) -> None:
     """Name tensors of one container by its path and their keys; without keys, one tensor that was saved by itself."""
+    texts = cast("list[str]", [*keys]) if {*map(type, keys)} == {str} else [*map(str, keys)]
+    before = f"{dotted(tuple(path))}." if path and keys else ""
     if not keys:
-        names = [dotted(tuple(path)) if path else LONE_TENSOR_NAME]
-    elif path or {*map(type, keys)} != {str}:
-        before = f"{dotted(tuple(path))}." if path else ""
-        names = [f"{before}{key!s}" for key in keys]
-    else:
-        names = cast("list[str]", [*keys])
+        texts = [dotted(tuple(path)) if path else LONE_TENSOR_NAME]
+    # Before they are made: a long path may stand before each of very many keys.
+    if named.characters + len(before) * len(texts) + sum(map(len, texts)) > room:
+        totals = accumulate([len(before) + len(text) for text in texts], initial=named.characters)
+        raise too_long_names(room, next(total for total in totals if total > room))
+    names = [before + text for text in texts] if before else texts
     if len({*names}) < len(names) or not named.tensors.keys().isdisjoint(names):
         names = _numbered(named, path, keys, names=names)
-    characters = [*accumulate(map(len, names), initial=named.characters)]
-    if characters[-1] > room:
-        raise too_long_names(room, next(total for total in characters if total > room))
+    characters = named.characters + sum(map(len, names))
+    if characters > room:
+        raise too_long_names(room, characters)
     # Fresh from a format and seen by nobody yet: named where they are, so that the tree's leaves know their names too.
     # Backwards, so that a tensor in two places has the name of the first.
     fresh = [at for at in range(len(tensors) - 1, -1, -1) if not tensors[at].name]
@@ -222,7 +224,7 @@ def _add(named: Named, path: Sequence[str | int], keys: Sequence[str | int], *, 
     called = [one if one.name is name else one.renamed(name) for one, name in zip(tensors, names, strict=True)]
     named.tensors.update(zip(names, called, strict=True))
     named.places.append((tuple(path), keys))
-    named.characters = characters[-1]
+    named.characters = characters
 
 
 def _numbered(named: Named, path: Sequence[str | int], keys: Sequence[str | int], *, names: list[str]) -> list[str]:
