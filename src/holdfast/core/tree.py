@@ -20,7 +20,7 @@ A pickled `nn.Module` is walked as its `state_dict()` would be: parameters, then
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import cast
@@ -155,7 +155,7 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
             if inside is None:
                 continue
         if tensors:
-            _add(named, path[1:], keys if levels[1:] else (), tensors=tensors, room=room)
+            _add(named, tuple(path[1:]), keys if levels[1:] else (), tensors=tensors, room=room)
             keys, tensors = [], []
         if inside is None:
             levels.pop()
@@ -185,7 +185,7 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
                 # Nothing but tensors: they have their names at once.
                 texts_only = {*map(type, value)} == {str}
                 steps = range(len(own)) if own is value else [*value] if texts_only else [*map(step, value)]
-                _add(named, [*path, key][1:], steps, tensors=own, room=room)
+                _add(named, (*path[1:], key) if path else (), steps, tensors=own, room=room)
                 continue
         on_path |= owners
         path.append(key)
@@ -201,46 +201,43 @@ def too_long_names(room: int, characters: int) -> LimitExceeded:
     return LimitExceeded(message, expected=room, found=characters)
 
 
-def _add(named: Named, path: Sequence[str | int], keys: Sequence[str | int], *, tensors: Sequence[LazyTensor], room: int) -> None:
+def _add(named: Named, path: Path, keys: Sequence[str | int], *, tensors: Sequence[LazyTensor], room: int) -> None:
     """Name tensors of one container by its path and their keys; without keys, one tensor that was saved by itself."""
-    texts = cast("list[str]", [*keys]) if {*map(type, keys)} == {str} else [*map(str, keys)]
-    before = f"{dotted(tuple(path))}." if path and keys else ""
+    before, found = f"{dotted(path)}." if path and keys else "", named.tensors
+    texts = cast("Sequence[str]", keys) if {*map(type, keys)} == {str} else [*map(str, keys)]
     if not keys:
-        texts = [dotted(tuple(path)) if path else LONE_TENSOR_NAME]
+        texts = [dotted(path) if path else LONE_TENSOR_NAME]
+    characters = named.characters + len(before) * len(texts) + sum(map(len, texts))
     # Before they are made: a long path may stand before each of very many keys.
-    if named.characters + len(before) * len(texts) + sum(map(len, texts)) > room:
+    if characters > room:
         totals = accumulate([len(before) + len(text) for text in texts], initial=named.characters)
         raise too_long_names(room, next(total for total in totals if total > room))
-    names = [before + text for text in texts] if before else texts
-    if len({*names}) < len(names) or not named.tensors.keys().isdisjoint(names):
-        names = _numbered(named, path, keys, names=names)
-    characters = named.characters + sum(map(len, names))
-    if characters > room:
-        raise too_long_names(room, characters)
-    # Fresh from a format and seen by nobody yet: named where they are, so that the tree's leaves know their names too.
-    # Backwards, so that a tensor in two places has the name of the first.
-    fresh = [at for at in range(len(tensors) - 1, -1, -1) if not tensors[at].name]
-    deque(map(set_name, [tensors[at] for at in fresh], [names[at] for at in fresh]), maxlen=0)
-    called = [one if one.name is name else one.renamed(name) for one, name in zip(tensors, names, strict=True)]
-    named.tensors.update(zip(names, called, strict=True))
-    named.places.append((tuple(path), keys))
     named.characters = characters
+    # Few functions are called for a tensor: this is done for each of a million.
+    for at, tensor in enumerate(tensors):
+        name = before + texts[at]
+        if name in found:
+            name = _numbered(named, name, (*path, *keys[at : at + 1]))
+        own = tensor.name
+        if not own:
+            # Fresh from a format and seen by nobody yet: named where it is, so that the leaf of the tree knows its name too.
+            set_name(tensor, name)
+        found[name] = tensor.renamed(name) if own and own != name else tensor
+    named.places.append((path, keys))
+    if named.characters > room:
+        raise too_long_names(room, named.characters)
 
 
-def _numbered(named: Named, path: Sequence[str | int], keys: Sequence[str | int], *, names: list[str]) -> list[str]:
-    """The names, with a number behind each that another tensor has."""
-    found: dict[str, None] = {}
-    for at, base in enumerate(names):
-        name, count = base, named.doubles.get(base, 1)
-        while name in named.tensors or name in found:
-            count += 1
-            name = f"{base}#{count}"
-        if count > 1:
-            named.doubles[base] = count
-            place = (*path, *keys[at : at + 1])
-            named.notes.append(f"two tensors are called {base!r}; the one at path {place!r} is listed as {name!r}")
-        found[name] = None
-    return [*found]
+def _numbered(named: Named, base: str, path: Path) -> str:
+    """A name with a number behind it, since another tensor has the name."""
+    name, count = base, named.doubles.get(base, 1)
+    while name in named.tensors:
+        count += 1
+        name = f"{base}#{count}"
+    named.doubles[base] = count
+    named.characters += len(name) - len(base)
+    named.notes.append(f"two tensors are called {base!r}; the one at path {path!r} is listed as {name!r}")
+    return name
 
 
 def step(key: object) -> str | int:

@@ -284,15 +284,16 @@ class JoinedStorages(FileStorages):
 
     def numbers_from(self, first: int) -> Ints:
         """The numbers from one on; in the place of one whose storage is there before it, that storage's number."""
-        numbers = np.arange(first, len(self))
-        columns = self.file, self.start, self.nbytes, self.crc
-        before = np.flatnonzero(np.isin(self.start[:first], self.start[first:]) & (self.nbytes[:first] > 0))
-        places = zip(*(column[before].tolist() for column in columns), strict=True)
-        known = dict(zip(places, before.tolist(), strict=True))
-        if known:
+        numbers, starts = [*range(first, len(self))], self.start.tolist()
+        alike = {*starts[first:]}
+        before = [number for number, start in enumerate(starts[:first]) if start in alike]
+        if before:
+            columns = self.file, self.start, self.nbytes, self.crc
+            places = zip(*(column[before].tolist() for column in columns), strict=True)
+            known = {place: number for place, number in zip(places, before, strict=True) if place[2]}
             later = zip(*(column[first:].tolist() for column in columns), strict=True)
-            numbers = np.array([known.get(place, number) for place, number in zip(later, numbers.tolist(), strict=True)])
-        return numbers
+            numbers = [known.get(place, number) for place, number in zip(later, numbers, strict=True)]
+        return np.array(numbers, np.int64)
 
 
 NO_FILES = FileStorages([], (), (), (), (), names=())

@@ -23,7 +23,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -183,13 +182,16 @@ class TensorTemplates:
             return 0
         data, entries, number = state.data, len(state.memo), int.from_bytes
         most = min(self._most, state.table.spending.containers // REDUCES)
-        opener = data[pos - 2 : pos]
-        if data[pos - 2] != 0x68 or self._got(opener) is not state.opener:
-            opener = data[pos - 5 : pos]
-        opener_nbytes = len(opener)
-        kinds, keys, ends = list[TensorTemplate](), list[bytes](), list[int]()
-        between, written = list[tuple[str, ...]](), list[tuple[str, ...]]()
-        """The key behind each tensor, and the same where it is written there: others are the memo's."""
+        index = data[pos - 1]
+        opener_nbytes = 2 if data[pos - 2] == 0x68 and index < entries and state.memo[index] is state.opener else 5
+        opener = data[pos - opener_nbytes : pos]
+        kinds: list[TensorTemplate] = []
+        keys: list[bytes] = []
+        ends: list[int] = []
+        between: list[tuple[str, ...]] = []
+        """The key behind each tensor."""
+        written: list[tuple[str, ...]] = []
+        """The same where it is written there: others are the memo's."""
         # Few functions are called for a tensor: this is done for each of a million.
         while most:
             most -= 1
@@ -262,22 +264,25 @@ class TensorTemplates:
         written: list[tuple[str, ...]],
     ) -> int:
         """Take the tensors of a run, up to the first that is left to the machine; how many they are."""
-        state, joined = self._state, b" ".join(raw_keys)
-        if not joined.replace(b" ", b"0").isdigit():
-            joined = b" ".join(raw_keys[: [key.isdigit() for key in raw_keys].index(False)])
-        keys = joined.decode().split(" ") if joined else []
-        del kinds[len(keys) :]
-        made = state.table.tensors([kind.make for kind in kinds], keys) if keys else ()
+        state = self._state
+        if not b"".join(raw_keys).isdigit():
+            del raw_keys[[key.isdigit() for key in raw_keys].index(False) :]
+        keys = [*map(bytes.decode, raw_keys)]
+        made = state.table.tensors([kind.make for kind in kinds[: len(keys)]], keys) if keys else ()
         taken = len(made)
         if not taken:
             return 0
-        del kinds[taken:]
         between[taken - 1 :] = written[taken - 1 :] = [NO_KEY]
         state.table.spending.containers -= REDUCES * taken
-        entries = zip(zip(keys, strict=False), [kind.stubs for kind in kinds], zip(made, strict=False), written, strict=False)
-        state.memo += chain.from_iterable(chain.from_iterable(entries))
-        self.made = [*chain.from_iterable(chain.from_iterable(zip(zip(made, strict=False), between, strict=True)))]
-        self.opcodes = sum([kind.opcodes for kind in kinds]) + len(self.made) - 1 + sum(map(len, written))
+        memo: list[object] = []
+        out: list[object] = []
+        opcodes = -1
+        for kind, key, tensor, name, text in zip(kinds, keys, made, between, written, strict=False):
+            memo += (key, *kind.stubs, tensor, *text)
+            out += (tensor, *name)
+            opcodes += kind.opcodes
+        state.memo += memo
+        self.made, self.opcodes = out, opcodes + len(out) + sum(map(len, written))
         return taken
 
     def _learned(self, pos: int, limit: int, first: int) -> tuple[TensorTemplate, int, int, int] | None:

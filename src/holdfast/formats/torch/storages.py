@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import repeat
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.table import FilePlace, Kind
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, MetadataError, PickleError
 from holdfast.formats.pickle.tensor_templates import TensorArguments
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach, view_traits
-from holdfast.formats.zip.layout import RecordPlaces
+from holdfast.formats.zip.layout import STORED, RecordColumns
 from holdfast.plan.files import FileRow, FileStorages
 
 
@@ -91,16 +90,13 @@ class RecordStorages(FileStorages):
             [FilePlace(source, key, source.store)], self._files, self._starts, self._lengths, self._sums, names=self._keys
         )
 
-    def extend(self, keys: Sequence[str], places: RecordPlaces) -> range:
-        """More of them, and their numbers."""
-        count = len(self._keys)
-        starts, lengths, sums = places
+    def extend(self, keys: Sequence[str], starts: Sequence[int], lengths: Sequence[int], sums: Sequence[int]) -> None:
+        """More of them."""
         self._keys += keys
         self._files.frombytes(bytes(8 * len(starts)))
         self._starts.extend(starts)
         self._lengths.extend(lengths)
         self._sums.extend(sums)
-        return range(count, len(self._keys))
 
     def label_of(self, number: int) -> str:
         return self._folder + self._keys[number]
@@ -110,7 +106,9 @@ class Rows(Value, frozen=True):
     """How ordinary tensors of a pickle are found."""
 
     byteorder: str
-    find: Callable[[Sequence[str]], RecordPlaces]
+    folder: str
+    """What the names of their records begin with."""
+    records: RecordColumns
     storages: RecordStorages
 
 
@@ -169,23 +167,32 @@ class Storages:
         """
         if self.rows is None:
             return []
-        numbers, known = self._numbers, self._known
-        if len({*keys}) < len(keys) or not numbers.keys().isdisjoint(keys) or not known.keys().isdisjoint(keys):
-            # Of those that stand in one run twice the second is asked for again.
-            first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
-            keys = keys[: next(at for at, key in enumerate(keys) if key in numbers or key in known or first[key] != at)]
-        places = self.rows.find(keys)
-        rows, lengths = [one.kind for one in kinds], places[1]
-        count, wanted = len(lengths), [one.storage_nbytes for one in rows]
-        if lengths != wanted:
-            count = next((at for at in range(count) if lengths[at] != wanted[at]), count)
-            keys, places = keys[:count], (places[0][:count], lengths[:count], places[2][:count])
-        made = self.rows.storages.extend(keys, places)
-        numbers.update(zip(keys, made, strict=True))
-        self._kinds += kinds[:count]
-        positions = map(FileRow, repeat(self.rows.storages), made, rows)
-        dtypes, shapes, traits = [one.dtype for one in rows], [one.shape for one in rows], [one.traits for one in rows]
-        return [*map(LazyTensor, repeat(""), dtypes, shapes, repeat(()), repeat(self._source), traits, positions)]
+        numbers, known, source = self._numbers, self._known, self._source
+        folder, records, storages = self.rows.folder, self.rows.records, self.rows.storages
+        rows, begins, packed, crcs, methods, sizes = records
+        made: list[LazyTensor] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        sums: list[int] = []
+        number = len(self._kinds)
+        # No function is called for a tensor: this is done for each of a million, and for runs of two.
+        for record, key in zip(kinds, keys, strict=False):
+            name = folder + key
+            if key in numbers or key in known or name not in rows:
+                break
+            row, kind = rows[name], record.kind
+            if packed[row] != kind.storage_nbytes or methods[row] != STORED:
+                break
+            crc = crcs[row]
+            numbers[key] = number
+            starts += (begins[row],)
+            lengths += (kind.storage_nbytes,)
+            sums += (crc if crc or not sizes[row] else NO_CRC,)
+            made += (LazyTensor("", kind.dtype, kind.shape, (), source, kind.traits, FileRow(storages, number, kind)),)
+            number += 1
+        storages.extend(keys[: len(made)], starts, lengths, sums)
+        self._kinds += kinds[: len(made)]
+        return made
 
     def persistent(self, pid: object) -> LazyTensor:
         """The storage behind a persistent id, as a 1-D tensor."""

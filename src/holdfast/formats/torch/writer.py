@@ -40,7 +40,9 @@ from holdfast.core.table import ODD, Kind
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.formats.pickle.writer import (
     BATCH_ITEMS,
+    GET1,
     INT1,
+    LONG_GET,
     LONG_PUT,
     PUT1,
     TEXT,
@@ -117,6 +119,8 @@ class TorchPickle(PickleWriter):
         self._aside = 0
         """How many containers there are around, of which the attributes are being written."""
         self._come = 0
+        self._key_head = KEY_TEXTS[1], 10
+        """What stands before the key of a record, and the first record whose key is longer."""
         """Rows so far: they come in their order."""
         self._places: dict[int, int] | None = None
         """The row of each value, by identity; made when one comes out of its turn."""
@@ -189,7 +193,7 @@ class TorchPickle(PickleWriter):
         texts: Sequence[bytes] | None = None
         # As long as no function is called, these are ahead of what the writer knows.
         number, row, record = self.count, self._come, len(sources)
-        head, next_head = KEY_TEXTS[len(str(record))], 10 ** len(str(record))
+        head, next_head = self._key_head
         if opcode in b"eu":
             out += (b"(",)
         path += (None,)
@@ -222,11 +226,17 @@ class TorchPickle(PickleWriter):
                     number = self.count
             kind = type(item)
             if kind in types:
-                if row < stop and values[row] is item and (own := identities[row]) not in memo:
-                    storage, made = storage_of[row], made_of[kind_of[row]]
+                if row < stop and values[row] is item:
+                    own, storage, made = identities[row], storage_of[row], made_of[kind_of[row]]
+                    if own in memo:
+                        known = memo[own]
+                        out += (GET1[known] if known <= SHORT else LONG_GET(b"j", known),)
+                        row += 1
+                        continue
                     if made is not None and storage not in records and record >= ONE_DIGIT:
                         if record >= next_head:
-                            head, next_head = KEY_TEXTS[len(str(record))], 10 ** len(str(record))
+                            digits = len(str(record))
+                            head, next_head = self._key_head = KEY_TEXTS[digits], 10**digits
                         numbers, behind = made.numbers, number + made.count
                         numbers[1::2] = range(number, behind)
                         out += (made.before, b"%b%d" % (head, record), made.pack(*numbers))

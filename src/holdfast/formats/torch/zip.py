@@ -12,7 +12,6 @@ Reading: the directory of the zip, the small text records, the pickles. Storages
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from msgspec import field
 
@@ -178,7 +177,8 @@ class PickleReader:
             place = self._key, stored.start, stored.nbytes
             return Storage(*place, self.byteorder, stored.crc32, asked.location, label, home=home)
 
-        rows = Rows(self.byteorder, partial(self._archive.located, folder), RecordStorages(self._source, self._key, folder))
+        records = self._archive.below(folder), self._archive.records.columns
+        rows = Rows(self.byteorder, *records, RecordStorages(self._source, self._key, folder))
         storages = Storages(self._source, find, rows=rows)
         table = TorchTable(self._source, storages.persistent, storages)
         done = interpret_whole(content, table, limits=self._source.limits, stream=name)

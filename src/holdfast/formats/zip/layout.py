@@ -17,15 +17,14 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import compress
-from typing import cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
 from holdfast.errors import ZipError
 
@@ -223,8 +222,16 @@ class ZipRecord(Value, frozen=True, gc=False):
 Place = tuple[int, int, int | None, bool]
 """Of a record: its first byte, how many there are, their CRC-32 where it is known, and whether they are the content."""
 
-RecordPlaces = tuple[list[int], list[int], list[int]]
-"""Of records: the first byte of each, how many there are, and their CRC-32; `NO_CRC` where it is not known."""
+
+class RecordColumns(NamedTuple):
+    """Where records lie: the row of each name, and by rows first bytes, lengths, checksums, methods and lengths of content."""
+
+    rows: Mapping[str, int]
+    starts: memoryview
+    packed: memoryview
+    crcs: memoryview
+    methods: memoryview
+    sizes: memoryview
 
 
 class Records(Mapping[str, ZipRecord]):
@@ -264,16 +271,11 @@ class Records(Mapping[str, ZipRecord]):
         crc = crcs[row]
         return starts[row], packed[row], crc if crc or not sizes[row] else None, methods[row] == STORED
 
-    def places(self, names: Sequence[str]) -> RecordPlaces:
-        """Where the records of these names lie, up to the first that is not there or is compressed."""
+    @property
+    def columns(self) -> RecordColumns:
+        """The columns that say where records lie."""
         starts, packed, crcs, methods, _, sizes = self._views
-        found = [*map(self._rows.get, names)]
-        rows = cast("list[int]", found[: found.index(None)] if None in found else found)
-        packers = [methods[row] for row in rows]
-        if any(packers):
-            rows = rows[: [packer == STORED for packer in packers].index(False)]
-        known = [crc if (crc := crcs[row]) or not sizes[row] else NO_CRC for row in rows]
-        return [starts[row] for row in rows], [packed[row] for row in rows], known
+        return RecordColumns(self._rows, starts, packed, crcs, methods, sizes)
 
     def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""
@@ -323,10 +325,9 @@ class Archive(Value, frozen=True):
 
     def places(self, folder: str) -> Callable[[str], Place | None]:
         """What finds records by their names in a folder, many of them."""
-        place, before = self.records.place, f"{self.prefix}/{folder}" if self.prefix else folder
+        place, before = self.records.place, self.below(folder)
         return lambda name: place(before + name)
 
-    def located(self, folder: str, names: Sequence[str]) -> RecordPlaces:
-        """Where the records of these names in a folder lie, up to the first that is not there or is compressed."""
-        before = f"{self.prefix}/{folder}" if self.prefix else folder
-        return self.records.places([before + name for name in names])
+    def below(self, folder: str) -> str:
+        """What the names of records in a folder begin with."""
+        return f"{self.prefix}/{folder}" if self.prefix else folder
