@@ -43,6 +43,13 @@ def alone():
     return mock.patch.object(tensor_templates.TensorTemplates, "take", return_value=0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def from_the_first():
+    """Kinds are learned from the first tensor on, however few there are."""
+    with mock.patch.object(tensor_templates, "MACHINE_TENSORS", 0):
+        yield
+
+
 def at_most(count: int):
     """So many tensors at a time."""
     return mock.patch.object(tensor_templates, "MOST_TENSORS", count)

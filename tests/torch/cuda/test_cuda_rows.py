@@ -51,7 +51,7 @@ def gpu(monkeypatch):
         seen.append(len(numbers))
         return before(self, numbers)
 
-    monkeypatch.setattr(storages, "_locations", lambda tensors: [place(tensor) for tensor in tensors])
+    monkeypatch.setattr(storages, "DEVICE", lambda tensor: torch.device(place(tensor)))
     monkeypatch.setattr(gather.GpuStorages, "read", read)
     return seen
 
@@ -68,7 +68,7 @@ def test_saved_as_from_memory(tmp_path, gpu, name):
     (tmp_path / "near").mkdir()
     holdfast.save(state, tmp_path / name)
     assert sum(gpu) > 100
-    with mock.patch.object(storages, "_locations", lambda tensors: ["cpu"] * len(tensors)):
+    with mock.patch.object(storages, "DEVICE", return_value=torch.device("cpu")):
         holdfast.save(state, tmp_path / "near" / name)
     if name.endswith(".pt"):
         found = torch.load(tmp_path / name, map_location="cpu")
@@ -127,7 +127,7 @@ def test_a_pickle_says_where_each_was_as_torch_does(drawn, again, ordered):
     tensors = [odd(kind, number) for kind, number in [*[("plain", n) for n in range(60)], *drawn]]
     tensors += [tensors[number] for number in again] + [tensors[number].detach() for number in again]
     state = (OrderedDict if ordered else dict)((f"t{i}", tensor) for i, tensor in enumerate(tensors))
-    with mock.patch.object(storages, "_locations", lambda tensors: [place(tensor) for tensor in tensors]):
+    with mock.patch.object(storages, "DEVICE", lambda tensor: torch.device(place(tensor))):
         assert saved(state, by_rows=True) == saved(state, by_rows=False)
 
 
@@ -156,7 +156,7 @@ def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtyp
     looked = mock.Mock(side_effect=gather._all_bytes)
     with (
         mock.patch.object(gather, "_all_bytes", looked),
-        mock.patch.object(storages, "_locations", lambda some: ["cuda:0"] * len(some)),
+        mock.patch.object(storages, "DEVICE", return_value=torch.device("cuda:0")),
     ):
         ht.save(state, tmp_path / name) if name == "torch.pt" else holdfast.save(state, tmp_path / name)
     assert sum(gpu) >= 300

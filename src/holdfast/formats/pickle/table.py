@@ -193,7 +193,7 @@ class ReducerTable:
 
     def tensors(self, makers: Sequence[object], keys: Sequence[str]) -> Sequence[object]:
         """Tensors of these kinds over the storages of these keys, up to the first that `persistent` and `call` shall make."""
-        made = list[object]()
+        made: list[object] = []
         for make, key in zip(makers, keys, strict=True):
             tensor = cast("Make", make)(key)
             if tensor is None:

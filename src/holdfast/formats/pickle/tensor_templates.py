@@ -37,6 +37,10 @@ MOST_KINDS = 1024
 MOST_TENSORS = 1024
 """In one run."""
 
+MACHINE_TENSORS = 2
+"""Those that the machine reads, behind the first, before a kind is learned. To learn a kind takes as long as to read some tensors,
+and an object of a kilobyte has few."""
+
 REDUCES = 2
 """Containers that a tensor is paid for: its hooks, and itself."""
 
@@ -160,10 +164,12 @@ class Templates(Protocol):
 class TensorTemplates:
     """Looks at what follows the opener, and takes as many ordinary tensors as there are."""
 
-    __slots__ = ("_expected", "_kinds", "_most", "_state", "_texts", "made", "opcodes")
+    __slots__ = ("_expected", "_kinds", "_left", "_most", "_state", "_texts", "made", "opcodes")
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._left = MACHINE_TENSORS
+        """Tensors that are yet left to the machine."""
         self._most = MOST_TENSORS
         """Tensors that are looked for next."""
         self._expected = START
@@ -177,6 +183,9 @@ class TensorTemplates:
 
     def take(self, pos: int, limit: int) -> int:
         """Where the ordinary tensors end that begin behind the opener at `pos`; 0, and nothing done, where there is none."""
+        if self._left:
+            self._left -= 1
+            return 0
         state, kind = self._state, self._expected
         if len(state.marked) + MARKS > state.limits.marks:
             return 0

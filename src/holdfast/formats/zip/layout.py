@@ -17,7 +17,7 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -227,39 +227,39 @@ class RecordColumns(NamedTuple):
     """Where records lie: the row of each name, and by rows first bytes, lengths, checksums, methods and lengths of content."""
 
     rows: Mapping[str, int]
-    starts: memoryview
-    packed: memoryview
-    crcs: memoryview
-    methods: memoryview
-    sizes: memoryview
+    starts: Sequence[int]
+    packed: Sequence[int]
+    crcs: Sequence[int]
+    methods: Sequence[int]
+    sizes: Sequence[int]
 
 
 class Records(Mapping[str, ZipRecord]):
     """The records of an archive under their names, in the order of the file.
 
-    A record is made when it is asked for: a million of them as columns take a quarter of the memory.
+    A record is made when it is asked for: a million of them as columns take a quarter of the memory. The numbers in a column are
+    integers of Python's.
     """
 
-    __slots__ = ("_columns", "_rows", "_views")
+    __slots__ = ("_columns", "_rows")
 
     def __init__(
         self,
         rows: Mapping[str, int],
         *,
-        starts: Ints,
-        packed: Ints,
-        crcs: Ints,
-        methods: Ints,
-        headers: Ints,
-        sizes: Ints,
+        starts: Sequence[int],
+        packed: Sequence[int],
+        crcs: Sequence[int],
+        methods: Sequence[int],
+        headers: Sequence[int],
+        sizes: Sequence[int],
     ) -> None:
         self._rows = rows
         self._columns = (starts, packed, crcs, methods, headers, sizes)
-        self._views = tuple([column.data for column in self._columns])  # one number of it is an integer of Python's
 
     def __getitem__(self, name: str) -> ZipRecord:
         row = self._rows[name]
-        start, nbytes, crc, method, header, size = [view[row] for view in self._views]
+        start, nbytes, crc, method, header, size = [view[row] for view in self._columns]
         return ZipRecord(name, start, nbytes, crc if crc or not size else None, method, header, size)
 
     def place(self, name: str) -> Place | None:
@@ -267,20 +267,20 @@ class Records(Mapping[str, ZipRecord]):
         row = self._rows.get(name)
         if row is None:
             return None
-        starts, packed, crcs, methods, _, sizes = self._views
+        starts, packed, crcs, methods, _, sizes = self._columns
         crc = crcs[row]
         return starts[row], packed[row], crc if crc or not sizes[row] else None, methods[row] == STORED
 
     @property
     def columns(self) -> RecordColumns:
         """The columns that say where records lie."""
-        starts, packed, crcs, methods, _, sizes = self._views
+        starts, packed, crcs, methods, _, sizes = self._columns
         return RecordColumns(self._rows, starts, packed, crcs, methods, sizes)
 
     def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""
         rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
-        own, lengths = self._columns[0][rows], self._columns[1][rows]
+        own, lengths = (np.asarray(column)[rows] for column in self._columns[:2])
         order = np.argsort(starts, kind="stable")
         others = np.ones(len(rows), np.bool_)
         if len(order):

@@ -37,6 +37,7 @@ from holdfast.formats.zip.layout import (
     MAX16,
     MAX32,
     NARROW,
+    STORED,
     WIDE,
     Archive,
     FieldOffsets,
@@ -140,10 +141,10 @@ def _named(rows: list[tuple[bytes, int, int, int, int]], start: int) -> Archive 
     names = text.split("\0")
     if len(names) != len(rows) or len({*text.casefold().split("\0")}) != len(rows) or unsafe(text):
         return None
-    columns = np.array([(start + begin, nbytes, crc, 0, start + place) for _, begin, nbytes, crc, place in rows], np.int64)
-    starts, packed, crcs, methods, headers = columns.T
-    places = dict(zip(names, range(len(names)), strict=True))
-    records = Records(places, starts=starts, packed=packed, crcs=crcs, methods=methods, headers=headers, sizes=packed)
+    _, begins, packed, crcs, headers = zip(*rows, strict=True)
+    starts, places = [start + begin for begin in begins], [start + header for header in headers]
+    numbers = dict(zip(names, range(len(names)), strict=True))
+    records = Records(numbers, starts=starts, packed=packed, crcs=crcs, methods=[STORED] * len(names), headers=places, sizes=packed)
     return Archive(records, prefix.decode("ascii"))
 
 
@@ -338,12 +339,12 @@ def _archive(entries: Entries, payloads: Ints, start: int) -> Archive:
         names = [names[row] for row in rows]
     records = Records(
         dict(zip(names, rows, strict=True)),
-        starts=payloads + start,
-        packed=entries.packed,
-        crcs=entries.crcs,
-        methods=entries.methods,
-        headers=entries.offsets + start,
-        sizes=entries.sizes,
+        starts=(payloads + start).data,
+        packed=entries.packed.data,
+        crcs=entries.crcs.data,
+        methods=entries.methods.data,
+        headers=(entries.offsets + start).data,
+        sizes=entries.sizes.data,
     )
     return Archive(records, _prefix(names))
 
