@@ -59,6 +59,13 @@ def test_a_container_under_two_keys_has_both_names():
     assert names({"a": shared, "b": [shared, shared]}) == ["a.w", "b.0.w", "b.1.w"]
 
 
+def test_a_tensor_in_two_places_is_called_by_each():
+    one = tensor()
+    named = name_tensors({"a": one, "b": {"c": one}}, Limits(), 100).tensors
+    assert [(name, found.name) for name, found in named.items()] == [("a", "a"), ("b.c", "b.c")]
+    assert one.name == "a"
+
+
 def test_a_container_that_contains_itself_is_entered_once():
     tree: dict[str, object] = {"w": tensor()}
     tree["self"] = tree

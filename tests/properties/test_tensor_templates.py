@@ -291,3 +291,33 @@ def test_most_tensors_are_loaded_by_templates():
         found = holdfast.torch.load(io.BytesIO(saved(state)))
     assert len(taken) == 199
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def lying(how: str) -> bytes:
+    """A file of twelve tensors of 64 bytes, of which the eighth, in the middle of a run, is not as its pickle says."""
+    out = io.BytesIO()
+    torch.save({f"t{i}": torch.full((4, 4), float(i), dtype=(torch.float32, torch.int32)[i % 2]) for i in range(12)}, out)
+    made = []
+    for one in records(out.getvalue()):
+        content = one.content
+        if how in ("its key twice", "a known key") and one.name.endswith("data.pkl"):
+            content = content.replace(b"X\x01\0\0\x007", b"X\x01\0\0\0" + (b"6" if how == "its key twice" else b"0"))
+        if one.name.endswith("data/7"):
+            if how == "no record":
+                continue
+            # 59 bytes that do not become shorter take 64.
+            changed = {"shorter": content[:-4], "longer": content * 2, "compressed": bytes([151 * i % 256 for i in range(59)])}
+            content = changed.get(how, content)
+        made.append(Item(one.name, content, method=8 if how == "compressed" and one.name.endswith("data/7") else 0))
+    return build(made)
+
+
+@pytest.mark.parametrize("how", ["its key twice", "a known key", "no record", "shorter", "longer", "compressed"])
+def test_a_lie_among_many_is_told_as_by_the_machine(how: str, tmp_path: Path):
+    (tmp_path / "x.pt").write_bytes(lying(how))
+    found = []
+    for reading in (contextlib.nullcontext(), alone()):
+        with reading, pytest.raises(HoldfastError) as caught:
+            holdfast.open(tmp_path / "x.pt")
+        found.append((type(caught.value), str(caught.value), caught.value.offset))
+    assert found[0] == found[1]

@@ -74,6 +74,28 @@ def patch_readers(monkeypatch: pytest.MonkeyPatch, found) -> None:
         monkeypatch.setattr(reader, "describe", describe)
 
 
+class Everything(set[object]):
+    """As if all kinds of tensors had been opened before."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
+def test_texts_of_the_caller_are_opened_whatever_was_opened_before(format, dst, monkeypatch):
+    def no(_: Description) -> Description:
+        raise HeaderError("for some reason")
+
+    patch_readers(monkeypatch, no)
+    monkeypatch.setattr(formats, "OPENED", Everything())
+    with pytest.raises(CannotHold):
+        ht.save_sharded(dst / "ranks", TENSORS, format=format, metadata={"a": "b"})
+    if format != "dcp":
+        with pytest.raises(CannotHold):
+            holdfast.save(STATE, dst / "one", format=format, metadata={"a": "b"})
+    assert os.listdir(dst) == []
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_writer_whose_reader_says_no_touches_nothing(writer, src, dst, monkeypatch):
     def no(_: Description) -> Description:

@@ -8,7 +8,7 @@
 Of a hundred thousand tensors most are of a dozen kinds. In all of one kind the head is the same, and so is the tail but for the
 memo numbers, which count on. So a tail is a number itself, and has to be `base + entries · step`: one comparison of long integers.
 
-1. A kind is learned from the first of its tensors, by a regular expression (`_pattern`) that knows what torch writes and nothing
+1. A kind is learned from a tensor behind the first few, by an expression (`_pattern`) that knows what torch writes and nothing
    else, and by the table, which is asked whether such arguments may be (`ReducerTable.kind`). Which kind follows which is noted.
 2. Tensors that follow each other, with a key between them, are one run. The table makes all of them together, and they are taken up
    to the first that is not as expected. That one is left to the machine, at the byte where it stands: so are all errors.
