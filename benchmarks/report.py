@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+import holdfast
 from benchmarks.board import Outcome, Times, processor_ratio
 from benchmarks.floors import Floor, as_line
 
@@ -28,7 +29,8 @@ def machine() -> dict[str, str | int]:
         "memory_gib": round(pages / (1 << 30)),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{name: version(name) for name in ("holdfast", "numpy", "torch", "safetensors")},
+        "holdfast": holdfast.__version__,
+        **{name: version(name) for name in ("numpy", "torch", "safetensors")},
     }
 
 
