@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.torch.cuda.gather import GpuStorages
+from holdfast.torch.cuda.memory import GpuStorages
 from holdfast.torch.cuda.stage import Copies, Room
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -31,7 +31,7 @@ def test_rows_are_copied_to_their_places(seed: int, dtypes: tuple[torch.dtype, .
     starts = padded.cumsum() - padded
     room = Room().take(int(padded.sum()), gpu=False)
     copies = Copies(room)
-    copies.begin_rows(tensors, starts, nbytes)
+    copies.begin_rows(tensors[0].device, tensors, starts, nbytes)
     copies.wait()
     for tensor, start, length in zip(tensors, starts.tolist(), nbytes.tolist(), strict=True):
         assert bytes(room.array[start : start + length]) == bytes_of(tensor)
@@ -40,7 +40,7 @@ def test_rows_are_copied_to_their_places(seed: int, dtypes: tuple[torch.dtype, .
 @pytest.mark.parametrize("dtypes", [DTYPES[:1], DTYPES])
 def test_storages_are_gathered_in_any_order(dtypes: tuple[torch.dtype, ...]):
     tensors = some_tensors(3, dtypes)
-    nbytes = [len(bytes_of(tensor)) for tensor in tensors]
-    storages = GpuStorages(dict(enumerate(tensors)), nbytes, alike=len(dtypes) == 1)
+    nbytes = np.array([len(bytes_of(tensor)) for tensor in tensors], np.int64)
+    storages = GpuStorages(dict(enumerate(tensors)), nbytes, [torch.device("cpu")], alike=len(dtypes) == 1)
     for numbers in (range(len(tensors)), [*reversed(range(len(tensors)))], [0]):
         assert [bytes(piece) for piece in storages.read([*numbers])] == [bytes_of(tensors[number]) for number in numbers]

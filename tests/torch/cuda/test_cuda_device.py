@@ -14,7 +14,7 @@ import holdfast
 from holdfast.errors import BadTarget, Corrupted, HoldfastError, HoldfastWarning, Refused, Truncated
 from holdfast.torch import load, load_into, load_sharded, save
 from holdfast.torch import open as torch_open
-from holdfast.torch.cuda import gather, host
+from holdfast.torch.cuda import host, memory
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.tensors import storages as row_tensors
 from holdfast.torch.tensors.fill import fill
@@ -502,8 +502,8 @@ def test_many_are_saved_as_rows_in_the_same_bytes(tmp_path, name, monkeypatch):
     (tmp_path / "rows").mkdir()
     (tmp_path / "objects").mkdir()
     reads: list[int] = []
-    before = gather.GpuStorages.read
-    monkeypatch.setattr(gather.GpuStorages, "read", lambda self, numbers: reads.append(len(numbers)) or before(self, numbers))
+    before = memory.GpuStorages.read
+    monkeypatch.setattr(memory.GpuStorages, "read", lambda self, numbers: reads.append(len(numbers)) or before(self, numbers))
     holdfast.save(bank(), tmp_path / "rows" / name)
     assert sum(reads) > 500
     monkeypatch.setattr(row_tensors, "_is_kept", lambda dtype, device: False)

@@ -6,8 +6,10 @@ import gc
 import io
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,8 @@ import holdfast
 import holdfast.torch as ht
 from holdfast.plan import saves as plan_saves
 from holdfast.torch import versions
-from holdfast.torch.cuda import gather, host
+from holdfast.torch.cuda import host, memory
+from holdfast.torch.cuda.streams import Here
 from holdfast.torch.serialization import pickling
 from holdfast.torch.tensors import storages
 from tests.support import needs
@@ -45,15 +48,27 @@ def many(count: int = 300) -> dict[str, torch.Tensor]:
 def gpu(monkeypatch):
     """Every other tensor is said to be on a GPU, which is the CPU. What was gathered is noted."""
     seen: list[int] = []
-    before = gather.GpuStorages.read
+    before = memory.GpuStorages.read
 
     def read(self, numbers):
         seen.append(len(numbers))
         return before(self, numbers)
 
     monkeypatch.setattr(storages, "DEVICE", lambda tensor: torch.device(place(tensor)))
-    monkeypatch.setattr(gather.GpuStorages, "read", read)
+    monkeypatch.setattr(memory.GpuStorages, "read", read)
+    monkeypatch.setattr(memory, "lanes", no_streams)
     return seen
+
+
+class NoStreams(dict[torch.device, Here]):
+    """No device has a stream: neither the one that is said to be there nor the one that is."""
+
+    def __missing__(self, device: torch.device) -> Here:
+        return Here()
+
+
+def no_streams(devices: Iterable[torch.device]) -> NoStreams:
+    return NoStreams(dict.fromkeys(devices, Here()))
 
 
 def place(tensor: torch.Tensor) -> str:
@@ -127,7 +142,10 @@ def test_a_pickle_says_where_each_was_as_torch_does(drawn, again, ordered):
     tensors = [odd(kind, number) for kind, number in [*[("plain", n) for n in range(60)], *drawn]]
     tensors += [tensors[number] for number in again] + [tensors[number].detach() for number in again]
     state = (OrderedDict if ordered else dict)((f"t{i}", tensor) for i, tensor in enumerate(tensors))
-    with mock.patch.object(storages, "DEVICE", lambda tensor: torch.device(place(tensor))):
+    with (
+        mock.patch.object(storages, "DEVICE", lambda tensor: torch.device(place(tensor))),
+        mock.patch.object(memory, "lanes", no_streams),
+    ):
         assert saved(state, by_rows=True) == saved(state, by_rows=False)
 
 
@@ -143,8 +161,9 @@ def test_another_package_for_gpus_is_asked(gpu, monkeypatch):
     assert not gpu
 
 
-def rows_of(tensors: list[torch.Tensor]) -> gather.GpuStorages:
-    return gather.GpuStorages(dict(enumerate(tensors)), [tensor.nbytes for tensor in tensors])
+def rows_of(tensors: list[torch.Tensor]) -> memory.GpuStorages:
+    nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+    return memory.GpuStorages(dict(enumerate(tensors)), nbytes, {tensor.device for tensor in tensors})
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native", BY_ROWS])
@@ -153,9 +172,9 @@ def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtyp
     if dtype is torch.complex128 and not name.endswith(".pt"):
         pytest.skip("safetensors files have no name for it")
     state = {f"t{i:03}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=dtype, seed=i) for i in range(300)}
-    looked = mock.Mock(side_effect=gather._all_bytes)
+    looked = mock.Mock(side_effect=memory._all_bytes)
     with (
-        mock.patch.object(gather, "_all_bytes", looked),
+        mock.patch.object(memory, "_all_bytes", looked),
         mock.patch.object(storages, "DEVICE", return_value=torch.device("cuda:0")),
     ):
         ht.save(state, tmp_path / name) if name == "torch.pt" else holdfast.save(state, tmp_path / name)
@@ -167,7 +186,7 @@ def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtyp
 
 def test_blocks_come_back_with_the_last_view(monkeypatch):
     pool = host.Pool()
-    monkeypatch.setattr(gather, "POOL", pool)
+    monkeypatch.setattr(memory, "POOL", pool)
     own = rows_of([values(number + 1) for number in range(20)])
     gc.disable()
     try:
@@ -184,7 +203,7 @@ def test_blocks_come_back_with_the_last_view(monkeypatch):
 
 def test_a_failure_gives_the_block_back(monkeypatch):
     pool = host.Pool()
-    monkeypatch.setattr(gather, "POOL", pool)
+    monkeypatch.setattr(memory, "POOL", pool)
     own = rows_of([values(number + 1) for number in range(20)])
     joining = mock.patch.object(torch._C._nn, "flatten_dense_tensors", side_effect=RuntimeError("no memory"))
     with joining, pytest.raises(RuntimeError, match="no memory"):

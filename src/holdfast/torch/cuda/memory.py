@@ -4,36 +4,39 @@ A storage on a GPU is a storage like any other, known by its device and address;
 asks for bytes in C order and gets them in a block of page-locked memory, which it gives back (`GpuSource.lend`): the writers of a
 save each hold one, so that copying, summing and writing overlap, and memory is bounded however large a tensor is.
 
-To copy a small tensor by itself takes a call into CUDA and a wait for its answer, and its bytes take a thousandth of that. So small
-tensors that are wanted together are laid behind each other on the device, by one kernel for hundreds of them, and cross the bus as
-one (`read`, `copy_later`).
+Small tensors that are wanted together cross the bus as one (cuda/gather.py): those of a table by their storages (`GpuStorages`),
+others one lazy tensor each (`GpuSource.read`, `copy_later`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from holdfast.core.arrays import byte_row
+from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
-from holdfast.core.runtime import weakly
+from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_bytes, slabs
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Unsupported
+from holdfast.plan.saves import Data
 from holdfast.stores.virtual import Virtual, VirtualFile
+from holdfast.torch.cuda.gather import SHORT_NBYTES, gather
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark
-from holdfast.torch.cuda.streams import Lane, Side, refuse_capture
+from holdfast.torch.cuda.streams import Lane, Side, lanes, refuse_capture
 from holdfast.torch.tensors.from_lazy import carrier_dtype, torch_dtype
 from holdfast.torch.tensors.scratch import flat
 from holdfast.torch.tensors.shared_regions import BYTES
@@ -42,12 +45,6 @@ T = TypeVar("T")
 
 MOST_BLOCKS = 16
 """Blocks that are lent at once: one for each of the threads that write a file."""
-
-SHORT_NBYTES = 1 << 20
-"""Tensors up to this length cross the bus together with others."""
-
-PADDING_NBYTES = 64
-"""Of what is copied into one room, more than this between two tensors ends a copy."""
 
 
 class GpuMemory(Virtual):
@@ -151,13 +148,13 @@ class GpuSource(OpenSource):
         for device, own in self._by_device((request.tensor, request) for request in requests).items():
             for group in _groups([tensor.nbytes for tensor, _ in own], BLOCK_NBYTES):
                 members = own[group]
-                total = sum(tensor.nbytes for tensor, _ in members)
+                nbytes = np.array([tensor.nbytes for tensor, _ in members], np.int64)
                 with self._turns:
                     (block,) = POOL.lend(1)
                     try:
                         lane = self.memory.lane(device)
-                        with torch.no_grad(), lane.on():
-                            self._join([tensor for tensor, _ in members], block.tensor[:total])
+                        self._gather([tensor for tensor, _ in members], nbytes.cumsum() - nbytes, block.tensor, lane)
+                        with lane.on():
                             mark = lane.mark()
                         mark.synchronize()
                         at = 0
@@ -171,17 +168,12 @@ class GpuSource(OpenSource):
     def copy_later(self, wanted: Sequence[tuple[LazyTensor, int]], room: torch.Tensor) -> list[Mark]:
         """Start to copy tensors, in C order, each to its place in a room of page-locked memory. The callers' streams wait for that.
 
-        Places ascend. Fewer than `PADDING_NBYTES` between two of them are nobody's, and may be written to. Gives back marks of
-        where the copies end.
+        Places ascend. Few bytes between two of them are nobody's, and may be written to. Gives back marks of where the copies end.
         """
         marks = []
         for device, pairs in self._by_device(wanted).items():
             lane = self.memory.lane(device)
-            with torch.no_grad(), lane.on():
-                for group in _neighbours([(place, tensor.nbytes) for tensor, place in pairs]):
-                    members = pairs[group]
-                    begin, end = members[0][1], members[-1][1] + members[-1][0].nbytes
-                    self._join([tensor for tensor, _ in members], room[begin:end], [place - begin for _, place in members])
+            self._gather([tensor for tensor, _ in pairs], np.array([place for _, place in pairs], np.int64), room, lane)
             marks.append(lane.hold_caller())
         return marks
 
@@ -191,17 +183,10 @@ class GpuSource(OpenSource):
             found.setdefault(self._device(tensor), []).append((tensor, other))
         return found
 
-    def _join(self, tensors: Sequence[LazyTensor], out: torch.Tensor, places: Sequence[int] | None = None) -> None:
-        """Start one copy of several tensors of one device, behind each other or at these places."""
-        if len(tensors) == 1:
-            self._start(tensors[0], out)
-            return
-        rows = [self._octets(tensor) for tensor in tensors]
-        if places is not None:
-            ends = [place + tensor.nbytes for place, tensor in zip(places, tensors, strict=True)]
-            rows = list(_padded(rows, [place - end for place, end in zip(places, (0, *ends), strict=False)]))
-        # Laid behind each other on the device, which then belongs to the side stream, and is used again behind this copy.
-        out.copy_(torch.cat(rows), non_blocking=True)
+    def _gather(self, tensors: Sequence[LazyTensor], starts: Ints, room: torch.Tensor, lane: Lane) -> None:
+        """Start to copy tensors of one device to their places."""
+        nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+        gather(lambda first, stop: [self._octets(tensor) for tensor in tensors[first:stop]], starts, nbytes, room, lane)
 
     def _fetch(self, tensor: LazyTensor, block: HostBlock) -> memoryview:
         self._copy(tensor, block.tensor[: tensor.nbytes]).synchronize()
@@ -263,6 +248,83 @@ class GpuSource(OpenSource):
         return made.flip(backwards) if backwards else made
 
 
+class GpuStorages:
+    """The bytes of storages on GPUs, by their numbers. Made on the thread whose stream wrote them.
+
+    Tensors of one dtype that are all of their storages are gathered as they are. Of others the bytes are, and the views for that
+    are made by one thread, all at once: made by the writers, each call into torch would wait for the interpreter lock. What is read
+    lies in a block of the pool, which goes back there with the last view of it.
+    """
+
+    def __init__(
+        self, tensors: Mapping[int, torch.Tensor], nbytes: Ints, devices: Iterable[torch.device], *, alike: bool = False
+    ) -> None:
+        """`tensors`: one over each storage, on these devices; `nbytes` of all storages. `alike`: all tensors are of one dtype, and
+        each is all of its storage in C order."""
+        self._nbytes, self._tensors = nbytes, tensors
+        self._lanes = lanes(devices)
+        self._source = GpuSource(GpuMemory(self._lanes.__getitem__))
+        self._making = renewed(threading.Lock())
+        self._flat: Mapping[int, torch.Tensor] | None = tensors if alike else None
+
+    @property
+    def _rows(self) -> Mapping[int, torch.Tensor]:
+        """What is gathered. Views are made by whoever reads first, all of them: a save that copies its tensors reads none."""
+        with self._making:
+            if self._flat is None:
+                with torch.no_grad():
+                    self._flat = {number: _all_bytes(tensor, int(self._nbytes[number])) for number, tensor in self._tensors.items()}
+            return self._flat
+
+    def read(self, numbers: Sequence[int]) -> list[memoryview]:
+        """The bytes of storages of these numbers."""
+        if len(self._lanes) == 1:
+            return self._fetch(next(iter(self._lanes)), numbers) if numbers else []
+        pieces: dict[int, memoryview] = {}
+        for device in self._lanes:
+            own = [number for number in numbers if self._tensors[number].device == device]
+            if own:
+                pieces.update(zip(own, self._fetch(device, own), strict=True))
+        return [pieces[number] for number in numbers]
+
+    def alone(self, number: int, label: str) -> Data:
+        """Those of one, in blocks."""
+        return Data(self._source.bytes_of(self._tensors[number].untyped_storage(), label), label)
+
+    def _fetch(self, device: torch.device, numbers: Sequence[int]) -> list[memoryview]:
+        some, known = list(numbers), self._rows
+        nbytes = self._nbytes[some]
+        stops = nbytes.cumsum()
+        total = int(stops[-1])
+        (block,) = POOL.lend(1, max(total, BLOCK_NBYTES))
+        lane = self._lanes[device]
+        try:
+            lane.follow()
+            gather(lambda first, stop: [known[number] for number in some[first:stop]], stops - nbytes, nbytes, block.tensor, lane)
+            with lane.on():
+                mark = lane.mark()
+            mark.synchronize()
+        except BaseException:
+            POOL.take_back([block])
+            raise
+        lent = block.array[:total]
+        # Nobody says when he has done with the views; they keep this array.
+        weakref.finalize(lent, POOL.take_back, [block]).atexit = False
+        memory = lent.data
+        return [memory[begin:end] for begin, end in pairwise([0, *stops.tolist()])]
+
+
+def _all_bytes(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """All bytes of a tensor's storage, where they are."""
+    count, rest = divmod(nbytes, tensor.element_size())
+    if rest:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    if tensor.dim() and tensor.numel() == count and tensor.is_contiguous():
+        # One call where the others take two.
+        return tensor.view(torch.uint8)
+    return tensor.as_strided((count,), (1,), 0).view(torch.uint8)
+
+
 @contextmanager
 def _in_c_order(out: np.ndarray) -> Iterator[np.ndarray]:
     """The bytes of an array in C order, to be written; where they lie otherwise they are put there at the end."""
@@ -282,27 +344,3 @@ def _groups(sizes: Sequence[int], most: int) -> Iterator[slice]:
         total += nbytes
     if sizes:
         yield slice(first, len(sizes))
-
-
-def _padded(rows: Sequence[torch.Tensor], gaps: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Rows of bytes of one device, each behind so many zeros."""
-    zeros = torch.zeros(PADDING_NBYTES, dtype=torch.uint8, device=rows[0].device) if any(gaps) else None
-    for row, gap in zip(rows, gaps, strict=True):
-        if gap and zeros is not None:
-            yield zeros[:gap]
-        yield row
-
-
-def _neighbours(places: Sequence[tuple[int, int]]) -> Iterator[slice]:
-    """Stretches of places (and lengths) that are filled by one copy: short ones, close to each other, at most a block of them."""
-    first, begin, end = 0, 0, 0
-    for number, (place, nbytes) in enumerate(places):
-        joined = number > first and 0 <= place - end < PADDING_NBYTES and place + nbytes - begin <= BLOCK_NBYTES
-        if number and not (joined and nbytes <= SHORT_NBYTES and places[first][1] <= SHORT_NBYTES):
-            yield slice(first, number)
-            first = number
-        if number == first:
-            begin = place
-        end = place + nbytes
-    if places:
-        yield slice(first, len(places))

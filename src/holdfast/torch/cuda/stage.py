@@ -12,7 +12,6 @@ is ordinary memory, filled through the blocks of the pool by several threads, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -22,8 +21,9 @@ from holdfast.core.runtime import at_fork
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, slabs
 from holdfast.engine.threads import default_threads, run_all
+from holdfast.torch.cuda.gather import gather
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock, available_nbytes
-from holdfast.torch.cuda.memory import PADDING_NBYTES, SHORT_NBYTES, GpuSource
+from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.pipeline import Mark
 from holdfast.torch.cuda.streams import lanes
 
@@ -98,26 +98,13 @@ class Copies:
         if work:
             run_all(work, default_threads())
 
-    def begin_rows(self, tensors: Sequence[torch.Tensor], starts: Ints, nbytes: Ints) -> None:
-        """Start to copy tensors that are all of their storages in C order, each to its place in the locked part of the room.
-
-        Places ascend, with less than `PADDING_NBYTES` between neighbours. Neighbours are laid behind each other on the device by
-        one kernel, and cross the bus as one. The caller's streams wait for that.
-        """
+    def begin_rows(self, device: torch.device, tensors: Sequence[torch.Tensor], starts: Ints, nbytes: Ints) -> None:
+        """Start to copy tensors of one device that are all of their storages in C order, each to its place in the locked part of
+        the room. Places ascend. The caller's stream waits for that."""
         self._kept.append(tensors)
-        devices = [*map(DEVICE, tensors)]
-        sides = lanes({*devices})
-        for device, lane in sides.items():
-            own, begins, stops = tensors, starts, starts + nbytes
-            if len(sides) > 1:
-                here = [at for at, one in enumerate(devices) if one == device]
-                own, begins, stops = [tensors[at] for at in here], starts[here], stops[here]
-            gaps = begins[1:] - stops[:-1]
-            with torch.no_grad(), lane.on():
-                for first, stop in _stretches(begins, stops - begins):
-                    joined = _joined(own[first:stop], gaps[first : stop - 1])
-                    self._room.tensor[int(begins[first]) : int(stops[stop - 1])].copy_(joined, non_blocking=True)
-            self._marks.append(lane.hold_caller())
+        (lane,) = lanes([device]).values()
+        gather(lambda first, stop: tensors[first:stop], starts, nbytes, self._room.tensor, lane)
+        self._marks.append(lane.hold_caller())
 
     def wait(self) -> None:
         """Come back when all bytes are there."""
@@ -131,40 +118,6 @@ class Copies:
         if not self.unlocked_nbytes:
             return ()
         return (f"{self.unlocked_nbytes:,} bytes went through ordinary memory: page-locked memory was not allowed, or refused",)
-
-
-DEVICE, DTYPE = attrgetter("device"), attrgetter("dtype")
-
-GATHER_NBYTES = 64 << 20
-"""Bytes that are laid behind each other on a GPU at a time."""
-
-
-def _stretches(starts: Ints, nbytes: Ints) -> list[tuple[int, int]]:
-    """Ranges of neighbours that are copied together; a long one is copied by itself."""
-    stops = starts + nbytes
-    first, found = 0, list[tuple[int, int]]()
-    breaks = np.flatnonzero(
-        (nbytes[1:] > SHORT_NBYTES) | (nbytes[:-1] > SHORT_NBYTES) | (starts[1:] - stops[:-1] >= PADDING_NBYTES)
-    )
-    for stop in [*(breaks + 1).tolist(), len(starts)]:
-        while first < stop:
-            last = min(max(int(np.searchsorted(stops, starts[first] + GATHER_NBYTES, side="right")), first + 1), stop)
-            found.append((first, last))
-            first = last
-    return found
-
-
-def _joined(tensors: Sequence[torch.Tensor], gaps: Ints) -> torch.Tensor:
-    """The bytes of tensors of one device behind each other, with so many zeros between them."""
-    if len(tensors) == 1:
-        return tensors[0].reshape(-1).view(torch.uint8)
-    rows = list(tensors) if len({*map(DTYPE, tensors)}) == 1 else [t.reshape(-1).view(torch.uint8) for t in tensors]
-    if gaps.any():
-        zeros = torch.zeros(PADDING_NBYTES, dtype=torch.uint8, device=rows[0].device).view(rows[0].dtype)
-        width = rows[0].element_size()
-        rows = [rows[0], *(one for gap, row in zip(gaps.tolist(), rows[1:], strict=True) for one in (zeros[: gap // width], row))]
-    # One call, without the interpreter lock, for what `torch.cat` wants flat.
-    return torch._C._nn.flatten_dense_tensors(rows).view(torch.uint8)
 
 
 def _slab_task(source: GpuSource, slab: Slab, out: np.ndarray) -> Callable[[], None]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from msgspec import field
 
-from holdfast.core.arrays import Bools, Ints, byte_row
+from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.protocols import Request, Store, by_source
@@ -130,20 +130,20 @@ def stage(
         total += -total % ALIGNMENT
         places.append(total)
         total += tensor.nbytes
-    on_gpu = _on_gpu(table, rows, values) if len(values) == len(table) else np.zeros(len(rows), np.bool_)
-    gpu = bool(on_gpu.any()) or any(isinstance(tensor.source, GpuSource) for tensor in tensors)
+    gpus = _gpus(table, rows, values) if len(values) == len(table) else {}
+    gpu = bool(gpus) or any(isinstance(tensor.source, GpuSource) for tensor in tensors)
     room = ROOM.take(total, gpu=gpu, max_host_memory=max_host_memory)
     copies = Copies(room)
     try:
         # GPUs first: they copy by themselves while the rest is copied here.
-        direct = (on_gpu & (starts + nbytes <= room.locked_nbytes) & (nbytes > 0)).nonzero()[0].tolist()
-        own = rows[direct].tolist()
-        copies.begin_rows(cast("list[torch.Tensor]", [*map(values.__getitem__, own)]), starts[direct], nbytes[direct])
-        staged = _stage_pieces(tensors, places, copies, room, threads=threads)
-        if direct:
-            copies.unlocked_nbytes += int(nbytes[on_gpu].sum() - nbytes[direct].sum())
         rest = np.ones(len(rows), np.bool_)
-        rest[direct] = False
+        for device, own in gpus.items():
+            direct = own[(starts[own] + nbytes[own] <= room.locked_nbytes) & (nbytes[own] > 0)]
+            on_device = cast("list[torch.Tensor]", [*map(values.__getitem__, rows[direct].tolist())])
+            copies.begin_rows(device, on_device, starts[direct], nbytes[direct])
+            copies.unlocked_nbytes += int(nbytes[own].sum() - nbytes[direct].sum()) if len(direct) else 0
+            rest[direct] = False
+        staged = _stage_pieces(tensors, places, copies, room, threads=threads)
         _copy_storages(table.storages, numbers[rest], starts[rest], nbytes[rest], room, threads=threads)
         torn = before.count_changed()
         if torn:
@@ -171,13 +171,17 @@ def _each_storage(table: Table) -> tuple[Ints, Ints, Ints]:
     return numbers, plain[first], storage
 
 
-def _on_gpu(table: Table, rows: Ints, values: Sequence[object]) -> Bools:
-    """Whether the tensors of rows are torch's, on a GPU, and all of their storages."""
-    there = [kind.whole and kind.location.startswith("cuda") for kind in table.kinds]
-    if not any(there):
-        return np.zeros(len(rows), np.bool_)
+def _gpus(table: Table, rows: Ints, values: Sequence[object]) -> dict[torch.device, Ints]:
+    """By device: the places among some rows of those whose tensors are torch's, on a GPU, and all of their storages."""
+    places = [kind.location if kind.whole and kind.location.startswith("cuda") else "" for kind in table.kinds]
+    names = sorted({*places} - {""})
+    if not names:
+        return {}
     plain = np.fromiter(map(PLAIN.__contains__, map(type, values)), np.bool_, len(values))
-    return (np.array(there, np.bool_)[np.fromiter(table.kind, np.int64, len(table))] & plain)[rows]
+    numbers = np.array([names.index(place) if place else -1 for place in places], np.int64)
+    here = np.where(plain, numbers[np.fromiter(table.kind, np.int64, len(table))], -1)[rows]
+    found = {torch.device(name): np.flatnonzero(here == number) for number, name in enumerate(names)}
+    return {device: own for device, own in found.items() if len(own)}
 
 
 def _copy_storages(storages: Storages, numbers: Ints, starts: Ints, nbytes: Ints, room: HostBlock, *, threads: int) -> None:

@@ -7,7 +7,7 @@ questions make the answers of fifty thousand tensors in 50 ms.
 attributes, no hooks, and of a dtype that is not quantised. Those that are not are left out.
 
 `TensorStorages` are the bytes of their storages, as a table asks for them: many together (`read`), and one by itself that is too
-long to be copied (`alone`). Those on GPUs are gathered there (cuda/gather.py).
+long to be copied (`alone`). Those on GPUs are gathered there (cuda/memory.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.core.tensor import PLAIN, Traits
 from holdfast.core.value import Value, replace
 from holdfast.plan.saves import BATCH, Data, Memory
 from holdfast.plan.table import Tabulated
-from holdfast.torch.cuda.gather import GpuStorages
+from holdfast.torch.cuda.memory import GpuStorages
 
 TYPES = (torch.Tensor, torch.nn.Parameter)
 """By exact class."""
@@ -51,8 +51,8 @@ TRAITS: dict[tuple[bool, type], Traits] = {
 
 
 class TensorStorages:
-    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers; `alike` as for
-    `GpuStorages`."""
+    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers; `devices` and
+    `alike` are as for `GpuStorages`."""
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class TensorStorages:
         nbytes: Ints,
         addresses: Ints,
         gpus: Mapping[int, torch.Tensor] | None = None,
+        devices: Iterable[torch.device] = (),
         *,
         alike: bool = False,
     ) -> None:
@@ -67,7 +68,7 @@ class TensorStorages:
         """Kept, so that the memory is."""
         self.nbytes, self._addresses = nbytes, addresses
         self._far = gpus or {}
-        self._gpus = GpuStorages(gpus, nbytes.tolist(), alike=alike) if gpus else None
+        self._gpus = GpuStorages(gpus, nbytes, devices, alike=alike) if gpus else None
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
@@ -180,7 +181,8 @@ class _Columns(Value, frozen=True, eq=False):
         alike = [self.kinds[number] for number in distant]
         # Of dtypes without a storage class, the newer ones, torch may not have all operations.
         one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage and kind.whole for kind in alike)
-        held = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, alike=one)
+        devices = {torch.device(kind.location) for kind in alike}
+        held = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, devices, alike=one)
         return Tabulated(self.rows, self.kinds, self.kind, storage, held, lambda: addresses)
 
 
