@@ -4,8 +4,8 @@ Everything shall be linear, and a tensor shall take a kilobyte of memory. So the
 for each count: microseconds of processor time a tensor, and bytes a tensor of the peak above what the process had after its imports
 (for `save` without the state itself). `diff` has two checkpoints open, and its bytes are those of both for a tensor of one of them;
 one tensor in a hundred is another. A safetensors header passes the 100 MB of the format with a million of longer names, so there
-names are short. A million in a `.pt` open with raised limits alone, and `holdfast.save` refuses to write such a file. So
-`holdfast.torch.save` makes it, and `convert` takes it to a native directory.
+names are short; `shards` is a folder of eight safetensors files and an index. A million in a `.pt` open with raised limits alone,
+and `holdfast.save` refuses to write such a file. So `holdfast.torch.save` makes it, and `convert` takes it to a native directory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ __all__ = ["main"]
 
 COUNTS = (10_000, 100_000, 1_000_000)
 
-FORMATS = {"native": "", "safetensors": ".safetensors", "pt": ".pt"}
+FORMATS = {"native": "", "safetensors": ".safetensors", "shards": ".folder", "pt": ".pt"}
 """What files are called."""
+
+SHARDS = 8
 
 CHANGED = 100
 """Of so many tensors one is another."""
@@ -55,11 +57,20 @@ def raised() -> object:
     return Limits(pickle_nbytes=1 << 30, zip_directory_nbytes=1 << 30, zip_records=1 << 24)
 
 
-def save(suffix: str, count: int) -> Job:
-    import holdfast
+def options(suffix: str, count: int) -> dict[str, object]:
+    """What a verb that writes is given beside its target."""
+    if suffix != ".folder":
+        return {"durable": False}
+    return {"durable": False, "format": "safetensors-dir", "max_shard_size": -(-64 * count // SHARDS)}
 
+
+def save(suffix: str, count: int) -> Job:
     state = made(count, short=suffix == ".safetensors")
-    return lambda path: holdfast.save(state, path / f"new{suffix}", durable=False)
+    if suffix == ".pt":
+        import torch
+
+        state = {name: torch.from_numpy(array) for name, array in state.items()}
+    return lambda path: write(state, path / f"new{suffix}", count)
 
 
 def opened(suffix: str, count: int) -> Job:
@@ -85,11 +96,8 @@ def read(suffix: str, count: int) -> Job:
 def convert(suffix: str, count: int) -> Job:
     import holdfast
 
-    def job(path: Path) -> object:
-        with holdfast.open(path / f"a{suffix}", limits=raised()) as checkpoint:
-            return holdfast.convert(checkpoint, path / f"new{'' if suffix == '.pt' else suffix}", durable=False)
-
-    return job
+    target = f"new{'' if suffix == '.pt' else suffix}"
+    return lambda path: holdfast.convert(path / f"a{suffix}", path / target, limits=raised(), **options(suffix, count))
 
 
 def diff(suffix: str, count: int) -> Job:
@@ -133,10 +141,9 @@ def one(verb: str, folder: Path, suffix: str, *, count: int) -> None:
     warm = folder / f"warm{suffix}"
     warm.mkdir(exist_ok=True)
     state = made(200, short=True)
-    import holdfast
 
     for key in "ab":
-        holdfast.save(state, warm / f"{key}{suffix}", overwrite=True)
+        write(state, warm / f"{key}{suffix}", 200)
     VERBS[verb](suffix, 200)(warm)
     shutil.rmtree(warm)
     job = VERBS[verb](suffix, count)
@@ -146,18 +153,20 @@ def one(verb: str, folder: Path, suffix: str, *, count: int) -> None:
     print(json.dumps({"microseconds": used / count * 1e6, "nbytes": measured["peak_nbytes"] / count}))
 
 
-def write(state: dict[str, object], path: Path) -> None:
+def write(state: dict[str, object], path: Path, count: int) -> None:
     """What the verbs look at."""
     import holdfast
 
     if path.suffix != ".pt":
-        holdfast.save(state, path, durable=False)
+        holdfast.save(state, path, **options(path.suffix, count))
         return
+    import numpy as np
     import torch
 
     import holdfast.torch
 
-    holdfast.torch.save({name: torch.from_numpy(array) for name, array in state.items()}, path)
+    arrays = isinstance(next(iter(state.values())), np.ndarray)
+    holdfast.torch.save({name: torch.from_numpy(array) for name, array in state.items()} if arrays else state, path)
 
 
 def main(counts: list[int], formats: list[str], verbs: list[str]) -> None:
@@ -167,7 +176,7 @@ def main(counts: list[int], formats: list[str], verbs: list[str]) -> None:
             suffix = FORMATS[format]
             with tempfile.TemporaryDirectory() as place:
                 for key, changed in (("a", 0), ("b", CHANGED)):
-                    write(made(count, short=suffix == ".safetensors", changed=changed), Path(place) / f"{key}{suffix}")
+                    write(made(count, short=suffix == ".safetensors", changed=changed), Path(place) / f"{key}{suffix}", count)
                 for verb in verbs:
                     words = [sys.executable, "-m", "benchmarks.million", "--one", verb, place, suffix, str(count)]
                     ran = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 from holdfast.cli.progress import bar
 from holdfast.cli.text import Line, print_lines, width
@@ -15,7 +16,7 @@ from holdfast.engine.compare import Content
 from holdfast.inspect.brief import brief
 from holdfast.inspect.compare_values import Absent, ValueChange
 from holdfast.inspect.diff import Comparison, Diff, TensorChange
-from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.open import opened
 from holdfast.inspect.side import chosen_sides
 
 SCHEMA = 1
@@ -32,8 +33,9 @@ Tensors = Mapping[str, LazyTensor]
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code, which is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
-    with open_checkpoint(options.a) as first, open_checkpoint(options.b) as second:
-        a, b = chosen_sides(first, second, rename=options.rename, filter=options.filter, tensors_only=options.tensors_only)
+    with ExitStack() as stack:
+        checkpoints = (stack.enter_context(opened(path)) for path in (options.a, options.b))
+        a, b = chosen_sides(checkpoints, rename=options.rename, filter=options.filter, tensors_only=options.tensors_only)
         comparison = Comparison(a, b, exact=options.exact)
         with bar("Comparing", comparison.nbytes, quiet=options.quiet or options.json) as progress:
             found = comparison.run(progress)

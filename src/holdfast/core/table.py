@@ -392,6 +392,12 @@ class Table(Mapping[str, LazyTensor]):
         views = [self.view(row) for row in range(len(self.names))]
         return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, views=views)
 
+    def without_views(self) -> Table:
+        """The same rows. Their lazy tensors, where they are there already, are let go and made again when one is asked for."""
+        if self._views is None:
+            return self
+        return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd)
+
     def __getitem__(self, name: str) -> LazyTensor:
         return self.view(self.rows[name])
 

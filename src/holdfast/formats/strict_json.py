@@ -28,7 +28,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded
 
-BLOCK_NBYTES = 1 << 20
+BLOCK_NBYTES = 1 << 18
 """Bytes that the depth count looks at in one go: its masks stay in the cache, whatever the document's size."""
 
 CONTAINER_NBYTES = 10
@@ -223,13 +223,13 @@ def _count_brackets(raw: bytes, limit: int, file: str | None, *, start: int) -> 
         opening = ((block == ord("{")) | (block == ord("["))) & ~in_string
         closing = ((block == ord("}")) | (block == ord("]"))) & ~in_string
         steps = opening.astype(np.int8) - closing
-        levels = np.cumsum(steps, dtype=np.int64) + depth
-        if levels.max() > limit:
+        levels = np.cumsum(steps, dtype=np.int32)
+        if depth + int(levels.max()) > limit:
             raise LimitExceeded(
                 f"the JSON document nests deeper than Limits(depth={limit})", file=file, offset=start, expected=limit
             )
         count += int(np.count_nonzero(opening))
-        depth, inside = int(levels[-1]), bool(in_string[-1])
+        depth, inside = depth + int(levels[-1]), bool(in_string[-1])
     return count
 
 

@@ -373,8 +373,8 @@ def diff(
     from any thread.
     """
     with ExitStack() as stack:
-        first, second = (stack.enter_context(opened(src, limits=limits)) for src in (a, b))
-        sides = chosen_sides(first, second, rename=rename, filter=filter, tensors_only=tensors_only)
+        checkpoints = (stack.enter_context(opened(src, limits=limits)) for src in (a, b))
+        sides = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
         threads = reading_threads(max_memory, threads)
         return Comparison(*sides, find_renamed=find_renamed, exact=exact, threads=threads).run(progress)
 
@@ -398,13 +398,10 @@ class Comparison:
         self._dense: list[DensePairs] = []
         for name in self._plan_dense(dense_pairs(left, right, (rows, others), names), names):
             self._plan_pair(name, (left[name], right[name]))
-        if flat:
-            self._trees = compare_trees(a.shell, b.shell)
-            if (np.diff(np.asarray(others, np.int64)) < 0).any():
-                self._trees.reordered.insert(0, ())
-        else:
-            self._trees = compare_trees(a.tree, b.tree, settled=self._compared_by_name)
-            self._plan_places()
+        self._trees = compare_trees(a.tree, b.tree, settled=self._compared_by_name)
+        self._plan_places()
+        if flat and a.ordered and b.ordered and (np.diff(np.asarray(others, np.int64)) < 0).any():
+            self._trees.reordered.insert(0, ())
         self._removed = {name: left[name] for name in left if name not in right} if len(rows) < len(left) else {}
         self._added = {name: right[name] for name in right if name not in left} if len(others) < len(right) else {}
         self._candidates = _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])

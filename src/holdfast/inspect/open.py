@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import BinaryIO, TypeVar, cast
 
 import numpy as np
@@ -95,8 +95,14 @@ def opened(
     if isinstance(src, Checkpoint):
         yield src
         return
-    with open(src, limits=limits, threads=threads, verify=verify) as checkpoint:
-        yield checkpoint
+    with ExitStack() as stack:
+        # Nothing here holds it: whoever has taken its columns lets go of its lazy tensors, which are many.
+        yield _closed_by(stack, open(src, limits=limits, threads=threads, verify=verify))
+
+
+def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:
+    stack.callback(checkpoint.source.store.close)
+    return checkpoint
 
 
 def _described(source: Source) -> Checkpoint:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from operator import eq
+from typing import cast
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.patterns import Renames, matcher, rename_problems, renamer, unmatched
@@ -20,6 +22,11 @@ from holdfast.core.tree import dotted, leaf_paths, refilled
 from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold, NoSuchTensor, Unsupported
 from holdfast.plan.files import tabulated
+
+NEAR = 10_000
+"""Names that are compared with a filter that means nothing."""
+
+AnyDict = dict[object, object]
 
 
 class Side(Value, frozen=True):
@@ -32,25 +39,25 @@ class Side(Value, frozen=True):
     metadata: Mapping[str, str] | None
     """None where it is not compared."""
     flat: bool = False
-    """Whether a comparison of trees has nothing to say of its tensors: they stand at the top under their names, and nothing else
-    does. The tree may be the mapping itself then, which makes tensors when they are asked for."""
+    """Whether the tree is without its tensors: they stand at its top under their names, or only names are compared."""
+    ordered: bool = False
+    """Whether the order of the tensors is that of a container."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Side:
-        """All of a checkpoint."""
+        """All of a checkpoint. Of a flat one, no lazy tensor stays."""
         tensors = tabulated(checkpoint.stored)
-        tree = tensors if checkpoint.flat else checkpoint.tree
-        return cls(checkpoint.path, checkpoint.format, tensors, tree, checkpoint.metadata, checkpoint.flat or _flat(tree, tensors))
-
-    @property
-    def shell(self) -> object:
-        """What is left of a flat tree without its tensors: a container, and what that has beside them."""
-        return refilled(self.tree, {}) if isinstance(self.tree, dict) else {}
+        tree: object = {} if checkpoint.flat else checkpoint.tree
+        flat = checkpoint.flat or _flat(tree, tensors)
+        if flat:
+            tensors, tree = tensors.without_views(), refilled(cast(AnyDict, tree), {})
+        return cls(checkpoint.path, checkpoint.format, tensors, tree, checkpoint.metadata, flat, ordered=flat)
 
     def made(self) -> Side:
-        """The same with all tensors made, each once."""
+        """The same with all tensors made, each once, and in the tree."""
         tensors = self.tensors.made()
-        return replace(self, tensors=tensors, tree=dict(tensors) if self.tree is self.tensors else self.tree)
+        tree = refilled(cast(AnyDict, self.tree), cast(AnyDict, dict(tensors))) if self.ordered else self.tree
+        return replace(self, tensors=tensors, tree=tree)
 
 
 def same_view(one: LazyTensor | None, other: LazyTensor) -> bool:
@@ -73,8 +80,7 @@ def _flat(tree: object, tensors: Table) -> bool:
 
 
 def chosen_sides(
-    a: Checkpoint,
-    b: Checkpoint,
+    checkpoints: Iterable[Checkpoint],
     *,
     rename: Renames | Mapping[str, str] = (),
     filter: str | None = None,
@@ -82,23 +88,31 @@ def chosen_sides(
 ) -> tuple[Side, Side]:
     """Both sides: `a` with other names, then both without what no name of the filter is, or without what is no tensor.
 
-    Raises `CannotHold` where names cannot be changed so, `NoSuchTensor` where nothing passes the filter.
+    The first checkpoint is let go before the second is asked for. Raises `CannotHold` where names cannot be changed so,
+    `NoSuchTensor` where nothing passes the filter.
     """
     if isinstance(rename, bool):
         raise Unsupported("rename= takes pairs of globs; whether tensors that moved are found is said by find_renamed=")
     rename = tuple(rename.items() if isinstance(rename, Mapping) else rename)
-    if not rename and filter is None and not tensors_only:
-        return Side.of(a), Side.of(b)
     wanted = matcher("*" if filter is None else filter)
-    new = _renamer(a, rename)
-    sides = [_chosen(a, new, wanted), _chosen(b, str, wanted)] if rename or filter is not None else [Side.of(a), Side.of(b)]
-    if filter is not None and not any(side.tensors or side.tree for side in sides):
-        near = difflib.get_close_matches(filter, [*a, *b][:10_000], n=2, cutoff=0.4)
+    names: list[str] = []
+
+    def side_of(checkpoint: Checkpoint, own: Renames) -> Side:
+        if not rename and filter is None:
+            side = Side.of(checkpoint)
+        else:
+            names.extend(islice(checkpoint, NEAR))
+            side = _chosen(checkpoint, _renamer(checkpoint, own), wanted)
+        if not tensors_only and filter is None:
+            return side
+        return Side(side.path, side.format, side.tensors, {} if tensors_only else side.tree, None, tensors_only or side.flat)
+
+    first, second = map(side_of, checkpoints, (rename, ()))
+    if filter is not None and not any(side.tensors or side.tree for side in (first, second)):
+        near = difflib.get_close_matches(filter, names[:NEAR], n=2, cutoff=0.4)
         hint = f"; near: {', '.join(near)}" if near else ""
         raise NoSuchTensor(f"nothing in either checkpoint is called {filter!r}{hint}")
-    if tensors_only or filter is not None:
-        sides = [Side(s.path, s.format, s.tensors, {} if tensors_only else s.tree, None) for s in sides]
-    return sides[0], sides[1]
+    return first, second
 
 
 def _renamer(checkpoint: Checkpoint, rename: Renames) -> Callable[[str], str]:
@@ -134,4 +148,5 @@ def _chosen(checkpoint: Checkpoint, new: Callable[[str], str], wanted: Callable[
         while name in values:
             name += "'"
         values[name] = value
-    return Side(checkpoint.path, checkpoint.format, table.select([*rows.values()], [*rows]), values, checkpoint.metadata)
+    chosen = table.select([*rows.values()], [*rows])
+    return Side(checkpoint.path, checkpoint.format, chosen, values, checkpoint.metadata, flat=True)

@@ -24,7 +24,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
-from holdfast.core.protocols import Store
+from holdfast.core.protocols import Description, Store
 from holdfast.core.quantities import Size
 from holdfast.core.runtime import resting_collector
 from holdfast.core.table import Table
@@ -339,6 +339,7 @@ class Verification:
         kind = "torch-zip"
         archives: tuple[str, ...] = ()
         check: Callable[[], Sequence[str]] | None = None
+        description: Description | None = None
         with located(file=path), resting_collector():
             try:
                 reader = detect(source)
@@ -366,7 +367,9 @@ class Verification:
                     self.refuse(path, error, ours=True)
             self._tensors += len(tensors)
             self._own_sums |= check is not None
-            table = _located(tabulated(tensors))
+            # Records of archives are read below: by then the tree and its tensors are gone.
+            table = _located(tabulated(tensors).without_views())
+            tensors, description = {}, None
             lost: list[tuple[str, HoldfastError]] = []
             stored = stored_ranges(table, _pieces(table, lost))
         for name, broken in lost:

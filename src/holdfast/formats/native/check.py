@@ -7,6 +7,7 @@ time, and of a million tensors that is what a verification needs the most memory
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from holdfast.formats.native.schema import SEALED_VERSION, OtherFile
 from holdfast.formats.native.tensors import Stored, box_of, dtype_named
 from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.safetensors.write import HeaderKind
+from holdfast.formats.safetensors.schema import HeaderEntry
 from holdfast.formats.strict_json import hexadecimal
 
 NOT_NEEDED = "nothing in it is needed to open the checkpoint"
@@ -59,7 +60,7 @@ def check_files(tensors: Stored) -> list[str]:
             changed.append(Corrupted(message, file=file.name))
         # Files that are shared with other steps have bytes of those (`formats.native.base`).
         living = int(held.nbytes[numbers[rows]].sum()) + sum(stop - start for *_, (start, stop) in here)
-        dead = sum(entry.data_offsets[1] - entry.data_offsets[0] for entry in header.entries.values()) - living
+        dead = sum([header.columns.nbytes[outline] for outline in header.columns.outline]) - living
         if dead > 0:
             notes.append(f"{file.name}: {dead:,} bytes are of other steps that share the file, and not of this one")
     if wrong:
@@ -72,27 +73,27 @@ def check_files(tensors: Stored) -> list[str]:
     return notes
 
 
-def _differing_rows(tensors: Stored, header: Header, rows: Ints, kinds: Ints) -> Iterator[int]:
+def _differing_rows(tensors: Stored, header: Header, rows: Ints, kinds: Ints) -> list[int]:
     """The first of these ordinary tensors that the header does not have so."""
-    table, held = tensors.table, tensors.storages
-    numbers = np.asarray(table.storage, np.int64)[rows]
-    begins = held.start[numbers] - header.data_start
-    columns = rows.tolist(), kinds.tolist(), begins.tolist(), (begins + held.nbytes[numbers]).tolist()
-    pieces: dict[int, HeaderKind] = {}
-    """How a header says what tensors of a kind are."""
-    for row, kind, begin, end in zip(*columns, strict=True):
-        entry, piece = header.entries.get(table.names[row]), pieces.get(kind)
-        if piece is None:
-            piece = pieces[kind] = carried(table.kinds[kind])
-        if entry is None or entry.data_offsets != (begin, end) or entry.dtype != piece.code or entry.shape != piece.shape:
-            yield row
-            return
+    table, held, columns = tensors.table, tensors.storages, header.columns
+    names = [table.names[row] for row in rows.tolist()]
+    at = np.fromiter(map(header.positions.get, names, repeat(-1)), np.int64, len(names))
+    wrong = at < 0
+    if len(columns.outline):
+        numbers, outline = np.asarray(table.storage, np.int64)[rows], np.array(columns.outline, np.int64)[at]
+        wrong |= np.array(columns.begins, np.int64)[at] + header.data_start != held.start[numbers]
+        wrong |= np.array(columns.nbytes, np.int64)[outline] != held.nbytes[numbers]
+        # A kind, and what the header says of it, are compared once.
+        pairs, where = np.unique(kinds * len(columns.outlines) + outline, return_inverse=True)
+        judged = [(carried(table.kinds[one // len(columns.outlines)]), one % len(columns.outlines)) for one in pairs.tolist()]
+        wrong |= np.array([(kind.code, kind.shape) != columns.outlines[own] for kind, own in judged], np.bool_)[where]
+    return rows[wrong][:1].tolist()  # type: ignore[no-any-return]  # of integers
 
 
 def _differing_parts(header: Header, parts: list[Part]) -> Iterator[int]:
     for row, _, name, code, shape, (start, stop) in parts:
-        entry, offsets = header.entries.get(name), (start - header.data_start, stop - header.data_start)
-        if entry is None or (entry.dtype, entry.shape, entry.data_offsets) != (code, shape, offsets):
+        expected = HeaderEntry(code, shape, (start - header.data_start, stop - header.data_start))
+        if name not in header.positions or header.entry(name) != expected:
             yield row
 
 

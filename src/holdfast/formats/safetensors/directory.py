@@ -19,6 +19,7 @@ have saved pieces of tensors to a bucket, `metadata` lists all files (`holdfast.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
 
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
@@ -33,6 +34,9 @@ INDEX_SUFFIX = SUFFIX + INDEX
 
 PIECES = "sharded/"
 """The folder of torch's `HuggingFaceStorageWriter` for what is to be consolidated (torch 2.8 and later)."""
+
+Places = dict[str, int | LazyTensor]
+"""By name: the number of a tensor that one file has whole, counted through all files, or a tensor that was joined from pieces."""
 
 
 class SafetensorsDirectory:
@@ -52,41 +56,57 @@ class SafetensorsDirectory:
         keys = source.store.list()
         index = choose_index(keys, source.store.name)
         listed = None if index is None else read_index(source, index)
-        weight_map = None if listed is None else listed.weight_map
         files = _candidates(keys) if listed is None else listed.files
-        if not files and weight_map is None:
+        if not files and listed is None:
             raise UnknownFormat("there is no safetensors file at the top of this directory", file=source.store.name)
+        record = HeaderRecord()
+        if listed is not None:
+            with located(file=index):
+                texts = {name: value for name, value in listed.metadata.items() if name != RECORD}
+                record = read_record(listed.metadata.get(RECORD), About(listed.weight_map, texts), source.limits)
         headers = {key: read_header(source, key) for key in files}
         refuse_orphans(headers.values())
-        places = _places(headers, source)
+        alone = next(iter(headers.values())) if listed is None and len(headers) == 1 else None
+        places, first = _places(headers, source)
         notes: list[str] = []
-        if weight_map is not None and index is not None:
-            check_mapped(weight_map, {key: header.entries for key, header in headers.items()}, index)
-            left_out = [name for name in places if name not in weight_map]
-            if left_out:
-                # transformers passes over them in silence.
-                shown = some(left_out)
-                notes.append(f"{len(left_out):,} tensors are in the files and not in {index!r}, so not listed: {shown}")
-            # By the texts of the headers, which stay: those of the index go.
-            own = dict(zip(places, places, strict=True))
-            places = {own[name]: places[name] for name in weight_map}
-            del own
-            others = [key for key in _at_the_top(keys) if key not in headers]
-            if others:
+        if listed is not None and index is not None:
+            places = _mapped(listed.weight_map, headers, places, first=first, index=index, notes=notes)
+            if others := [key for key in _at_the_top(keys) if key not in headers]:
                 notes.append(f"{index!r} does not name {some(others)}; not read")
+        del listed  # a second set of names
         notes += other_copies(keys)
         metadata = _common_metadata(headers.values(), notes)
         stored = header_table([*headers.values()], source, places)
         with located(file=index):
-            record = HeaderRecord()
-            if listed is not None:
-                texts = {name: value for name, value in listed.metadata.items() if name != RECORD}
-                record = read_record(listed.metadata.get(RECORD), About(listed.weight_map, texts), source.limits)
-            alone = next(iter(headers.values())) if listed is None and len(headers) == 1 else None
             recorded = _together(headers.values(), record, stored, alone=alone, notes=notes)
             tensors, tree = restore(stored, recorded, source)
         changed = _changes(headers.values(), record, index, notes=notes)
         return Description(self.name, tensors, tree, notes=tuple(notes), metadata=metadata, changed=changed)
+
+
+def _mapped(
+    weight_map: Mapping[str, str],
+    headers: Mapping[str, Header],
+    places: Places,
+    *,
+    first: Mapping[str, int],
+    index: str,
+    notes: list[str],
+) -> Places:
+    """The places of the tensors that an index names, in its order. Raises `MetadataError` where a file lacks one of them."""
+    parted = {
+        name: key
+        for name, key in weight_map.items()
+        if type(place := places.get(name)) is not int or not 0 <= place - first[key] < len(headers[key].names)
+    }
+    check_mapped(parted, {key: headers[key].positions for key in {*parted.values()}}, index)
+    if left_out := [name for name in places if name not in weight_map] if len(weight_map) < len(places) else []:
+        # transformers passes over them in silence.
+        notes.append(f"{len(left_out):,} tensors are in the files and not in {index!r}, so not listed: {some(left_out)}")
+    # By the texts of the headers, which stay: those of the index go.
+    own = [*chain.from_iterable(header.names for header in headers.values())]
+    in_order = [places[name] for name in weight_map]
+    return {place.name if isinstance(place, LazyTensor) else own[place]: place for place in in_order}
 
 
 def _changes(headers: Iterable[Header], record: HeaderRecord, index: str | None, *, notes: list[str]) -> tuple[Corrupted, ...]:
@@ -145,27 +165,27 @@ def _candidates(keys: Sequence[str]) -> list[str]:
     return _at_the_top(keys) or [key for key in keys if key.startswith(PIECES) and key.endswith(SUFFIX)]
 
 
-def _places(headers: Mapping[str, Header], source: Source) -> dict[str, Header | LazyTensor]:
-    """Every tensor of every file, in their order: the header that has it whole, or the tensor joined from pieces."""
+def _places(headers: Mapping[str, Header], source: Source) -> tuple[Places, dict[str, int]]:
+    """Every tensor of every file, in their order: its number among all where it is whole, or the tensor joined from pieces.
+
+    Beside them, by file, the number of its first tensor.
+    """
     offsets = {key: saved_offsets(header, source.limits) for key, header in headers.items()}
-    places: dict[str, Header | LazyTensor] = {}
-    owners: dict[str, list[Header]] = {}
-    """Of tensors that are in pieces, or in several files."""
-    for header in headers.values():
-        cut = {name for name, begin in offsets[header.key].items() if any(begin)}
-        for name in header.entries:
-            if name in places or name in cut:
-                owners.setdefault(name, [first] if isinstance(first := places.get(name), Header) else []).append(header)
-            if name not in places:
-                places[name] = header
-    crcs = {key: header.crc_by_name() if offsets[key] else {} for key, header in headers.items()}
-    for name in [name for name in places if name in owners] if owners else ():
-        holding = owners[name]
+    firsts = dict(zip(headers, accumulate([len(header.names) for header in headers.values()], initial=0), strict=False))
+    places: Places = {}
+    several: dict[str, None] = {}
+    """Tensors that are in pieces, or in several files."""
+    for key, header in headers.items():
+        several |= dict.fromkeys(name for name, begin in offsets[key].items() if any(begin))
+        several |= dict.fromkeys(places.keys() & header.names)
+        places |= zip(header.names, range(firsts[key], firsts[key] + len(header.names)), strict=True)
+    for name in [name for name in places if name in several] if several else ():
+        holding = [header for header in headers.values() if name in header.positions]
         pieces = [(header, begin) for header in holding if (begin := offsets[header.key].get(name)) is not None]
         if len(pieces) != len(holding):
             raise claimed_twice(name, [header.key for header in holding])
-        places[name] = join(name, pieces, source, crcs=crcs)
-    return places
+        places[name] = join(name, pieces, source)
+    return places, firsts
 
 
 def _common_metadata(headers: Iterable[Header], notes: list[str]) -> dict[str, str]:

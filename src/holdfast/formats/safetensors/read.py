@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, count
+from functools import cached_property
 from typing import NoReturn
 
 from holdfast.core.chunk import Storage
-from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Description, Source, Store
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
@@ -22,13 +21,14 @@ from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, HeaderRecord, read_record, saved_offsets
 from holdfast.formats.safetensors.schema import (
     PREFIX_NBYTES,
+    ROWS,
     HeaderColumns,
     HeaderEntry,
     Outline,
     check_layout,
     parse_document,
 )
-from holdfast.plan.files import NO_FILES, FileStorages, JoinedStorages
+from holdfast.plan.files import FileStorages
 
 SMALLEST_NBYTES = 2
 """A header of `{}`."""
@@ -36,14 +36,11 @@ SMALLEST_NBYTES = 2
 LONGEST_CLAIM = 1 << 48
 """A first word above this is no length but text, a pickle, a zip: those have no two zero bytes there."""
 
-ROWS = {row.safetensors: row for row in DTYPES.rows if row.safetensors is not None}
-"""By their codes. The layout check has looked every code up."""
-
 LFS_POINTER = b"version https://git-lfs"
 """How the stand-in begins that Git leaves in place of a large file that was not fetched."""
 
 
-class Header(Value, frozen=True):
+class Header(Value, frozen=True, dict=True):
     """The checked header of one file."""
 
     key: str
@@ -52,7 +49,7 @@ class Header(Value, frozen=True):
     data_start: int
     """The byte of the file that data offsets count from."""
 
-    entries: dict[str, HeaderEntry]
+    names: Sequence[str]
     """Every tensor, in the order of the header."""
 
     metadata: dict[str, str]
@@ -64,56 +61,59 @@ class Header(Value, frozen=True):
     record: HeaderRecord
     """What Holdfast noted in this file when it wrote it."""
 
-    def dtype(self, name: str) -> DType:
-        dtype = DTYPES.safetensors(self.entries[name].dtype)
-        if dtype is None:  # the layout check has looked every code up
-            raise HeaderError("a dtype that is not in the table", file=self.key, tensor=name)
-        return dtype
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """The position of each tensor in the columns. Made for those who look tensors up one by one."""
+        return dict(zip(self.names, range(len(self.names)), strict=True))
 
-    def crc_by_name(self) -> dict[str, int]:
-        """The recorded CRC-32 of each tensor."""
-        return dict(zip(self.entries, self.record.crcs, strict=False))
+    def entry(self, name: str) -> HeaderEntry:
+        """What the header says of one tensor."""
+        at, columns = self.positions[name], self.columns
+        outline, begin = columns.outline[at], columns.begins[at]
+        return HeaderEntry(*columns.outlines[outline], (begin, begin + columns.nbytes[outline]))
 
-    def storage(self, name: str, home: Store, crc32: int | None) -> Storage:
+    def storage(self, name: str, home: Store) -> Storage:
         """Where the bytes of a tensor lie in the store that the header was read from."""
-        begin, end = self.entries[name].data_offsets
+        begin, end = self.entry(name).data_offsets
+        crc32 = self.record.crcs[self.positions[name]] if self.record.crcs else None
         return Storage(self.key, self.data_start + begin, end - begin, crc32=crc32, label=name, home=home)
 
 
-def header_table(headers: Sequence[Header], source: Source, places: Mapping[str, Header | LazyTensor] | None = None) -> Table:
+def header_table(headers: Sequence[Header], source: Source, places: Mapping[str, int | LazyTensor] | None = None) -> Table:
     """The tensors of checked headers: all of one file, or those whose `places` are given.
 
-    A place is the header that has a tensor whole, or a tensor that was joined from pieces.
+    A place is the number of a tensor that is whole, counted through all headers, or a tensor that was joined from pieces.
     """
     positions: dict[Outline, int] = {}
-    kind: list[int] = []
+    kind = array("q")
     for header in headers:
         own = [positions.setdefault(outline, len(positions)) for outline in header.columns.outlines]
-        kind += [own[number] for number in header.columns.outline]
+        kind.extend([own[number] for number in header.columns.outline])
     kinds = [Kind.plain(ROWS[code], shape) for code, shape in positions]
-    parts = [_storages(header, source) for header in headers]
-    storages = parts[0] if len(parts) == 1 else JoinedStorages(parts) if parts else NO_FILES
+    storages = _storages(headers, source)
     if places is None:
         return Table(storages.names, kinds, kind, range(len(storages)), storages, {})
-    edges = accumulate(map(len, parts), initial=0)
-    numbers = {id(header): dict(zip(header.entries, count(first))) for header, first in zip(headers, edges, strict=False)}
-    storage = [ODD if isinstance(place, LazyTensor) else numbers[id(place)][name] for name, place in places.items()]
+    storage = array("q", [ODD if isinstance(place, LazyTensor) else place for place in places.values()])
     odd = {row: place for row, place in enumerate(places.values()) if isinstance(place, LazyTensor)}
-    chosen = [kind[number] for number in storage]
+    chosen = array("q", [kind[number] for number in storage]) if kind else array("q", bytes(8 * len(storage)))
     for row, place in odd.items():
         chosen[row] = len(kinds)
         kinds.append(Kind.of(place))
     return Table([*places], kinds, chosen, storage, storages, odd)
 
 
-def _storages(header: Header, source: Source) -> FileStorages:
-    """The tensors of one file as ranges, in the order of the header."""
-    names, columns, first = [*header.entries], header.columns, header.data_start
-    file = array("q", [0]) * len(names)
-    start = array("q", [first + begin for begin in columns.begins])
-    nbytes = array("q", [columns.nbytes[number] for number in columns.outline])
-    crcs = header.record.crcs or array("q", [NO_CRC]) * len(names)
-    return FileStorages([FilePlace(source, header.key, source.store)], file, start, nbytes, crcs, names=names)
+def _storages(headers: Sequence[Header], source: Source) -> FileStorages:
+    """The tensors of files as ranges, in the order of their headers."""
+    names: list[str] = []
+    file, start, nbytes, crcs = array("q"), array("q"), array("q"), array("q")
+    for number, header in enumerate(headers):
+        columns, first, count = header.columns, header.data_start, len(header.names)
+        names += header.names
+        file += array("q", [number]) * count
+        start.extend([first + begin for begin in columns.begins])
+        nbytes.extend([columns.nbytes[outline] for outline in columns.outline])
+        crcs.extend(header.record.crcs or array("q", [NO_CRC]) * count)
+    return FileStorages([FilePlace(source, one.key, source.store) for one in headers], file, start, nbytes, crcs, names=names)
 
 
 def read_header(source: Source, key: str) -> Header:
@@ -146,7 +146,7 @@ def read_header(source: Source, key: str) -> Header:
         record = read_record(document.metadata.get(RECORD), about, source.limits, start=PREFIX_NBYTES)
         if record.changed is not None:
             record.changed.file = key
-    return Header(key, data_start, document.entries, metadata, columns, record)
+    return Header(key, data_start, [*document.entries], metadata, columns, record)
 
 
 def begins_like_safetensors(source: Source, key: str) -> bool:

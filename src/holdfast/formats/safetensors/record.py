@@ -52,7 +52,7 @@ from holdfast.core.tiling import tiles
 from holdfast.core.value import Value, replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.recorded import FIELDS, Recorded, parse_recorded
-from holdfast.formats.safetensors.schema import ADDRESSABLE, addressable
+from holdfast.formats.safetensors.schema import ADDRESSABLE, ROWS, addressable
 from holdfast.formats.strict_json import (
     CLOSING,
     HEX,
@@ -284,29 +284,28 @@ def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
     return {name: _offsets(header, name, value) for name, value in info.items()}
 
 
-def join(
-    name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: Source, *, crcs: Mapping[str, Mapping[str, int]]
-) -> LazyTensor:
-    """One tensor out of its pieces: pairs of a header and the place where that file's piece begins; `crcs` by file and name.
+def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: Source) -> LazyTensor:
+    """One tensor out of its pieces: pairs of a header and the place where that file's piece begins.
 
     Raises `MetadataError` where the pieces differ in dtype or rank, or do not cover a box exactly once.
     """
     first, _ = pieces[0]
-    dtype = first.dtype(name)
-    rank = len(first.entries[name].shape)
+    dtype = ROWS[first.entry(name).dtype]
+    rank = len(first.entry(name).shape)
     if dtype.safetensors == PAIRED and rank and any(offsets[-1] for _, offsets in pieces):
         pieces = [(header, (*offsets[:-1], 2 * offsets[-1])) for header, offsets in pieces]
     chunks = []
     for header, offsets in pieces:
-        shape = header.entries[name].shape
-        if header.dtype(name) is not dtype or len(shape) != rank:
+        entry = header.entry(name)
+        shape, other = entry.shape, ROWS[entry.dtype]
+        if other is not dtype or len(shape) != rank:
             raise MetadataError(
                 f"the pieces in {first.key!r} and {header.key!r} do not go together: {dtype} of rank {rank} and "
-                f"{header.dtype(name)} of rank {len(shape)}",
+                f"{other} of rank {len(shape)}",
                 file=header.key,
                 tensor=name,
             )
-        storage = header.storage(name, source.store, crcs[header.key].get(name))
+        storage = header.storage(name, source.store)
         chunks.append(Chunk(Box.at(offsets, shape), storage, 0, c_strides(shape, dtype.bits)))
     whole = Box.whole([max(chunk.box.stop[d] for chunk in chunks) for d in range(rank)])
     if not addressable(whole.shape, dtype.bits) or not tiles(whole, (chunk.box for chunk in chunks)):
@@ -324,8 +323,7 @@ def join(
 
 def _offsets(header: Header, name: str, value: object) -> tuple[int, ...]:
     place = f"in __metadata__.{SHARDING_INFO} at {pointer(name)}"
-    entry = header.entries.get(name)
-    if entry is None:
+    if name not in header.positions:
         raise MetadataError(f"{place}: the file has no tensor {quoted(name)}", file=header.key, tensor=name)
     offsets = value.get(OFFSETS) if isinstance(value, dict) else None
     if not isinstance(offsets, list):
@@ -335,8 +333,6 @@ def _offsets(header: Header, name: str, value: object) -> tuple[int, ...]:
         if type(offset) is not int or not 0 <= offset <= ADDRESSABLE:
             place = f"in __metadata__.{SHARDING_INFO} at {pointer(name, OFFSETS, i)}"
             raise HeaderError(f"{place}: expected a place, found {kind(offset)}", file=header.key, tensor=name)
-    if len(offsets) != len(entry.shape):
-        raise MetadataError(
-            f"{place}: {len(offsets)} offsets for a tensor of rank {len(entry.shape)}", file=header.key, tensor=name
-        )
+    if len(offsets) != (rank := len(header.entry(name).shape)):
+        raise MetadataError(f"{place}: {len(offsets)} offsets for a tensor of rank {rank}", file=header.key, tensor=name)
     return tuple(offsets)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -186,8 +187,11 @@ FIRST_OBJECT = json.JSONDecoder(object_pairs_hook=Pairs)
 
 Outline = tuple[str, tuple[int, ...]]
 
-BITS = {row.safetensors: row.bits for row in DTYPES.rows if row.safetensors is not None}
-"""Bits of an element, by the code in the header."""
+ROWS = {row.safetensors: row for row in DTYPES.rows if row.safetensors is not None}
+"""Dtypes by their codes. The layout check looks every code up."""
+
+BITS = {code: row.bits for code, row in ROWS.items()}
+"""Bits of an element."""
 
 ADDRESSABLE = (1 << 63) - 1
 """The most bits in one tensor, and the last place in a file. numpy and the safetensors library stop near here, even for
@@ -264,7 +268,8 @@ def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: L
         raise HeaderError(
             f"{data_nbytes - position:,} bytes follow the last tensor", file=file, expected=position, found=data_nbytes
         )
-    return HeaderColumns(outlines, lengths, outline, begins)
+    # Every begin was compared with its end, which is a place in a file.
+    return HeaderColumns(outlines, lengths, array("q", outline), array("q", begins))
 
 
 def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
