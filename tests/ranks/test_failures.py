@@ -377,7 +377,7 @@ def be_slow(world: World, path: str, where: str) -> float:
         return slow
 
     slow_rank = 0 if where == "publish" else 1
-    name = {"describe": "tabulate_state", "write": "write_files", "publish": "publish"}[where]
+    name = {"describe": "tabulate_tree", "write": "write_files", "publish": "publish"}[where]
     call = getattr(sharded_save, name)
     with instead(sharded_save, name, later(call) if world.rank == slow_rank else call):
         save_sharded(path, state_of(world, 2.0), group=world.group, deadline=1.0)

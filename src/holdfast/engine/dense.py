@@ -96,7 +96,7 @@ def _reads(rows: DenseRows, chosen: Ints, policy: Policy) -> tuple[list[tuple[in
     """
     reads: list[tuple[int, int, Ints]] = []
     lengths = rows.nbytes[chosen]
-    if 0 in lengths:
+    if not lengths.all():
         # What has no bytes lies nowhere, whatever its place.
         reads.append((0, 0, chosen[lengths == 0]))
         chosen, lengths = chosen[lengths > 0], lengths[lengths > 0]

@@ -44,16 +44,17 @@ class OpenSource:
         policy: Policy | None = None,
         rules: Sequence[str | PlacementRule] = (),
     ) -> None:
+        requests = store.requests
         self.store = store
         self.rules = tuple(rules)
         self.limits = limits or DEFAULTS
-        self.threads = threads or store.requests or default_threads()
+        self.threads = threads or requests or default_threads()
         self.mapped = mapped
         self.verify = verify
         """Whether checksums that the file records are compared when a storage is read from end to end."""
-        self.policy = policy or (FAR if store.requests else MEMORY)
+        self.policy = policy or (FAR if requests else MEMORY)
         self._resident = store.resident
-        self._reads_ahead = not (store.requests or store.exact)
+        self._reads_ahead = not (requests or store.exact)
         """Whether more may be read of a file than was asked for."""
         self._first: tuple[str | None, bytes, int] = NO_FILE
         """The file whose first bytes were read last, these, and how many were wanted."""

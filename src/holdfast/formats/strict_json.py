@@ -38,6 +38,9 @@ CONTAINER_NBYTES = 10
 FREE_CONTAINERS = 1000
 """Lists and objects that a document may have however short it is."""
 
+FREE_BRACKETS = 64
+"""So many brackets can neither nest too deeply nor be too many, whether they stand in strings or not: nothing more is counted."""
+
 INTEGER_DIGITS = 20
 """Digits (and sign) of the longest 64-bit integer. Longer ones take quadratic time to parse and fit no tensor."""
 
@@ -215,6 +218,9 @@ def _count_brackets(raw: bytes, limit: int, file: str | None, *, start: int) -> 
     quotes are taken out first; after that every quote opens or closes a string. Blocks carry three numbers: the
     containers and the depth so far, and whether the last block ended inside a string.
     """
+    most = raw.count(b"[") + raw.count(b"{")
+    if most <= min(limit, FREE_BRACKETS):
+        return most
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
     count, depth, inside = 0, 0, False
     for begin in range(0, len(plain), BLOCK_NBYTES):

@@ -38,8 +38,8 @@ once, it was above one box in one family of 75.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -136,56 +136,57 @@ class _Written:
         """Of each slab, for each different box the lowest rank that has it; after `deal`, the rank that writes it."""
         self.boxes: list[Int32s] = []
         """What that rank calls it."""
-        self.shared: list[_Shared] = []
-        """Of each slab, the boxes that have several holders."""
+        self.shared: dict[int, _Shared] = {}
+        """By the number of a slab: the boxes that have several holders, where there are some."""
         self.classes: dict[tuple[int, int], int] = {}
         """Sets of holders, by their key and how many they are, in the order in which they first occur."""
         self.holders: list[Ints] = []
         """The ranks of each set."""
-        self.marks = _marks(ranks)
 
     def add(self, slab: Slab) -> None:
         self.problems.extend(slab.problems)
         if self.problems:
             return
-        heads, counts = slab.heads[:-1], np.diff(slab.heads)
+        heads = slab.heads[:-1]
+        counts = slab.heads[1:] - heads
         self.writers.append(slab.ranks[heads])
         self.boxes.append(slab.boxes[heads])
         alone = counts == 1
         np.add.at(self.loads, self.writers[-1][alone], slab.nbytes[alone])
-        self.shared.append(self._share(slab, (~alone).nonzero()[0], counts))
+        several = (~alone).nonzero()[0]
+        if len(several):
+            self.shared[len(self.writers) - 1] = self._share(slab, several, counts)
 
     def _share(self, slab: Slab, numbers: Ints, counts: Ints) -> _Shared:
         several = (counts > 1).repeat(counts)
         ranks, boxes = slab.ranks[several], slab.boxes[several]
         counts = counts[numbers]
         heads = counts.cumsum() - counts
-        classes = np.zeros(len(numbers), np.int64)
-        if len(numbers):
-            keys = np.add.reduceat(self.marks[ranks], heads) + counts.astype(np.uint64)
-            order = keys.argsort()
-            begins = np.concatenate(([True], keys[order[1:]] != keys[order[:-1]])).nonzero()[0]
-            firsts = np.minimum.reduceat(order, begins)
-            ids = np.zeros(len(begins), np.int64)
-            for i in firsts.argsort().tolist():
-                first = int(firsts[i])
-                count, begin = int(counts[first]), int(heads[first])
-                ids[i] = self.classes.setdefault((int(keys[first]), count), len(self.holders))
-                if ids[i] == len(self.holders):
-                    self.holders.append(ranks[begin : begin + count].astype(np.int64))
-            classes[order] = ids.repeat(np.diff(np.append(begins, len(order))))
+        classes = np.empty(len(numbers), np.int64)
+        keys = np.add.reduceat(_marks(len(self.loads))[ranks], heads) + counts.astype(np.uint64)
+        order = keys.argsort()
+        begins = np.concatenate(([True], keys[order[1:]] != keys[order[:-1]])).nonzero()[0]
+        firsts = np.minimum.reduceat(order, begins)
+        ids = np.zeros(len(begins), np.int64)
+        for i in firsts.argsort().tolist():
+            first = int(firsts[i])
+            count, begin = int(counts[first]), int(heads[first])
+            ids[i] = self.classes.setdefault((int(keys[first]), count), len(self.holders))
+            if ids[i] == len(self.holders):
+                self.holders.append(ranks[begin : begin + count].astype(np.int64))
+        classes[order] = ids.repeat(np.diff(np.append(begins, len(order))))
         return _Shared(numbers, heads, counts, classes, slab.nbytes[numbers], ranks, boxes)
 
     def deal(self) -> None:
         """Choose the writers of the boxes that have several holders, so that all ranks write about as much."""
-        classes = [shared.classes for shared in self.shared]
+        every = [*self.shared.items()]
+        classes = [shared.classes for _, shared in every]
         stops = np.sum([np.bincount(c, minlength=len(self.holders)) for c in classes], axis=0, dtype=np.int64).cumsum()
         nbytes = np.empty(int(stops[-1]), np.int64)
-        for shared, (order, places) in zip(self.shared, _grouped(classes, stops), strict=True):
+        for (_, shared), (order, places) in zip(every, _grouped(classes, stops), strict=True):
             nbytes[places] = shared.nbytes[order]
         picks = np.concatenate(deal_classes(list(zip(self.holders, np.split(nbytes, stops[:-1]), strict=True)), self.loads))
-        for i, (order, places) in enumerate(_grouped(classes, stops)):
-            shared = self.shared[i]
+        for (i, shared), (order, places) in zip(every, _grouped(classes, stops), strict=True):
             # A holder of this very box: should two sets ever have one key, only the balance would suffer.
             chosen = shared.heads[order] + np.minimum(picks[places], shared.counts[order] - 1)
             numbers = shared.numbers[order]
@@ -195,19 +196,19 @@ class _Written:
         """Fix the writers of all boxes, and with them the loads."""
         if self.holders:
             self.deal()
-        for writers, shared in zip(self.writers, self.shared, strict=True):
-            np.add.at(self.loads, writers[shared.numbers], shared.nbytes)
+        for i, shared in self.shared.items():
+            np.add.at(self.loads, self.writers[i][shared.numbers], shared.nbytes)
         self.shared.clear()
 
     def by_rank(self) -> list[Ints]:
         """For each rank the boxes that it writes, as it calls them and in the order of the slabs."""
         if not self.writers or not len(self.loads):
             return [np.zeros(0, np.int64) for _ in self.loads]
-        stops = np.sum([np.bincount(w, minlength=len(self.loads)) for w in self.writers], axis=0, dtype=np.int64).cumsum()
+        stops = np.bincount(np.concatenate(self.writers), minlength=len(self.loads)).cumsum()
         sorted_boxes = np.empty(int(stops[-1]), np.int64)
         for boxes, (order, places) in zip(self.boxes, _grouped(self.writers, stops), strict=True):
             sorted_boxes[places] = boxes[order]
-        return np.split(sorted_boxes, stops[:-1])
+        return [sorted_boxes[first:last] for first, last in pairwise([0, *stops.tolist()])]
 
 
 class _Shared(Value, frozen=True):
@@ -260,8 +261,9 @@ def _writes(states: Sequence[RankState], merged: Merged, found: _Written, *, val
 
 
 def _too_large(catalogue: Catalogue) -> list[str]:
-    kinds = Counter(zip(catalogue.dtypes, catalogue.shapes, strict=True))
-    total = sum(times * ((math.prod(shape) * BITS[dtype] + 7) // 8) for (dtype, shape), times in kinds.items())
+    every = [*zip(catalogue.dtypes, catalogue.shapes, strict=True)]
+    nbytes = {(dtype, shape): (math.prod(shape) * BITS[dtype] + 7) // 8 for dtype, shape in {*every}}
+    total = sum(map(nbytes.__getitem__, every))
     return [f"the tensors take {total:,} bytes, more than {MAX_NBYTES:,}"] if total > MAX_NBYTES else []
 
 

@@ -90,12 +90,9 @@ class _Boxes(Value, frozen=True):
         return _Boxes(self.tensors[where], self.ranks[where], self.boxes[where], *self.geometry(where))
 
     def geometry(self, where: Ints | Bools) -> tuple[Ints, Ints]:
-        """Offsets and sizes. Row by row: numpy takes several rows at once more slowly."""
-        count = np.count_nonzero(where) if where.dtype == np.bool_ else len(where)
-        offsets, sizes = (np.empty((len(self.offsets), count), np.int64) for _ in range(2))
-        for d in range(len(self.offsets)):
-            offsets[d], sizes[d] = self.offsets[d][where], self.sizes[d][where]
-        return offsets, sizes
+        """Offsets and sizes."""
+        places = where.nonzero()[0] if where.dtype == np.bool_ else where
+        return self.offsets.take(places, axis=1), self.sizes.take(places, axis=1)
 
 
 def cut_slabs(held: Sequence[RankBoxes], catalogue: Catalogue) -> Ints:
@@ -117,7 +114,7 @@ def cut_slabs(held: Sequence[RankBoxes], catalogue: Catalogue) -> Ints:
 def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> Iterator[Slab]:
     """Every slab of the catalogue in turn. The tensors that are `left_out` have no boxes and no problems."""
     edges = cut_slabs(held, catalogue)
-    cuts = np.array([np.searchsorted(h.tensors, edges) for h in held], np.int64).reshape(len(held), len(edges))
+    cuts = np.array([h.tensors.searchsorted(edges) for h in held], np.int64).reshape(len(held), len(edges))
     bits = np.array([BITS[dtype] for dtype in catalogue.dtypes], np.int64)
     for i, (begin, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         gathered = _gather(held, cuts[:, i], cuts[:, i + 1], first=begin, rank=catalogue.rank)
@@ -163,13 +160,11 @@ class _About(Value, frozen=True):
     bits: Ints
 
     def slab(self, boxes: _Boxes, left_out: Bools) -> Slab:
-        problems: list[tuple[int, str]] = []
-        boxes, outside = self._inside(boxes, left_out)
-        problems += outside
+        boxes, problems = self._inside(boxes, left_out)
         order, same = self._sorted(boxes)
-        heads = np.concatenate((np.ones(min(len(order), 1), np.bool_), ~same)).nonzero()[0]
+        heads = _edges(~same, len(order))
         ranks = boxes.ranks[order]
-        different = order[heads]
+        different = order[heads[:-1]]
         twice = (same & (ranks[1:] == ranks[:-1])).nonzero()[0]
         for i in _first_of_each(boxes.tensors[order[twice]], order[twice]):
             where = f"{self._name(boxes, i)}: {say_ranks([int(boxes.ranks[i])])} has {self._box(boxes, i)} twice"
@@ -183,12 +178,12 @@ class _About(Value, frozen=True):
             nbytes *= row
         nbytes = (nbytes + 7) // 8
         placed = tuple((self.first + tensor, text) for tensor, text in problems)
-        return Slab(np.append(heads, len(order)), ranks, boxes.boxes[order], nbytes, placed)
+        return Slab(heads, ranks, boxes.boxes[order], nbytes, placed)
 
     def _inside(self, boxes: _Boxes, left_out: Bools) -> tuple[_Boxes, list[tuple[int, str]]]:
         """The boxes that have elements, of the tensors all of whose boxes lie inside; the others are marked as left out."""
         unwanted = left_out[boxes.tensors]
-        outside, empty = np.zeros_like(unwanted), np.zeros_like(unwanted)
+        outside, empty = np.zeros(len(unwanted), np.bool_), np.zeros(len(unwanted), np.bool_)
         for extent, offsets, sizes in zip(self.extents, boxes.offsets, boxes.sizes, strict=True):
             # Not the sum of offset and size: it may not fit 64 bits.
             outside |= offsets > extent[boxes.tensors] - sizes
@@ -208,7 +203,8 @@ class _About(Value, frozen=True):
 
     def _sorted(self, boxes: _Boxes) -> tuple[Ints, Bools]:
         """The order by tensor, start and rank; and for each box but the first, whether it is the same as the one before."""
-        places = np.concatenate(([0], self.extents.prod(axis=0).cumsum()[:-1]))[boxes.tensors]
+        counts = self.extents.prod(axis=0)
+        places = (counts.cumsum() - counts)[boxes.tensors]
         stride = np.ones(self.extents.shape[1], np.int64)
         for extent, offsets in zip(self.extents[::-1], boxes.offsets[::-1], strict=True):
             places += offsets * stride[boxes.tensors]
@@ -256,8 +252,17 @@ class _About(Value, frozen=True):
         return f"{name!r}: {both}, which overlap at {point} without being the same"
 
 
+def _edges(begins: Bools, count: int) -> Ints:
+    """Where stretches of so many neighbours begin, and the end of the last one. `begins` is asked of all but the first."""
+    edges = np.ones(count + 1, np.bool_)
+    edges[1:count] = begins
+    return edges.nonzero()[0]
+
+
 def _first_of_each(groups: Ints, items: Ints) -> list[int]:
     """The first item of each group, in the order of the groups."""
+    if not len(items):
+        return []
     _, first = np.unique(groups, return_index=True)
     return [int(i) for i in items[first]]
 
@@ -286,10 +291,26 @@ def defects(extents: Ints, tensors: Ints, *, starts: Ints, sizes: Ints) -> list[
     their starts in C order, and no two neighbours are the same; tensors are numbered as in `extents`.
     """
     totals = _product(extents)
-    if not len(tensors):
-        return [_nothing(int(t), extents) for t in totals.nonzero()[0]]
-    heads = np.concatenate(([True], tensors[1:] != tensors[:-1])).nonzero()[0]
-    tails = np.append(heads[1:], len(tensors)) - 1
+    found: dict[int, Defect] = {}
+    # A box that is all of its tensor covers it, and is there once. Most tensors of most saves are not cut.
+    if not (sizes == extents[:, tensors]).all():
+        found = {d.tensor: d for d in _defects_of_cut(extents, totals, _Different(tensors, starts, sizes))}
+    totals[tensors] = 0
+    found.update((int(t), _nothing(int(t), extents)) for t in totals.nonzero()[0])
+    return [found[t] for t in sorted(found)]
+
+
+class _Different(Value, frozen=True):
+    tensors: Ints
+    starts: Ints
+    sizes: Ints
+
+
+def _defects_of_cut(extents: Ints, totals: Ints, boxes: _Different) -> Iterator[Defect]:
+    """The defects of the tensors that have boxes."""
+    tensors, starts, sizes = boxes.tensors, boxes.starts, boxes.sizes
+    edges = _edges(tensors[1:] != tensors[:-1], len(tensors))
+    heads, tails = edges[:-1], edges[1:] - 1
     owners = tensors[heads]
     cut = np.zeros(extents.shape, np.bool_)
     for d in range(len(extents)):
@@ -307,19 +328,7 @@ def defects(extents: Ints, tensors: Ints, *, starts: Ints, sizes: Ints) -> list[
     linked[heads[1:] - 1] = True
     broken[tensors[1:][~linked]] = True
     suspect = ((broken | several)[owners]).nonzero()[0]
-    found = {
-        d.tensor: d
-        for d in _first_defects(extents, cut, _Different(tensors, starts, sizes), heads=heads, stops=tails + 1, suspect=suspect)
-    }
-    totals[owners] = 0
-    found.update((int(t), _nothing(int(t), extents)) for t in totals.nonzero()[0])
-    return [found[t] for t in sorted(found)]
-
-
-class _Different(Value, frozen=True):
-    tensors: Ints
-    starts: Ints
-    sizes: Ints
+    return _first_defects(extents, cut, boxes, heads=heads, stops=tails + 1, suspect=suspect)
 
 
 def _first_defects(extents: Ints, cut: Bools, boxes: _Different, *, heads: Ints, stops: Ints, suspect: Ints) -> Iterator[Defect]:

@@ -36,9 +36,9 @@ class Description(msgspec.Struct):
 DESCRIPTIONS = msgspec.msgpack.Decoder(Description)
 
 
-def message(description: Description, state: RankState) -> bytes:
-    """What a rank has to say; `with_sums` completes it."""
-    return _joined(msgspec.msgpack.encode(description), encode(state))
+def message(description: Description, state: RankState | None) -> bytes:
+    """What a rank has to say; `with_sums` completes it. The first rank has its own state, and tells nobody."""
+    return _joined(msgspec.msgpack.encode(description), b"" if state is None else encode(state))
 
 
 def with_sums(sums: bytes, message: bytes) -> bytes:
@@ -73,10 +73,10 @@ class Together(Value, frozen=True):
         return sum(writes.nbytes for writes in self.writes)
 
 
-def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[str], own: RankState | None = None) -> Together:
+def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[str], own: RankState) -> Together:
     """One checkpoint of what the ranks tell, each in the message of `with_sums`. Raises `CannotHold` with all problems.
 
-    `own` is the state of the first rank, where it is the one that asks: it need not be read again.
+    `own` is the state of the first rank, which is the one that asks.
     """
     heads, states, sums = [], [], []
     for told in messages:
@@ -85,7 +85,7 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
         sums.append(summed)
         heads.append(DESCRIPTIONS.decode(head))
         states.append(state)
-    decoded = decode_all(states) if own is None else [own, *decode_all(states[1:], own.catalogue)]
+    decoded = [own, *decode_all(states[1:], own.catalogue)]
     if values == "first":
         seen: dict[str, bytes] = {}
         decoded = [replace(s, values={n: seen.setdefault(n, d) for n, d in s.values.items()}) for s in decoded]

@@ -329,7 +329,6 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
     whole = not publishing.together.sampled or near_limits(sum(f.nbytes for f in index), len(contents.catalogue), len(everything))
     step, attributes = publishing.step, None
     if step is not None:
-        step.sure()
         step.linked(sum(receipt.nbytes for receipt in everything if receipt.linked))
         attributes = step.attributes([(receipt.key, receipt.nbytes) for receipt in everything])
         if attributes is None:

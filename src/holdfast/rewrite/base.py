@@ -36,7 +36,7 @@ from holdfast.formats.native.schema import Parsed
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
-from holdfast.stores.place import place_at
+from holdfast.stores.place import folder_above, followed, place_at
 from holdfast.stores.remote.url import Url
 
 SOME_DATA = "data-0000000000000000-00001-of-00001.safetensors"
@@ -116,8 +116,6 @@ def open_base(
             return _open_beside(url, goal, limits=limits or DEFAULTS, threads=threads, block=block)
         if url is not None or goal is not None:
             return not_used(path, "one of the two is in an object store", threads=threads, block=block)
-        if not os.path.lexists(path):
-            raise nothing_at(path)
         return _opened(path, target, limits=limits, threads=threads, block=block)
     except BadArgument:
         raise
@@ -142,9 +140,11 @@ def without_hashes(manifest: Parsed) -> str | None:
 
 
 def _opened(path: str, target: str, *, limits: Limits | None, threads: int | None, block: int | None) -> OpenBase:
-    folder = os.path.realpath(path)
+    if not os.path.lexists(path):
+        raise nothing_at(path)
+    folder = followed(path)
     problem = None if os.path.isdir(folder) else "it is no directory"
-    if problem is None and os.stat(folder).st_dev != os.stat(os.path.dirname(os.path.realpath(target.rstrip("/")))).st_dev:
+    if problem is None and os.stat(folder).st_dev != os.stat(folder_above(target)).st_dev:
         problem = "it is on another file system"
     if problem is not None:
         return not_used(path, problem, threads=threads, block=block)

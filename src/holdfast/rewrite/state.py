@@ -150,6 +150,13 @@ def _torch_library() -> tuple[Library, ...]:
 NUMPY = Library(ARRAY_TYPES, tabulate_arrays)
 
 
+@cache
+def _plain_types(*, torch: bool) -> frozenset[type]:
+    """Types of which none keeps a state, and which hold nothing that does."""
+    libraries = (NUMPY, *(_torch_library() if torch else ()))
+    return frozenset({*NO_STATEFUL, bool, *LAZY_TYPES, *(kind for library in libraries for kind in library.types)})
+
+
 class _Tabulating:
     """Makes the table of a state's leaves: rows of each library by columns, and of lazy tensors for what is left."""
 
@@ -364,8 +371,7 @@ class Taking:
     def __init__(self) -> None:
         self._made: dict[int, tuple[object, object]] = {}
         """By identity: what was met, which is kept so that its number stays its own, and what stands for it."""
-        self._leaves = {*NO_STATEFUL, bool, *LAZY_TYPES, *(kind for library in _libraries("tensors") for kind in library.types)}
-        """Types of which none keeps a state, and which hold nothing that does."""
+        self._leaves = _plain_types(torch="torch" in sys.modules)
 
     def may_have(self, state: object) -> bool:
         """Whether there is anything but usual containers and leaves that keep no state. No function is called for a container."""
@@ -375,7 +381,9 @@ class Taking:
             types = {*map(type, level)}
             if not self._leaves.issuperset(types - CONTAINERS):
                 return True
-            containers = [value for value in level if type(value) in CONTAINERS] if types & CONTAINERS else []
+            if types.isdisjoint(CONTAINERS):
+                break
+            containers = [value for value in level if type(value) in CONTAINERS]
             inner = dict(zip(map(id, containers), containers, strict=True))
             inside = [inner[one] for one in inner.keys() - seen] if seen else [*inner.values()]
             seen |= inner.keys()

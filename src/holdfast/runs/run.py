@@ -339,11 +339,14 @@ class Run(RunView):
             found = self._folder.newest(below=found.step)
         return None if found is None else found.path
 
-    def _follow(self, saved: Step, base: str | None, *, shares: bool) -> None:
-        """What comes after a save: the rules delete, and what is old is read back. Whatever stands in the way is a warning."""
+    def _follow(self, saved: Step, base: str | None, *, shares: bool, steps: Sequence[Step] | None = None) -> None:
+        """What comes after a save: the rules delete, and what is old is read back. Whatever stands in the way is a warning.
+
+        `steps` are all steps, where the caller has looked since the save.
+        """
         try:
             self._proofs.saved(saved, whole=base is None)
-            self._retain()
+            self._retain(steps=steps)
             self._proofs.write()
             self._proofs.watch(saved, shares=shares)
         except (HoldfastError, OSError) as error:
@@ -392,7 +395,9 @@ class Run(RunView):
         warnings.warn(f"saving into {self.path} waits for room: {lacking}", HoldfastWarning, stacklevel=5)
         time.sleep(PAUSE_S)
 
-    def _retain(self, coming: Coming | None = None, *, enough: int | None = None) -> tuple[Step, ...]:
+    def _retain(
+        self, coming: Coming | None = None, *, enough: int | None = None, steps: Sequence[Step] | None = None
+    ) -> tuple[Step, ...]:
         """Delete what no rule keeps. After a save, whatever stands in the way is a warning: the step is saved.
 
         With `enough`, as many steps as make room for so many bytes, the oldest first; with 0, one.
@@ -405,7 +410,7 @@ class Run(RunView):
         gone: list[Step] = []
         try:
             while not stop():
-                done = self._let_go(coming, most=None if enough is None else 1)
+                done = self._let_go(coming, most=None if enough is None else 1, steps=steps)
                 gone += done
                 if enough is None or not done:
                     break
@@ -413,9 +418,13 @@ class Run(RunView):
             warnings.warn(f"no step of {self.path} was deleted: {error}", HoldfastWarning, stacklevel=4)
         return tuple(gone)
 
-    def _let_go(self, coming: Coming | None = None, *, most: int | None = None) -> tuple[Step, ...]:
+    def _let_go(
+        self, coming: Coming | None = None, *, most: int | None = None, steps: Sequence[Step] | None = None
+    ) -> tuple[Step, ...]:
         """Delete what no rule keeps; what stands in the way of one step is a warning."""
-        done = retain(self._folder, self.keep, sure=self._sure, busy=self._busy, coming=coming, most=most, durable=self.durable)
+        done = retain(
+            self._folder, self.keep, sure=self._sure, busy=self._busy, coming=coming, most=most, durable=self.durable, steps=steps
+        )
         self._deleted += len(done.steps)
         if done.read_back is not None:
             step, well = done.read_back

@@ -163,7 +163,7 @@ class LocalStore(BaseStore):
         except (OSError, UnicodeEncodeError) as error:
             raise _refused(self.name, error) from None
         self._directory = self._folder is not None
-        self._single = os.path.basename(self.name) or self.name
+        self._single = self.name.rpartition("/")[2] or self.name
 
     @property
     def gone(self) -> bool:

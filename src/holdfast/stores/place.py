@@ -113,9 +113,7 @@ class LocalPlace(Value, frozen=True):
 
     def free_nbytes(self) -> int | None:
         """What may still be written in the folder of this place; None where there is no end. Raises `StoreError`."""
-        # Following every link of a path is slow, and the system does it by itself for all but the last.
-        place = self.path.rstrip("/") or self.path
-        return free_nbytes(os.path.dirname(os.path.realpath(place) if os.path.islink(place) else place) or os.curdir)
+        return free_nbytes(folder_above(self.path))
 
     def settled(self, limits: Limits) -> str:
         """The place in one spelling, which says whether it is a folder. Raises where it takes a request and nothing is there."""
@@ -195,6 +193,17 @@ def place_named(text: str) -> Place:
     (True, False)
     """
     return Url(text) if is_url(text) else LocalPlace(text)
+
+
+def followed(path: str) -> str:
+    """The path of what a path means, where that is a link. Links before the last part the system follows by itself."""
+    path = path.rstrip("/") or path
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+def folder_above(path: str) -> str:
+    """The folder in which there is, or would be, what a path means."""
+    return os.path.dirname(followed(path)) or os.curdir
 
 
 def same_place(one: str, other: str) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
-from operator import add
+from itertools import accumulate, pairwise
+from operator import add, mul
 
 import msgspec
 import numpy as np
@@ -43,6 +43,7 @@ INDEX = "model.safetensors.index.json"
 """What `transformers` looks for."""
 
 CANNOT = "a native checkpoint cannot hold this state"
+NO_BOXES = np.zeros(0, np.int64)
 
 
 class StoredBoxes(msgspec.Struct):
@@ -183,31 +184,32 @@ class _Chunks:
 
     def __init__(self, parts: Sequence[FileBoxes], outlines: Outlines) -> None:
         self._parts = parts
+        kind_of, extents = np.array(outlines.kind, np.int64), shape_columns([shape for _, shape in outlines.kinds])
         numbers = [as_column(part.stored.boxes) for part in parts]
-        rank = max((len(part.starts) for part in parts), default=0)
-        counts = [len(own) for own in numbers]
-        tensors, starts, stops = (np.zeros(sum(counts), np.int64) for _ in range(3))
-        corners, sizes = np.zeros((rank, len(tensors)), np.int64), np.ones((rank, len(tensors)), np.int64)
-        self._edges = np.cumsum([0, *counts]).tolist()
-        for part, own, (first, last) in zip(parts, numbers, pairwise(self._edges), strict=True):
-            tensors[first:last] = part.tensors[own]
-            starts[first:last], stops[first:last] = as_column(part.stored.starts), as_column(part.stored.stops)
-            corners[: len(part.starts), first:last], sizes[: len(part.sizes), first:last] = part.starts[:, own], part.sizes[:, own]
+        counts = [*map(len, numbers)]
+        self._edges = [*accumulate(counts, initial=0)]
+        boxed: dict[int, str] = {}
+        owned = [NO_BOXES]
+        for part, own, first in zip(parts, numbers, self._edges, strict=False):
+            owned.append(part.tensors[own])
+            corners, sizes, kinds = part.starts[:, own], part.sizes[:, own], kind_of[owned[-1]]
+            for at in (~are_whole(corners, sizes, extents[:, kinds])).nonzero()[0].tolist():
+                rank = len(outlines.kinds[kinds[at]][1])
+                start = corners[:rank, at]
+                boxed[first + at] = f',"start":{_listed(start)},"stop":{_listed(start + sizes[:rank, at])}'
+        tensors = np.concatenate(owned)
         order = self._order = tensors.argsort(kind="stable")
         owners = tensors[order]
         self._files = np.arange(len(parts)).repeat(counts)[order]
-        self._starts, self._stops = starts[order], stops[order]
-        kinds = np.array(outlines.kind, np.int64)[owners]
-        extents = shape_columns([shape for _, shape in outlines.kinds])[:, kinds]
-        parted = (~are_whole(corners[:, order], sizes[:, order], extents)).nonzero()[0].tolist()
-        self._heads = np.concatenate((np.ones(min(len(order), 1), np.bool_), np.diff(owners) != 0)).nonzero()[0]
-        self._names = [outlines.names[tensor] for tensor in owners[self._heads].tolist()]
-        self._kinds, self._kind = outlines.kinds, kinds[self._heads]
-        self._boxed = {}
-        for at, kind in zip(parted, kinds[parted].tolist(), strict=True):
-            rank = len(outlines.kinds[kind][1])
-            start = corners[:rank, order[at]]
-            self._boxed[at] = f',"start":{_listed(start)},"stop":{_listed(start + sizes[:rank, order[at]])}'
+        self._starts = np.concatenate([NO_BOXES, *[as_column(part.stored.starts) for part in parts]])[order]
+        self._stops = np.concatenate([NO_BOXES, *[as_column(part.stored.stops) for part in parts]])[order]
+        begins = np.ones(len(owners), np.bool_)
+        begins[1:] = owners[1:] != owners[:-1]
+        self._heads = begins.nonzero()[0]
+        of_each = owners[self._heads]
+        self._names = [outlines.names[tensor] for tensor in of_each.tolist()]
+        self._kinds, self._kind = outlines.kinds, kind_of[of_each]
+        self._boxed = self._placed(boxed)
 
     @property
     def whole(self) -> bool:
@@ -228,13 +230,13 @@ class _Chunks:
         quote, keys = as_keys(self._names)
         every = "".join(keys)
         around = [f"{quote}{quote}{_opening(*kind)}{ENDING}" for kind in self._kinds]
-        counts = np.bincount(self._kind, minlength=len(around)) if around else np.zeros(0, np.int64)
+        counts = np.bincount(self._kind, minlength=len(around)).tolist()
         chunks, more = len(self._order), len(self._order) - len(keys)
         texts = [*self._boxed.values(), *self._packed_texts([part.stored for part in self._parts]).values()]
-        length = len(every.encode()) + int(np.dot(counts, [len(text) for text in around])) + max(len(keys) - 1, 0)
+        length = len(every.encode()) + sum(map(mul, counts, map(len, around))) + max(len(keys) - 1, 0)
         length += chunks * len(CHUNK) + more * len(NEXT) + sum(map(len, texts)) + sum(part.tails_nbytes for part in self._parts)
         length += sum(_digits(column) for column in (self._files, self._starts, self._stops))
-        brackets = int(np.dot(counts, [_brackets(text) for text in around])) + _brackets(every) + chunks + more
+        brackets = sum(map(mul, counts, map(_brackets, around))) + _brackets(every) + chunks + more
         return length, brackets + sum(map(_brackets, texts))
 
     def pieces(self, stored: Sequence[StoredBoxes]) -> Iterator[bytes]:
@@ -271,16 +273,20 @@ class _Chunks:
 
     def _packed_texts(self, stored: Sequence[StoredBoxes]) -> dict[int, str]:
         """What is said of chunks that are packed, by their places."""
-        if not any(one.packed for one in stored):
-            return {}
-        place = np.empty(len(self._order), np.int64)
-        place[self._order] = np.arange(len(self._order))
-        found = {}
+        found: dict[int, str] = {}
         for number, (one, first) in enumerate(zip(stored, self._edges, strict=False)):
             for at, sparse in one.packed.items():
                 moved = sparse_in(sparse, partial(add, number))
-                found[int(place[first + at])] = f',"sparse":{msgspec.json.encode(moved).decode()}'
-        return found
+                found[first + at] = f',"sparse":{msgspec.json.encode(moved).decode()}'
+        return self._placed(found)
+
+    def _placed(self, texts: dict[int, str]) -> dict[int, str]:
+        """Texts of boxes, which were counted file by file, by their places."""
+        if not texts:
+            return {}
+        place = np.empty(len(self._order), np.int64)
+        place[self._order] = np.arange(len(self._order))
+        return dict(zip(place[[*texts]].tolist(), texts.values(), strict=True))
 
 
 def _listed(numbers: Ints) -> str:
@@ -303,7 +309,7 @@ POWERS = 10 ** np.arange(1, 19)
 
 def _digits(numbers: Ints) -> int:
     """How many digits numbers have together."""
-    return len(numbers) + int(np.searchsorted(POWERS, numbers, side="right").sum())
+    return len(numbers) + int(POWERS.searchsorted(numbers, side="right").sum())
 
 
 @lru_cache(1024)

@@ -106,7 +106,7 @@ def parse_fast(raw: bytes) -> Document | None:
             "".join((*metadata, *metadata.values())).encode("utf-8")
             text = STAND_IN + text[end:]
         # -0 is an integer to msgspec and a float to the safetensors library.
-        if "\\" in text or ("-0" in text and NEGATIVE_ZERO.search(text)):
+        if "\\" in text or ("-" in text and "-0" in text and NEGATIVE_ZERO.search(text)):
             return None
         entries = ENTRIES.decode(text)
     except (ValueError, RecursionError, msgspec.MsgspecError):

@@ -119,6 +119,17 @@ def _host_key(name: str) -> str:
     return f"holdfast/{name}/host/{socket.gethostname()}"
 
 
+Said = tuple[str, str, list[str] | None, str | None]
+"""What a rank says beside its content: what it does, what failed, the problems of a `CannotHold`, the path of nothing."""
+Message = tuple[Said, bytes]
+
+
+def _read_message(raw: bytes) -> Message:
+    stop = 8 + int.from_bytes(raw[:8], "little")
+    doing, failed, refused, missed = json.loads(raw[8:stop])
+    return (doing, failed, refused, missed), raw[stop:]
+
+
 class Ranks:
     """One exchange between the ranks of a group: a save or a load. Closed at its end."""
 
@@ -169,19 +180,18 @@ class Ranks:
         begins with what that means (`otherwise`). A `DurabilityUncertain` of `decide` stays one, on every rank: something was
         published.
         """
-        said = [self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local), _absent(local)]
+        said = self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local), _absent(local)
         content = local if isinstance(local, bytes) else b""
-        head = json.dumps(said).encode("utf-8", "replace")
         cause = local if isinstance(local, BaseException) else None
         try:
-            gathered = self._gather(len(head).to_bytes(8, "little") + head + content)
+            gathered = self._gather(said, content)
         except RankLost as error:
             if self.first:
                 self._answer([_failure({rank: str(error) for rank in error.ranks})] * self.size)
             raise
         answers: list[bytes] | None = None
         if gathered is not None:
-            causes, contents, problems, absent = self._opened(gathered)
+            causes, contents, problems, absent = self._judged([(said, content), *gathered])
             try:
                 failed = [_failure(causes, problems, absent)] * self.size if causes else None
                 answers = failed or [b"+" + answer for answer in decide(contents)]
@@ -214,16 +224,14 @@ class Ranks:
         if self._pulse is not None:
             self._pulse.join(timeout=2)
 
-    def _opened(self, gathered: list[bytes]) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
+    def _judged(self, gathered: list[Message]) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
         """The causes of ranks that failed, everybody's contents, all problems where each cause is a `CannotHold`, and the path
         where there is nothing for any rank."""
         causes: dict[int, str] = {}
         problems: dict[str, None] | None = {}
         contents, absent = [], list[str]()
-        for rank, message in enumerate(gathered):
-            stop = 8 + int.from_bytes(message[:8], "little")
-            doing, failed, refused, missed = json.loads(message[8:stop])
-            contents.append(message[stop:])
+        for rank, ((doing, failed, refused, missed), content) in enumerate(gathered):
+            contents.append(content)
             absent += [missed] if missed is not None and doing == self._doing else []
             if doing != self._doing:
                 causes[rank] = f"it was asked to {doing}, and rank 0 to {self._doing}"
@@ -233,17 +241,16 @@ class Ranks:
                 problems = None if problems is None or refused is None else problems | dict.fromkeys(refused)
         return causes, contents, None if problems is None else list(problems), absent[0] if len(absent) == self.size else None
 
-    def _gather(self, content: bytes) -> list[bytes] | None:
-        """Everybody's content on the first rank, None on the others. Raises `RankLost` for a rank that is gone."""
+    def _gather(self, said: Said, content: bytes) -> list[Message] | None:
+        """On the first rank what the others say; None on the others, which tell it. Raises `RankLost` for a rank that is gone."""
         self._step += 1
-        if self._store is None:
-            return [content]
         keys = {rank: f"{self._prefix}/{self._step}/{rank}" for rank in range(1, self.size)}
         if not self.first:
-            self._put(keys[self.rank], content)
+            head = json.dumps(said).encode("utf-8", "replace")
+            self._put(keys[self.rank], len(head).to_bytes(8, "little") + head + content)
             return None
-        found = self._collect(keys)
-        return [content, *(found[rank] for rank in keys)]
+        found = self._collect(keys) if keys else {}
+        return [_read_message(found[rank]) for rank in keys]
 
     def _answer(self, contents: list[bytes] | None) -> bytes:
         """To every rank its own of the first rank's contents."""

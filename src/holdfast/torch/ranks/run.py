@@ -448,11 +448,15 @@ class Run(PlainRun):
         made = Step(says.step, asked.path, says.saved, says.metrics, done.nbytes, step_name(says.step), ran=says.ran)
         if self._lock is None:
             return self._folder.get(says.step) or made
-        saved = self._folder.get(says.step) or made
+        # One look for the step and for the rules.
+        steps = self._folder.steps() if self.keep else None
+        found = self._folder.get(says.step) if steps is None else next((one for one in steps if one.step == says.step), None)
+        saved = found or made
         self._sure.discard(says.step)
         self._new_nbytes = saved.nbytes - self._linked_nbytes if self.share else None
         self._exports.add(saved)
-        self._follow(saved, asked.base, shares=self._new_nbytes is not None and self._new_nbytes < saved.nbytes)
+        shares = self._new_nbytes is not None and self._new_nbytes < saved.nbytes
+        self._follow(saved, asked.base, shares=shares, steps=steps)
         return saved
 
     def _settle(self) -> None:

@@ -58,7 +58,7 @@ from holdfast.ranks.write import (
     write_files,
 )
 from holdfast.rewrite.base import open_base
-from holdfast.rewrite.state import tabulate_state
+from holdfast.rewrite.state import tabulate_tree
 from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flatten
 from holdfast.torch.ranks.group import Ranks
@@ -205,11 +205,11 @@ TASKS, RECEIPTS = msgspec.msgpack.Decoder(RankTask), msgspec.msgpack.Decoder(lis
 
 
 def describe(job: Job, state: Callable[[], object]) -> Described:
-    """Describe what `state` gives. A failure is told to the others when they plan."""
+    """Describe what `state` gives: a state in usual containers. A failure is told to the others when they plan."""
     try:
         raw, matched = mark(state(), job.asked.per_rank, rank_key(job.ranks.rank, job.ranks.size))
         with resting_collector():
-            found = tabulate_state(raw, metadata=job.asked.metadata)
+            found = tabulate_tree(raw, metadata=job.asked.metadata, arrays="tensors")
             flat = flatten(found, raw) if job.asked.format != "native" else FlatState()
             table = table_of(found)
             if flat.pickled:
@@ -327,7 +327,7 @@ def _columns(described: Described) -> tuple[RankState, bytes | Exception]:
         with resting_collector():
             table = table_of(described.state)
             columns = RankState.of_table(table, values=described.digests, aliases=described.aliases)
-            told = message(described.told, columns)
+            told = message(described.told, None if job.ranks.first else columns)
         if job.asked.check_replicas and job.ranks.size > 1:
             if described.staged is not None:
                 described.staged.copies.wait()  # sums are those of the copies

@@ -74,8 +74,8 @@ def _note_versions(value: object, path: Path, found: Versions) -> None:
         found.counts.extend(map(VERSION, tensors))
     elif isinstance(value, Mapping | list | tuple):
         inside = [*value.values()] if isinstance(value, Mapping) else value
-        if PLAIN.issuperset(map(type, inside)) and not any(map(ATTRIBUTES, inside)):
-            # Nearly all are, and there may be very many.
+        if PLAIN.issuperset(map(type, inside)):
+            # Nearly all are, and there may be very many. One that is marked as sharded is its own part.
             tensors = cast("list[torch.Tensor]", inside)
             try:
                 counts = [*map(VERSION, tensors)]
@@ -93,7 +93,7 @@ def _note_versions(value: object, path: Path, found: Versions) -> None:
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """By exact class."""
 
-ATTRIBUTES, VERSION = attrgetter("__dict__"), attrgetter("_version")
+VERSION = attrgetter("_version")
 
 
 class Staged(Value, frozen=True):
