@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from holdfast.rewrite.reshard import reshard
     from holdfast.rewrite.save import save, to_bytes
     from holdfast.rewrite.seal import Sealed, seal
-    from holdfast.rewrite.share import AliasGraph, alias_graph
-    from holdfast.rewrite.tie import Tied, tie
+    from holdfast.rewrite.tie import AliasGraph, Tied, alias_graph, tie
     from holdfast.runs.export import Export
     from holdfast.runs.rules import Best, Every, Latest, Within
     from holdfast.runs.run import Run
@@ -57,7 +56,7 @@ _MODULES = ("errors", "jax", "metadata", "torch")
 _WHERE = {
     "DTYPES": "core.dtype",
     "Alias": "core.checkpoint",
-    "AliasGraph": "rewrite.share",
+    "AliasGraph": "rewrite.tie",
     "Best": "runs.rules",
     "Box": "core.box",
     "Checkpoint": "core.checkpoint",
@@ -92,7 +91,7 @@ _WHERE = {
     "Tied": "rewrite.tie",
     "VerifyReport": "inspect.verify",
     "Within": "runs.rules",
-    "alias_graph": "rewrite.share",
+    "alias_graph": "rewrite.tie",
     "compact": "rewrite.compact",
     "convert": "rewrite.convert",
     "copy": "rewrite.copy",

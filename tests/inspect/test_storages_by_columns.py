@@ -9,7 +9,7 @@ import torch
 
 import holdfast
 from holdfast.core.digest import Digest
-from holdfast.core.sharing import groups
+from tests.sharing import groups
 
 
 def state() -> dict[str, object]:
@@ -38,8 +38,10 @@ def test_columns_say_what_tensors_say(suffix: str, nested: bool, tmp_path: Path)
     with holdfast.open(tmp_path / f"saved{suffix}") as ckpt:
         tensors = dict(ckpt)
         assert ckpt.nbytes == sum(storage.nbytes for storage in groups(tensors))
-        noted = {storage: names for storage, names in groups(tensors, noted=True).items() if len(names) > 1 and storage.nbytes}
-        assert [(alias.storage, list(alias.names)) for alias in ckpt.aliases] == list(noted.items())
+        shared = {
+            storage: names for storage, names in groups(tensors, stored_aliases=True).items() if len(names) > 1 and storage.nbytes
+        }
+        assert [(alias.storage, list(alias.names)) for alias in ckpt.aliases] == list(shared.items())
         assert any({f"{'model.' * nested}base", f"{'model.' * nested}tied"} <= set(alias.names) for alias in ckpt.aliases)
         sums = ckpt.source.digest(list(tensors.values()))
         each = zip(tensors.items(), sums, strict=True)

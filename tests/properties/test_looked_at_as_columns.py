@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.cli.document import document
 from holdfast.cli.show import show_table, show_tree
-from holdfast.core.sharing import groups, twins
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HoldfastError
 from holdfast.inspect.survey import survey
 from holdfast.plan.files import FileStorages
 from tests.properties.many_states import many_states
+from tests.sharing import groups, ties
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_]
 KINDS = ("x.safetensors", "x.pt", "x", "shards")
@@ -109,12 +109,12 @@ def check_surveyed(path: Path) -> None:
         return
     with checkpoint:
         found, tensors = survey(checkpoint), dict(checkpoint)
-        over = {storage: names for storage, names in groups(tensors).items() if storage.nbytes}
+        over = groups(tensors)
         assert [(alias.names, alias.storage) for alias in found.aliases] == [
             (tuple(names), storage) for storage, names in over.items() if len(names) > 1
         ]
         assert found.nbytes == sum(storage.nbytes for storage in over)
-        again = twins(tensors)
+        again = ties(tensors)
         assert {name: tie[2:] for name, tie in found.ties.items() if tie.startswith("= ")} == again
         inside = {name for names in over.values() for name in names[1:]} - again.keys()
         assert {name for name, tie in found.ties.items() if tie.startswith("in ")} == inside

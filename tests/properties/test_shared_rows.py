@@ -6,12 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.chunk import in_c_order
-from holdfast.core.sharing import groups, tied, twins
+from holdfast.core.sharing import tied
 from holdfast.engine.arrays import Resident
 from holdfast.formats.recorded import LARGEST_STORAGE_RATIO, share
 from holdfast.plan.table import lazy_table, table_of
 from holdfast.rewrite.state import tabulate_state
 from holdfast.torch.tensors.to_lazy import torch_leaf
+from tests.sharing import groups, ties
 
 SHAPES = [(12,), (3, 4), (2, 1, 6), (4, 3)]
 
@@ -53,16 +54,14 @@ def compared(tensors):
     """Names that are written, aliases and groups, found by comparing lazy tensors."""
     written = {name: tensor for name, tensor in tensors.items() if tensor.chunks}
     aliases, distinct, found = {}, {}, []
-    for storage, names in groups(written).items():
-        if not storage.nbytes:
-            continue
+    for names in groups(written).values():
         members = {name: written[name] for name in names if name in written}
-        again = twins(members)
+        again = ties(members)
         aliases |= again
         for name in again:
             del written[name]
         distinct |= {name: tensor for name, tensor in members.items() if name not in again}
-    for storage, names in groups(distinct, noted=True).items():
+    for storage, names in groups(distinct, stored_aliases=True).items():
         kept = {}
         for name in names:
             tensor = written[name]
@@ -109,7 +108,7 @@ def test_rows_share_what_lazy_tensors_share(state):
 def test_ties_are_those_of_lazy_tensors(state):
     tensors = by_themselves(state)
     table = table_of(tabulate_state(state))
-    assert {table.names[row]: table.names[first] for row, first in tied(table).items()} == twins(tensors)
+    assert {table.names[row]: table.names[first] for row, first in tied(table).items()} == ties(tensors)
 
 
 @settings(max_examples=100, deadline=None)

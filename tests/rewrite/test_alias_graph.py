@@ -11,7 +11,7 @@ import holdfast
 from holdfast.core.limits import Limits
 from holdfast.core.value import replace
 from holdfast.errors import Unsupported
-from holdfast.rewrite.share import alias_graph
+from holdfast.rewrite.tie import alias_graph
 
 
 def rng(*shape: int, seed: int = 0) -> np.ndarray:

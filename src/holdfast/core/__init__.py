@@ -7,7 +7,7 @@ index                  slices: an index on a tensor as arithmetic on its chunks
 table                  all tensors of a checkpoint or of a state as columns: names, kinds, storages
 dense                  the byte ranges of rows whose bytes in a file are those of an array
 match                  rows of a table for the tensors of a state, by name; where their boxes meet
-sharing                which tensors share memory: groups, twins, islands, overlaps
+sharing                which rows share memory: groups, ties, overlaps
 tiling                 do boxes cover a tensor exactly once; how the boxes of one holder lie to each other
 dtype, crc, digest     element types; checksums, and what a tensor holds in a few bytes
 content_hash           what identifies the bytes of a chunk, so that they need not be written twice

@@ -14,7 +14,7 @@ from holdfast.core.digest import Digest, canonical, combined
 from holdfast.core.opaque import AnyValue
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.quantities import shown
-from holdfast.core.sharing import shared_groups, storage_nbytes
+from holdfast.core.sharing import SharedRows, shared_rows
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -29,6 +29,12 @@ class Alias(Value, frozen=True):
 
     names: tuple[str, ...]
     storage: Storage
+
+
+def find_aliases(table: Table, shared: SharedRows) -> tuple[Alias, ...]:
+    """The storages that several rows of a table share, in the order of first rows."""
+    each = ((shared.storage_of(number, table.view(rows[0]), rows[0]), rows) for number, rows in shared.groups())
+    return tuple([Alias(tuple([table.names[row] for row in rows]), storage) for storage, rows in each])
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
@@ -151,13 +157,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def aliases(self) -> tuple[Alias, ...]:
         """Which names share a storage; names that stand alone are not listed."""
         if self._aliases is None:
-            self._aliases = tuple([Alias(tuple(names), storage) for storage, names in shared_groups(self._table).items()])
+            self._aliases = find_aliases(self._table, shared_rows([self._table], stored_aliases=True))
         return self._aliases
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data in the file; what is shared counts once."""
-        return storage_nbytes(self._table)
+        return shared_rows([self._table]).total_nbytes()
 
     def read(self, *names: str | Iterable[str]) -> dict[str, np.ndarray]:
         """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged.

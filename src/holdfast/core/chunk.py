@@ -147,6 +147,20 @@ def c_strides(shape: Sequence[int], bits: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def repeats(shape: Sequence[int], strides: Sequence[int], width: int = 1) -> bool:
+    """Whether two elements of a width may lie in one place: an expanded tensor, or windows that overlap.
+
+    >>> repeats((2, 3), (3, 1)), repeats((2, 3), (0, 1)), repeats((3, 2), (1, 1))
+    (False, True, True)
+    """
+    for n, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
+        if n > 1:
+            if stride < width:
+                return True
+            width += stride * (n - 1)
+    return False
+
+
 def in_c_order(shape: Sequence[int], strides: Sequence[int], bits: int) -> bool:
     """Whether elements of this many bits follow each other in C order without gaps. The stride of a single row does not matter.
 

@@ -196,6 +196,9 @@ class DTypes:
 
 DTYPES = DTypes(_rows())
 
+WIDEST_NBYTES = 16
+"""Bytes of the widest element, complex128: what begins at a multiple of it begins at an element of every dtype."""
+
 
 def _by_name(name: str) -> DType:
     row = DTYPES.name(name)

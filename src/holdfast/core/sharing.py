@@ -1,34 +1,36 @@
-"""Which tensors share memory: those of one storage, those that are one view, those with bytes in common. Nothing is read.
+"""Which rows of tables share memory: those of one storage, those that are one view, those with bytes in common. Nothing is read.
 
-A storage is equal to another when both are the same bytes (`Storage.home`), so all of this is comparing, and never reading:
+Two rows with one storage number share it; how each lies there is its kind. So all of this is comparing numbers:
 
-    groups     by storage, the names over it: tied weights, views of one buffer
-    twins      names of one and the same view: the same elements of the same bytes, with the same meaning
-    tied       the same of the rows of a table, by the numbers of their storages
-    shared_groups, storage_nbytes     storages with several names, and bytes of all, of the rows of a table
-    islands    ranges of one storage that hang together, because they overlap or touch
-    overlaps   pairs of them that have a byte in common
+    shared_rows       of each row, the number of its storage and of its view, the same for all tables that are given
+      .groups         by storage, the rows over it: tied weights, views of one buffer
+      .ties           rows that are the same view as an earlier one: the same elements of the same bytes, with the same meaning
+    disjoint_groups   ranges of one storage that hang together, because they overlap or touch
+    overlaps          pairs of them that have a byte in common
 
     storage    │ · · a a a a · · · · b b · · │     names a, c, b and d; c is a over again, d the second half of a
-                     c c c c                       groups    {storage: [a, b, c, d]}
-                         d d                       twins     {c: a}
-                                                   islands   [a c d], [b]
+                     c c c c                       groups             a, b, c, d
+                         d d                       ties               c is a
+                                                   disjoint_groups    a c d, b
 
-A format that stores every tensor by itself may note where each lay before (`Traits.alias`). With `noted=True` such a tensor counts
-as the view that it was (`LazyTensor.shared_chunks`), and not as the copy that it is.
+A format that stores every tensor by itself may record where each lay before (`Traits.alias`). With `stored_aliases=True` such a
+tensor counts as the view that it was (`LazyTensor.shared_chunks`), and not as the copy that it is.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Generic, TypeVar, cast
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count
+from typing import Generic, TypeVar
 
 import numpy as np
 
+from holdfast.core.arrays import Ints
+from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
+from holdfast.core.protocols import Source
 from holdfast.core.table import ODD, FileColumns, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
@@ -43,91 +45,81 @@ Span = tuple[int, int, T]
 """The first byte of something, the byte after its last one, and what it is."""
 
 
-class Island(Value, Generic[T], frozen=True):
-    """A range without a gap, and what lies in it, in the order of first bytes."""
-
-    start: int
-    stop: int
-    members: list[T]
-
-
-def identity(tensor: LazyTensor, *, noted: bool = False) -> View:
+def identity(tensor: LazyTensor, *, stored_alias: bool = False) -> View:
     """What tells a view from all others. Two tensors with one identity hold the same, whatever becomes of the bytes."""
-    chunks = tensor.shared_chunks if noted else tensor.chunks
+    chunks = tensor.shared_chunks if stored_alias else tensor.chunks
     return tensor.dtype, tensor.shape, chunks, tensor.traits.conj, tensor.traits.neg
 
 
-def groups(tensors: Mapping[str, LazyTensor], *, noted: bool = False) -> dict[Storage, list[str]]:
-    """The names over each storage, storages and names in the order of the tensors. Most storages have one name."""
-    found: dict[Storage, list[str]] = {}
-    for name, tensor in tensors.items():
-        chunks = tensor.shared_chunks if noted else tensor.chunks
-        # Almost every tensor has one chunk: for 100,000 of them a dict each would be felt.
-        for storage in (chunks[0].storage,) if len(chunks) == 1 else dict.fromkeys(chunk.storage for chunk in chunks):
-            found.setdefault(storage, []).append(name)
-    return found
+class SharedRows(Value, frozen=True, eq=False):
+    """Rows of tables that have bytes, with the storages that they lie in."""
+
+    rows: Ints
+    """Positions, ascending; those of one table behind those of the table before."""
+    storage: Ints
+    """The number of the storage of each; of a row in several storages, a number for all of them together."""
+    view: Ints
+    """Rows with one number are the same elements of the same bytes."""
+    nbytes: Mapping[int, int]
+    """By the number of a storage."""
+    parts: Mapping[int, tuple[int, ...]]
+    """Of numbers that stand for several storages, the numbers of these."""
+    stored_aliases: bool
+    """Whether copies count as the views that they were before they were saved."""
+
+    def ties(self) -> dict[int, int]:
+        """Rows that are the same view as an earlier row, in order, each with the first such row."""
+        _, first, place = np.unique(self.view, return_index=True, return_inverse=True)
+        firsts = self.rows[first[place]]
+        again = firsts != self.rows
+        return dict(zip(self.rows[again].tolist(), firsts[again].tolist(), strict=True))
+
+    def pieces(self) -> tuple[Ints, Ints]:
+        """Rows and their storages: a pair for each storage of each row, in order."""
+        several = np.isin(self.storage, [*self.parts]).nonzero()[0] if self.parts else ()
+        if not len(several):
+            return self.rows, self.storage
+        each = [self.parts[number] for number in self.storage[several].tolist()]
+        pairs = self.rows[several].repeat([*map(len, each)]), np.array([number for one in each for number in one], np.int64)
+        rows, storage = (
+            np.append(np.delete(own, several), more) for own, more in zip((self.rows, self.storage), pairs, strict=True)
+        )
+        order = rows.argsort(kind="stable")
+        return rows[order], storage[order]
+
+    def groups(self) -> list[tuple[int, list[int]]]:
+        """Storages that several rows share, each with its rows; in the order of first rows."""
+        rows, storage = self.pieces()
+        return [(int(storage[places[0]]), rows[places].tolist()) for places in several(storage)]
+
+    def first_rows(self, count: int) -> list[int]:
+        """Of each of so many rows, the first one over its storage, or over one of its storages."""
+        rows, storage = self.pieces()
+        _, first, place = np.unique(storage, return_index=True, return_inverse=True)
+        found = np.arange(count)
+        np.minimum.at(found, rows, rows[first[place]])
+        return found.tolist()
+
+    def storage_of(self, number: int, tensor: LazyTensor, row: int) -> Storage:
+        """The storage of a number that a row lies in; `tensor` is that row."""
+        storages = tensor.shared_storages if self.stored_aliases else tensor.storages
+        own = int(self.storage[self.rows.searchsorted(row)])
+        return storages[self.parts[own].index(number) if own in self.parts else 0]
+
+    def total_nbytes(self) -> int:
+        """Bytes of all storages, each once."""
+        return sum([self.nbytes[number] for number in {*self.pieces()[1].tolist()}])
 
 
-StorageKey = tuple[object, ...]
-"""What is equal for equal storages: the store and the file, first byte, length, checksum, byte order."""
+def shared_rows(tables: Iterable[Table], *, stored_aliases: bool = False, by_place: bool = False) -> SharedRows:
+    """Compare where the rows of tables lie.
 
-
-def _storage_keys(table: Table) -> list[list[StorageKey]]:
-    """The storages of each row."""
-    held, orders = table.storages, [kind.byteorder for kind in table.kinds]
-    if isinstance(held, FileColumns):
-        files = [(id(place.home), place.key) for place in held.files]
-        columns = map(files.__getitem__, held.file.tolist()), held.start.tolist(), held.nbytes.tolist(), held.crc.tolist()
-        every: Sequence[StorageKey] = [*zip(*columns, strict=True)]
-    else:
-        every = [(None, number, nbytes, NO_CRC) for number, nbytes in enumerate(held.nbytes.tolist())]
-    found = [
-        [] if number == ODD else [(*every[number], orders[kind])] for number, kind in zip(table.storage, table.kind, strict=True)
-    ]
-    for row, tensor in table.odd.items():
-        found[row] = [
-            ((id(one.home), one.key), one.start, one.nbytes, NO_CRC if one.crc32 is None else one.crc32, one.byteorder)
-            for one in tensor.storages
-        ]
-    return found
-
-
-def storage_nbytes(table: Table) -> int:
-    """Bytes of the storages of all rows, each once."""
-    lengths = {key: cast("int", key[2]) for own in _storage_keys(table) for key in own}
-    return sum(lengths.values())
-
-
-def shared_groups(table: Table) -> dict[Storage, list[str]]:
-    """Storages that several rows share, with their names; copies count as the views that they were."""
-    keys = _storage_keys(table)
-    several = {key for key, times in Counter(chain.from_iterable(keys)).items() if times > 1}
-    noted = {number for number, kind in enumerate(table.kinds) if kind.traits.alias is not None}
-    # Tensors are made of rows that may share something, and of no others.
-    each = enumerate(zip(keys, table.kind, strict=True))
-    rows = [row for row, (own, kind) in each if kind in noted or not several.isdisjoint(own)]
-    found = groups({table.names[row]: table.view(row) for row in rows}, noted=True)
-    return {storage: names for storage, names in found.items() if len(names) > 1 and storage.nbytes}
-
-
-def twins(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
-    """Names of a view that has an earlier name, each with the first of its names. What has no bytes is nobody's twin."""
-    found: dict[str, str] = {}
-    alone: dict[Storage, str] = {}
-    firsts: dict[View, str] = {}
-    for name, tensor in tensors.items():
-        storage = tensor.chunks[0].storage if tensor.chunks else None
-        if storage is None or not storage.nbytes:
-            continue
-        other = alone.setdefault(storage, name)
-        if other is name:
-            # Most tensors are alone in their storage, and a storage is compared faster than a view.
-            continue
-        firsts.setdefault(identity(tensors[other]), other)
-        first = firsts.setdefault(identity(tensor), name)
-        if first != name:
-            found[name] = first
-    return found
+    `by_place` compares files by their real paths and memory by its address, so that one that was opened twice is one.
+    """
+    search = _Search(stored_aliases=stored_aliases, by_place=by_place)
+    for table in tables:
+        search.add(table)
+    return search.found()
 
 
 def tied(table: Table) -> dict[int, int]:
@@ -135,49 +127,157 @@ def tied(table: Table) -> dict[int, int]:
 
     Rows of one view have one dtype and shape, one place in one storage, and one meaning of its bytes. What has no bytes is no view.
     """
-    found: dict[int, int] = {}
-    if len({*table.storage}) < len(table):
-        views: dict[object, int] = {}
-        for kind in table.kinds:
-            views.setdefault(_view(kind), len(views))
-        view = np.array([views[_view(kind)] for kind in table.kinds], np.int64)
-        storage = np.array(table.storage, np.int64)
-        rows = np.flatnonzero(storage != ODD)
-        rows = rows[table.storages.nbytes[storage[rows]] > 0]
-        same = storage[rows] * len(views) + view[np.array(table.kind, np.int64)[rows]]
-        _, first, place = np.unique(same, return_index=True, return_inverse=True)
-        firsts = rows[first[place]]
-        again = firsts != rows
-        found = dict(zip(rows[again].tolist(), firsts[again].tolist(), strict=True))
-    if len(table.odd) < 2:
-        return found
-    row_of = {table.names[row]: row for row in sorted(table.odd)}
-    for name, other in twins({name: table.odd[row] for name, row in row_of.items()}).items():
-        found[row_of[name]] = row_of[other]
-    return dict(sorted(found.items()))
+    return {} if len({*table.storage}) == len(table) else shared_rows([table]).ties()
 
 
-def _view(kind: Kind) -> tuple[object, ...]:
-    """What all rows of one view have in common, beside their storage."""
-    traits = kind.traits
-    place = (0, ()) if 0 in kind.shape else (kind.offset, kind.strides)
-    return kind.dtype, kind.shape, *place, traits.conj, traits.neg
+class _Search:
+    """The storages and views that were met so far, with their numbers."""
+
+    def __init__(self, *, stored_aliases: bool, by_place: bool) -> None:
+        self._stored_aliases, self._by_place = stored_aliases, by_place
+        self._first = 0
+        """The position of the first row of the next table."""
+        self._numbers: dict[Hashable, int] = {}
+        self._unused = count()
+        self._nbytes: dict[int, int] = {}
+        self._parts: dict[int, tuple[int, ...]] = {}
+        self._views: dict[Hashable, int] = {}
+        self._owners: dict[tuple[Source, str], Hashable] = {}
+        self._found: list[Ints] = [np.zeros((3, 0), np.int64)]
+        """Position, number of the storage, number of the way to lie there."""
+        self._odd: list[tuple[int, int, LazyTensor, Sequence[Chunk]]] = []
+        """Rows that are looked at one by one: position, number of the storage, and how it lies there."""
+
+    def add(self, table: Table) -> None:
+        first, self._first = self._first, self._first + len(table)
+        numbers, kind = np.array(table.storage, np.int64), np.array(table.kind, np.int64)
+        views = np.array([self._view(one) for one in table.kinds], np.int64)
+        apart = numbers == ODD
+        if self._stored_aliases:
+            apart |= np.array([one.traits.alias is not None for one in table.kinds], np.bool_)[kind]
+        rows = (~apart).nonzero()[0]
+        held, example, which = np.unique(numbers[rows], return_index=True, return_inverse=True)
+        known = [*map(self._numbers.setdefault, self._keys(table, held, rows[example]), self._unused)]
+        self._nbytes.update(zip(known, table.storages.nbytes[held].tolist() if len(held) else (), strict=True))
+        self._found.append(np.stack((first + rows, np.array(known, np.int64)[which], views[kind[rows]])))
+        for row in apart.nonzero()[0].tolist():
+            tensor = table.view(row)
+            chunks = tensor.shared_chunks if self._stored_aliases else tensor.chunks
+            if chunks:
+                self._odd.append((first + row, self._number(tensor, chunks), tensor, chunks))
+
+    def _keys(self, table: Table, held: Ints, rows: Ints) -> Iterable[Hashable]:
+        """What is equal for equal storages, of storages of these numbers; of each, a row that has it."""
+        storages = table.storages
+        if isinstance(storages, FileColumns):
+            owners = [self._owner(place.source, place.home, place.key) for place in storages.files]
+            columns = storages.start[held], storages.nbytes[held], storages.crc[held]
+            return zip(map(owners.__getitem__, storages.file[held].tolist()), *(column.tolist() for column in columns), strict=True)
+        if not self._by_place:
+            return [(id(storages), number) for number in held.tolist()]
+        tensors = map(table.view, rows.tolist())
+        return [self._key(tensor, tensor.storages[0]) for tensor in tensors]
+
+    def _key(self, tensor: LazyTensor, storage: Storage) -> Hashable:
+        owner = self._owner(tensor.source, storage.home, storage.key)
+        # By its exact class: a storage of another kind may not know its place before it is asked.
+        if type(storage) is not Storage:
+            return owner, type(storage), storage.ranges, storage.nbytes
+        return owner, storage.start, storage.nbytes, NO_CRC if storage.crc32 is None else storage.crc32
+
+    def _owner(self, source: Source, home: object, key: str) -> Hashable:
+        """What a key belongs to: a store; or by place this process's memory, a file by its real path, a source like no other."""
+        if not self._by_place:
+            return id(home), key
+        if (source, key) not in self._owners:
+            self._owners[source, key] = source.store.place(key)
+        return self._owners[source, key]
+
+    def _number(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:
+        """The number of the storage of chunks, or of all their storages together."""
+        storages = {self._key(tensor, chunk.storage): chunk.storage.nbytes for chunk in chunks}
+        own = tuple([self._numbers.setdefault(key, next(self._unused)) for key in storages])
+        self._nbytes.update(zip(own, storages.values(), strict=True))
+        if len(own) == 1:
+            return own[0]
+        number = self._numbers.setdefault((None, own), next(self._unused))
+        self._parts[number], self._nbytes[number] = own, sum(storages.values())
+        return number
+
+    def _view(self, kind: Kind) -> int:
+        """The number of a way to lie in a storage."""
+        place = (0, ()) if 0 in kind.shape else (kind.offset, kind.strides)
+        return self._views.setdefault((kind.dtype, kind.shape, place, kind.traits.conj, kind.traits.neg), len(self._views))
+
+    def _odd_view(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:
+        """The same of a tensor by itself."""
+        traits = tensor.traits
+        place: Hashable = chunks[0].offset, chunks[0].strides
+        if len(chunks) > 1 or chunks[0].box != Box.whole(tensor.shape):
+            place = tuple([(one.box, self._number(tensor, (one,)), one.offset, one.strides) for one in chunks])
+        elif 0 in tensor.shape:
+            place = 0, ()
+        return self._views.setdefault((tensor.dtype, tensor.shape, place, traits.conj, traits.neg), len(self._views))
+
+    def found(self) -> SharedRows:
+        """All rows that have bytes, in order."""
+        columns = np.concatenate(self._found, axis=1)
+        if self._odd:
+            numbers = [number for _, number, _, _ in self._odd]
+            times = Counter(chain(columns[1].tolist(), numbers))
+            # How a tensor lies is asked only where there are others: some have to read that.
+            views = [self._odd_view(tensor, chunks) if times[number] > 1 else -1 for _, number, tensor, chunks in self._odd]
+            odd = np.array([[position for position, *_ in self._odd], numbers, views], np.int64)
+            columns = np.concatenate((columns, odd), axis=1)
+            columns = columns[:, columns[0].argsort(kind="stable")]
+        filled = {number for number, nbytes in self._nbytes.items() if nbytes}
+        if len(filled) < len(self._nbytes):
+            columns = columns[:, np.isin(columns[1], [*filled])]
+        rows, storage, way = columns
+        return SharedRows(rows, storage, storage * (len(self._views) + 1) + way, self._nbytes, self._parts, self._stored_aliases)
 
 
-def islands(spans: Iterable[Span[T]], *, touching: bool = False) -> list[Island[T]]:
+def numbered(values: Ints) -> Ints:
+    """A number for each value: 0 for the first and those that are equal to it, and so on."""
+    _, first, place = np.unique(values, return_index=True, return_inverse=True)
+    ranks = np.empty(len(first), np.int64)
+    ranks[first.argsort()] = np.arange(len(first))
+    return ranks[place]
+
+
+def several(values: Ints) -> list[Ints]:
+    """Positions of equal values, where there are two or more, by the first of them."""
+    order = values.argsort(kind="stable")
+    ordered = values[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    stops = np.append(starts, len(order))[1:]
+    some = np.flatnonzero(stops - starts > 1)
+    some = some[order[starts[some]].argsort()]
+    return [order[start:stop] for start, stop in zip(starts[some].tolist(), stops[some].tolist(), strict=True)]
+
+
+class SpanGroup(Value, Generic[T], frozen=True):
+    """A range without a gap, and what lies in it, in the order of first bytes."""
+
+    start: int
+    stop: int
+    members: list[T]
+
+
+def disjoint_groups(spans: Iterable[Span[T]], *, touching: bool = False) -> list[SpanGroup[T]]:
     """What overlaps, as one: each with the next, and so all that hang together. With `touching`, neighbours without a gap as well.
 
-    >>> [(island.start, island.stop, island.members) for island in islands([(8, 12, "c"), (0, 6, "a"), (4, 8, "b")])]
+    >>> [(one.start, one.stop, one.members) for one in disjoint_groups([(8, 12, "c"), (0, 6, "a"), (4, 8, "b")])]
     [(0, 8, ['a', 'b']), (8, 12, ['c'])]
     """
-    found: list[Island[T]] = []
+    found: list[SpanGroup[T]] = []
     for start, stop, member in sorted(spans, key=lambda span: span[:2]):
         last = found[-1] if found else None
         if last is not None and (start < last.stop or (touching and start == last.stop)):
             last.members.append(member)
-            found[-1] = Island(last.start, max(last.stop, stop), last.members)
+            found[-1] = SpanGroup(last.start, max(last.stop, stop), last.members)
         else:
-            found.append(Island(start, stop, [member]))
+            found.append(SpanGroup(start, stop, [member]))
     return found
 
 

@@ -16,10 +16,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from msgspec import field
 
-from holdfast.core.chunk import Storage, in_c_order
+from holdfast.core.chunk import in_c_order
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
-from holdfast.core.sharing import tied
+from holdfast.core.sharing import shared_rows
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
@@ -75,13 +75,13 @@ def share(table: Table) -> Shared:
     A tensor that comes out of a file with such notes (`Traits.alias`) still belongs to its storage of old.
     """
     names, count = table.names, len(table)
-    again = tied(table)
     noted = {number for number, kind in enumerate(table.kinds) if _has_view(kind)}
-    if not again and not noted and not table.odd and len({*table.storage}) == count:
+    if not noted and not table.odd and len({*table.storage}) == count:
         return Shared(range(count))
+    shared = shared_rows([table])
+    again, first = shared.ties(), shared.first_rows(count)
     meta = {row for row, tensor in table.odd.items() if not tensor.chunks}
     rows = [row for row in range(count) if row not in again and row not in meta] if again or meta else range(count)
-    first = _first_rows(table)
     ordered = sorted(again, key=first.__getitem__) if again else ()
     aliases = {names[row]: names[again[row]] for row in ordered}
     return Shared(rows, aliases, _view_groups(table, rows, first, noted))
@@ -92,18 +92,6 @@ def _has_view(kind: Kind) -> bool:
     if kind.whole or len(kind.strides) < len(kind.shape):
         return kind.traits.alias is not None
     return kind.traits.alias is not None or not in_c_order(kind.shape, kind.strides, kind.dtype.bits)
-
-
-def _first_rows(table: Table) -> list[int]:
-    """Of each row, the first one over its storage; of one in several pieces, over the first of them."""
-    storage = np.array(table.storage, np.int64)
-    _, first, place = np.unique(storage, return_index=True, return_inverse=True)
-    found: list[int] = first[place].tolist()
-    seen: dict[Storage, int] = {}
-    for row in sorted(table.odd):
-        chunks = table.odd[row].chunks
-        found[row] = min([seen.setdefault(chunk.storage, row) for chunk in chunks], default=row)
-    return found
 
 
 def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], noted: Collection[int]) -> list[ViewGroup]:

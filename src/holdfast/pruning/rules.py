@@ -239,7 +239,7 @@ def assign(state: State, rules: Sequence[PruningRule], problems: list[str], note
         rule = rules[numbers[0]] if numbers else None
         if rule is not None:
             decided[numbers[0]] += 1
-        own = identity(tensor, noted=True)
+        own = identity(tensor, stored_alias=True)
         if rule is None or isinstance(rule.method, Keep):
             left.setdefault(own, name)
             continue
@@ -306,7 +306,7 @@ def _asides(alone: Sequence[tuple[str, PruningRule, str]]) -> list[str]:
 def _parts(state: State) -> dict[View, str]:
     """The tensors that are parts of others, with the kind of the whole."""
     wholes = state.leaves.composites()
-    return {identity(part, noted=True): whole.kind for whole in wholes for part in whole.parts.values()}
+    return {identity(part, stored_alias=True): whole.kind for whole in wholes for part in whole.parts.values()}
 
 
 def _unfit(tensor: LazyTensor, rule: PruningRule, part_of: str | None) -> str:
@@ -340,7 +340,7 @@ def _overlaps(state: State, jobs: Mapping[View, Job]) -> Iterable[str]:
         if not tensor.size or tensor.traits.meta:
             continue
         for chunk in tensor.shared_chunks:
-            spans.setdefault(chunk.storage, {}).setdefault((*chunk.extent(tensor.dtype), identity(tensor, noted=True)), name)
+            spans.setdefault(chunk.storage, {}).setdefault((*chunk.extent(tensor.dtype), identity(tensor, stored_alias=True)), name)
     for held in spans.values():
         reached: dict[bool, tuple[int, View, str]] = {}
         """The furthest stop so far, among pruned ones and among others."""

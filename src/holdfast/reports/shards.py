@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.sharing import islands
+from holdfast.core.sharing import disjoint_groups
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import BadPlacement
@@ -109,14 +109,14 @@ def strips_of(held: Sequence[_Held], nbytes: int) -> list[Strip]:
     """
     made: list[Strip] = []
     at = 0
-    for island in islands([(one.start, one.stop, one) for one in held]):
-        if island.start >= nbytes:
+    for group in disjoint_groups([(one.start, one.stop, one) for one in held]):
+        if group.start >= nbytes:
             break
-        if island.start > at:
-            gap = bool(made) and island.start - at > FRAMING_NBYTES
-            made.append((at, island.start, UNREACHED if gap else HEADER, -1))
-        at = min(island.stop, nbytes)
-        made.append((island.start, at, TENSOR, island.members[0].tensor))
+        if group.start > at:
+            gap = bool(made) and group.start - at > FRAMING_NBYTES
+            made.append((at, group.start, UNREACHED if gap else HEADER, -1))
+        at = min(group.stop, nbytes)
+        made.append((group.start, at, TENSOR, group.members[0].tensor))
     if at < nbytes:
         made.append((at, nbytes, HEADER if made or not held else UNREACHED, -1))
     return made

@@ -32,7 +32,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage, in_c_order
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
-from holdfast.core.sharing import Span, islands
+from holdfast.core.sharing import Span, disjoint_groups
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, nbytes, percent, plural
 from holdfast.core.value import Value
@@ -186,7 +186,7 @@ def dead(found: Survey) -> int:
                 if chunk.storage not in reached:
                     whole += chunk.storage.nbytes
                 reached.setdefault(chunk.storage, []).append((*chunk.extent(tensor.dtype), None))
-    used = sum(island.stop - island.start for spans in reached.values() for island in islands(spans, touching=True))
+    used = sum(group.stop - group.start for spans in reached.values() for group in disjoint_groups(spans, touching=True))
     return max(whole - used, 0)
 
 

@@ -3,23 +3,25 @@
     storage   │ · · · · a a a a · · · · · · · · b b · · │       a and b were views of it, and have no byte in common
     compact   │ a a a a │ b b │
 
-1. Tensors of one storage that overlap, or touch, belong together; each such island is a storage of its own.
-2. The checkpoint is written again in its format, each island once. What is tied stays tied, and views of each other stay views.
+1. Tensors of one storage that overlap, or touch, belong together; each such group is a storage of its own.
+2. The checkpoint is written again in its format, each group once. What is tied stays tied, and views of each other stay views.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
-from holdfast.core.sharing import Island, Span, islands
+from holdfast.core.sharing import Span, SpanGroup, disjoint_groups
 from holdfast.core.table import ODD
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
@@ -30,9 +32,6 @@ from holdfast.rewrite.rows import with_odd, with_table
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.tie import plan_rewrite
 from holdfast.rewrite.writing import Writing
-
-WIDEST_NBYTES = 16
-"""Bytes of the widest element: islands begin at multiples of it, so that every view begins with a whole element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +91,14 @@ def plan_compact(
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Compacted]:
         described = tabulate_state(source, limits=limits)
-        plan = plan_rewrite(source, _islands(described), where)
+        plan = plan_rewrite(source, _without_gaps(described), where)
         report = Compacted(**planned_fields(plan, where.path), source=source.path, before_nbytes=source.stored_nbytes)
         return Planned(plan, report, where.writing, reads=described.tensors.stores)
 
     return rewritten(src, dst, lay_out, in_place=in_place, format=format, writable=("pt2",), writing=writing, limits=limits)
 
 
-def _islands(state: State) -> State:
+def _without_gaps(state: State) -> State:
     """A state in which no storage holds more than its tensors reach without a gap."""
     table = state.tensors
     views = {number for number, kind in enumerate(table.kinds) if not kind.whole}
@@ -112,20 +111,20 @@ def _islands(state: State) -> State:
             start, stop = chunk.extent(tensor.dtype)
             if start < stop:
                 reached.setdefault(chunk.storage, []).append((start - start % WIDEST_NBYTES, stop, None))
-    found = {storage: islands(spans, touching=True) for storage, spans in reached.items()}
+    found = {storage: disjoint_groups(spans, touching=True) for storage, spans in reached.items()}
     moved: dict[int, LazyTensor] = {}
     for row, tensor in tensors.items():
-        chunks = tuple(_on_island(chunk, tensor, found.get(chunk.storage, [])) for chunk in tensor.chunks)
+        chunks = tuple(_in_group(chunk, tensor, found.get(chunk.storage, [])) for chunk in tensor.chunks)
         if chunks != tensor.chunks:
             moved[row] = replace(tensor, chunks=chunks)
     return with_table(state, with_odd(table, moved)) if moved else state
 
 
-def _on_island(chunk: Chunk, tensor: LazyTensor, found: Sequence[Island[None]]) -> Chunk:
+def _in_group(chunk: Chunk, tensor: LazyTensor, found: Sequence[SpanGroup[None]]) -> Chunk:
     start, stop = chunk.extent(tensor.dtype)
-    # A packed storage is kept whole: torch pads its rows. One island is what every writer makes of it by itself.
+    # A packed storage is kept whole: torch pads its rows. One group is what every writer makes of it by itself.
     if len(found) < 2 or start == stop or tensor.dtype.packed:
         return chunk
-    low, high = next((island.start, island.stop) for island in found if island.start <= start and stop <= island.stop)
-    storage = replace(chunk.storage, start=chunk.storage.start + low, nbytes=high - low, crc32=None)
-    return replace(chunk, storage=storage, offset=chunk.offset - low * 8)
+    group = found[bisect_right(found, start, key=lambda one: one.start) - 1]
+    storage = replace(chunk.storage, start=chunk.storage.start + group.start, nbytes=group.stop - group.start, crc32=None)
+    return replace(chunk, storage=storage, offset=chunk.offset - group.start * 8)

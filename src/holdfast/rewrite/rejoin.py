@@ -25,19 +25,17 @@ from functools import partial
 import numpy as np
 
 from holdfast.core.arrays import byte_row
-from holdfast.core.chunk import Storage
+from holdfast.core.chunk import Storage, repeats
+from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import Request, Stamp, State
-from holdfast.core.sharing import groups, overlaps
+from holdfast.core.sharing import overlaps
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import Sourced
 from holdfast.errors import Unsupported
 from holdfast.rewrite.rows import with_odd, with_table
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
-
-WIDEST_NBYTES = 16
-"""Bytes of the widest element, complex128: what may stick out of a range at either end."""
 
 BLOCK_NBYTES = 4 << 20
 """Bytes of a storage that `agrees` looks at together, and of a box that is read at once."""
@@ -67,17 +65,6 @@ class Copy(Value, frozen=True):
         """The byte after the last one that it reaches."""
         last = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, self.strides, strict=True))
         return self.offset + last + self.width if self.tensor.size else self.offset
-
-    @property
-    def repeats(self) -> bool:
-        """Whether two of its elements may lie in the same place."""
-        room = self.width
-        for n, stride in sorted(zip(self.tensor.shape, self.strides, strict=True), key=lambda pair: pair[1]):
-            if n > 1:
-                if stride < room:
-                    return True
-                room = stride * (n - 1) + room
-        return False
 
 
 class PlacedBox(Value, frozen=True):
@@ -230,10 +217,12 @@ def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
     if not kinds:
         return Rejoined(state)
     tensors = {row: table.view(row) for row, kind in enumerate(table.kind) if kind in kinds}
-    noted = {table.names[row]: tensor for row, tensor in tensors.items()}
     assembled, storages, notes = Assembled(), dict[Storage, Storage](), list[str]()
-    for storage, names in groups(noted, noted=True).items():
-        made = _assemble([noted[name] for name in names], assembled, limits)
+    together: dict[Storage, list[LazyTensor]] = {}
+    for tensor in tensors.values():
+        together.setdefault(tensor.shared_storages[0], []).append(tensor)
+    for storage, members in together.items():
+        made = _assemble(members, assembled, limits)
         if isinstance(made, Storage):
             storages[storage] = made
         else:
@@ -270,7 +259,9 @@ def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -
             f"{shown} are {kept:,} bytes of a storage of {reached:,}; they are written apart "
             "(Limits(expansion=…) allows the whole of it)"
         )
-    overlap = any(overlaps((copy.offset, copy.stop, None) for copy in filled)) or any(copy.repeats for copy in filled)
+    overlap = any(overlaps((copy.offset, copy.stop, None) for copy in filled)) or any(
+        repeats(copy.tensor.shape, copy.strides, copy.width) for copy in filled
+    )
     if overlap and not assembled.agrees(storage.key):
         return f"{shown} shared a storage once, and differ now where they overlapped; they are written apart"
     return storage

@@ -1,9 +1,27 @@
-"""`tie`: tensors that hold the same become one again, where a conversion or a tool stored each of them by itself.
+"""`alias_graph`: which tensors are the same bytes; `tie`: those that hold the same become one again. Torch-free.
 
-1. `alias_graph(by="content")` finds them; it compares bytes, not only checksums.
-2. A tensor that is alone in its storage becomes the first one of its group, under its own name.
-3. One that shares its storage with other views takes them along: where both tensors cover their storages, all views of the one
-   become views of the other. Where they do not, it stays, and a note says so: no view is ever torn from its storage.
+By storage, nothing is read. Tensors belong together when they are views of one storage: the same record of one file, however often
+and under whatever name it was opened; the same memory of this process; or, in a format that stores copies, the storage that their
+file says they shared before.
+
+By content, tensors that hold the same are found wherever they lie, so that a tie which a conversion lost is found again:
+
+1. Views that are one and the same place are one *copy*, and are not compared with each other.
+2. Copies are sorted into buckets by digest: dtype, shape, CRC-32. Where a file records the checksum, it is not read for that.
+3. A CRC is no proof, and a file can be made to lie about it: within a bucket every copy is compared with the first, byte by byte.
+4. Those that differ, which takes bad luck or bad intent, and those that do not lie in one piece are told apart by a cryptographic
+   hash. So the cost is at most three times the bytes, however many collide.
+
+Bytes are compared in blocks, and memory is a few blocks a thread.
+
+    3 models, 7 tensors, 412 bytes in 4 storages
+    base:emb.weight = base:head.weight = tuned:emb.weight    float32 [5, 4], 2 copies, 80 bytes could be saved
+
+To tie is to give rows other storages:
+
+1. A row that is alone in its storage becomes the first one of its group, under its own name.
+2. One that shares its storage with other views takes them along: where both rows are all of their storages, all views of the one
+   become views of the other. Where they are not, it stays, and a note says so: no view is ever torn from its storage.
 
     before   base.emb [A]      tuned.emb [A']     tuned.rows ⊂ A'          A = A', byte by byte
     after    base.emb [A]      tuned.emb [A]      tuned.rows ⊂ A
@@ -11,36 +29,349 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
 
 from holdfast.core.arguments import understood
+from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Storage, in_c_order
+from holdfast.core.digest import canonical
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import Source, State
+from holdfast.core.notebook import Shown
+from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
-from holdfast.core.sharing import View, identity
-from holdfast.core.table import ODD, Table
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.sharing import numbered, several, shared_rows
+from holdfast.core.table import Kind, Table
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value, replace
+from holdfast.engine.blocks import read_slab, slabs
+from holdfast.engine.budget import reading_threads
+from holdfast.engine.digest import tensor_crcs
+from holdfast.engine.equal import same_bytes
 from holdfast.engine.write import Progress
-from holdfast.errors import Unsupported
+from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.formats.strict_json import quoted
 from holdfast.formats.torch.write import archive_name
 from holdfast.inspect.open import Openable
+from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import SavePlan
+from holdfast.plan.table import table_of
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import programs_of, weights_of
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.rows import lazy_tree, with_odd, with_table
-from holdfast.rewrite.share import AliasGraph, AliasGroup, placed
+from holdfast.rewrite.rows import lazy_tree, with_table
 from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.writing import Writing
+
+By = Literal["storage", "content"]
+
+ONLY = "model"
+"""What the one model is called that is given without a name."""
+
+BLOCK_NBYTES = 2 << 20
+"""Bytes of each side that are compared at a time."""
+
+LISTED = 20
+"""Groups that a printed graph lists, the largest first, and members of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class AliasMember:
+    """One tensor of one model, and where it lies in its storage."""
+
+    model: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of its elements when packed."""
+    storage: int
+    """Number of its storage in the graph: members with one number are views of the same bytes."""
+    offset: int | None
+    """Element of the storage where it begins; None where it is stored in several pieces, or begins between elements."""
+    strides: tuple[int, ...] | None
+    """In elements; None as for `offset`."""
+
+    def __str__(self) -> str:
+        return f"{_shown(self.model)}:{_shown(self.name)}"
+
+
+@dataclass(frozen=True, slots=True)
+class AliasGroup:
+    """Tensors that are views of one storage, or that hold the same."""
+
+    members: tuple[AliasMember, ...]
+    """In the order of the models; two at least."""
+    nbytes: int
+    """Bytes of the storages that they lie in, each once."""
+    saved_nbytes: int
+    """By storage: what they would take more if each were stored by itself."""
+    savable_nbytes: int = 0
+    """By content: bytes of storages that nothing would need if all members were views of the first."""
+    same: bool = True
+    """Whether all members hold the same, and not other parts of one storage."""
+
+    @property
+    def storages(self) -> int:
+        """How many storages they lie in."""
+        return len({member.storage for member in self.members})
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that have a member here."""
+        return tuple(dict.fromkeys(member.model for member in self.members))
+
+    def line(self, names: Sequence[str]) -> str:
+        """The group in a line; `names` are those of the first members."""
+        first, more = self.members[0], len(self.members) - len(names)
+        what = f"{first.dtype} {list(first.shape)}" if self.same else f"views of {self.nbytes:,} bytes"
+        if self.storages > 1:
+            what += f", {self.storages:,} copies, {self.savable_nbytes:,} bytes could be saved"
+        else:
+            what += ", stored once" + (f", {self.saved_nbytes:,} bytes saved" if self.saved_nbytes else "")
+        every = [*names, *([f"… {more:,} more"] if more else [])]
+        return f"{(' = ' if self.same else ' ~ ').join(every)}    {what}"
+
+    def __str__(self) -> str:
+        return self.line([*map(str, self.members[:LISTED])])
+
+
+@dataclass(frozen=True, slots=True)
+class AliasGraph(Shown):
+    """What several models share. Print it."""
+
+    by: By
+    models: tuple[str, ...]
+    tensors: int
+    storages: int
+    nbytes: int
+    """Bytes of all storages, each once."""
+    groups: tuple[AliasGroup, ...]
+    notes: tuple[str, ...] = ()
+    """What was not looked at, and why."""
+    _index: Mapping[tuple[str, str], AliasGroup] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes that are saved because storages are shared."""
+        return sum(group.saved_nbytes for group in self.groups)
+
+    @property
+    def savable_nbytes(self) -> int:
+        """Bytes that could be saved if tensors that hold the same were stored once."""
+        return sum(group.savable_nbytes for group in self.groups)
+
+    def of(self, model: str, name: str) -> AliasGroup | None:
+        """The group of one tensor; None where it stands alone."""
+        return self._index.get((model, name))
+
+    def __str__(self) -> str:
+        totals = [f"{len(self.models):,} models, {self.tensors:,} tensors, {self.nbytes:,} bytes in {self.storages:,} storages"]
+        if self.savable_nbytes:
+            totals.append(f"{self.savable_nbytes:,} bytes could be saved")
+        order = sorted(self.groups, key=lambda group: -(group.savable_nbytes or group.saved_nbytes))
+        more = [f"… {len(order) - LISTED:,} more groups"] if len(order) > LISTED else []
+        return "\n".join(["; ".join(totals), *map(str, order[:LISTED]), *more, *self.notes])
+
+
+@understood
+def alias_graph(
+    src: Openable | Checkpoint | Mapping[str, object],
+    *,
+    by: By = "storage",
+    max_memory: Size | None = None,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> AliasGraph:
+    """Find what models share: of one checkpoint, or of several by name: paths, open checkpoints, or states in memory.
+
+    A state is nested dicts of arrays, tensors and lazy tensors. `by="storage"` compares places and reads nothing. `by="content"`
+    reads what no file has a checksum for, and everything that looks equal. Tensors without data or elements share nothing.
+    `progress` is told of bytes that were read.
+    """
+    given = src if isinstance(src, Mapping) and not isinstance(src, Checkpoint) else {ONLY: src}
+    with ExitStack() as stack:
+        models: dict[str, Table] = {}
+        for model, state in given.items():
+            if isinstance(state, str | os.PathLike | bytes | bytearray | memoryview):
+                state = stack.enter_context(open_checkpoint(state, limits=limits, threads=threads))
+            models[model] = table_of(state.stored) if isinstance(state, Checkpoint) else tabulate_state(state).tensors
+        if by == "storage":
+            return ModelRows(models, stored_aliases=True).by_storage()
+        if by != "content":
+            raise Unsupported(f"aliases are found by 'storage' or by 'content', not by {by!r}", found=by)
+        rows = ModelRows(models)
+        copies, notes = rows.equal_copies(reading_threads(max_memory, threads), progress)
+        return rows.by_content(copies, notes, tied=True)
+
+
+class ModelRows:
+    """The rows of all models that have elements; rows that are one view are one *copy*."""
+
+    def __init__(self, models: Mapping[str, Table], *, stored_aliases: bool = False) -> None:
+        """With `stored_aliases`, copies that shared a storage before they were saved count as sharing it."""
+        self._stored_aliases = stored_aliases
+        self._models, self._tables = [*models], [*models.values()]
+        self._first = [*accumulate(map(len, self._tables), initial=0)]
+        """The position of the first row of each table among the rows of all."""
+        found = shared_rows(self._tables, stored_aliases=stored_aliases, by_place=True)
+        some = self._of_kinds(lambda kind: not kind.traits.meta and 0 not in kind.shape)[found.rows].nonzero()[0]
+        self.rows: Ints = found.rows[some]
+        """Positions among the rows of all tables."""
+        self.storages, self.copies = numbered(found.storage[some]), numbered(found.view[some])
+        self._lengths = np.zeros(self.storages.max(initial=-1) + 1, np.int64)
+        self._lengths[self.storages] = [found.nbytes[number] for number in found.storage[some].tolist()]
+        self._order = self.copies.argsort(kind="stable")
+        self._edges = [*np.flatnonzero(np.diff(self.copies[self._order], prepend=-1)).tolist(), len(some)]
+        self._firsts: Ints = self._order[self._edges[:-1]]
+        """The place of the first row of each copy in these columns."""
+
+    def _of_kinds(self, value: Callable[[Kind], int]) -> Ints:
+        """A number for each row of all tables, by its kind."""
+        found = [np.array([*map(value, table.kinds)], np.int64)[np.array(table.kind, np.int64)] for table in self._tables]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def places(self, copy: int) -> Ints:
+        """The places of the rows that are a copy."""
+        return self._order[self._edges[copy] : self._edges[copy + 1]]
+
+    def _at(self, position: int) -> tuple[int, int]:
+        """The number of the table and the row there of a position."""
+        number = bisect_right(self._first, position) - 1
+        return number, int(position) - self._first[number]
+
+    def tensor(self, position: int) -> LazyTensor:
+        number, row = self._at(position)
+        return self._tables[number].view(row)
+
+    def member(self, position: int, storage: int) -> AliasMember:
+        number, row = self._at(position)
+        table = self._tables[number]
+        kind = table.kind_of(row)
+        place: tuple[int, ...] | None = (kind.offset, *kind.strides)
+        if row in table.odd or (self._stored_aliases and kind.traits.alias is not None):
+            tensor = table.view(row)
+            chunk = (tensor.shared_chunks if self._stored_aliases else tensor.chunks)[0]
+            place = (chunk.offset, *chunk.strides) if len(tensor.chunks) == 1 else None
+        bits = kind.dtype.bits
+        if place is not None:
+            place = None if any(step % bits for step in place) else tuple([step // bits for step in place])
+        offset, strides = (None, None) if place is None else (place[0], place[1:])
+        return AliasMember(
+            self._models[number], table.names[row], kind.dtype.name, kind.shape, kind.nbytes, storage, offset, strides
+        )
+
+    def _members(self, places: Ints) -> tuple[AliasMember, ...]:
+        return tuple(map(self.member, self.rows[places].tolist(), self.storages[places].tolist()))
+
+    def _graph(self, by: By, groups: Sequence[AliasGroup], notes: Sequence[str] = ()) -> AliasGraph:
+        index = {(member.model, member.name): group for group in groups for member in group.members}
+        nbytes = int(self._lengths.sum())
+        return AliasGraph(by, tuple(self._models), self._first[-1], len(self._lengths), nbytes, tuple(groups), tuple(notes), index)
+
+    def by_storage(self) -> AliasGraph:
+        """Groups of rows over one storage."""
+        made = []
+        for places in several(self.storages):
+            members, nbytes = self._members(places), int(self._lengths[self.storages[places[0]]])
+            saved = max(sum(member.nbytes for member in members) - nbytes, 0)
+            made.append(AliasGroup(members, nbytes, saved, same=len({*self.copies[places].tolist()}) == 1))
+        return self._graph("storage", made)
+
+    def by_content(self, classes: Sequence[Sequence[int]], notes: Sequence[str], *, tied: bool) -> AliasGraph:
+        """Groups of copies that hold the same; `tied` says whether names of one copy are a group where it has no other."""
+        freed = self._freed(classes, self.storages[self._firsts])
+        if tied:
+            within = {copy for copies in classes for copy in copies}
+            names = [int(self.copies[places[0]]) for places in several(self.copies)]
+            classes = [*classes, *([copy] for copy in names if copy not in within)]
+        made = []
+        for number, copies in enumerate(classes):
+            own = [*map(self.places, copies)]
+            held = {int(self.storages[places[0]]) for places in own}
+            members = self._members(np.sort(np.concatenate(own)))
+            again = sum(members[0].nbytes * (len(places) - 1) for places in own)
+            savable = sum(int(self._lengths[storage]) for storage in held if freed.get(storage) == number)
+            group = AliasGroup(members, sum(int(self._lengths[storage]) for storage in held), again, savable)
+            made.append((min(int(places[0]) for places in own), group))
+        return self._graph("content", [group for _, group in sorted(made, key=lambda one: one[0])], notes)
+
+    def equal_copies(self, threads: int | None, progress: Progress | None) -> tuple[list[list[int]], list[str]]:
+        """Copies that hold the same, two or more each; and why some were not compared. Reads what looks equal."""
+        firsts = self.rows[self._firsts]
+        recorded = np.full(self._first[-1], NO_CRC, np.int64)
+        for first, table in zip(self._first, self._tables, strict=False):
+            known = table.recorded_crcs()
+            recorded[first + np.array([*known], np.int64)] = [*known.values()]
+        crcs, notes, read = recorded[firsts], list[str](), dict[int, LazyTensor]()
+        for copy in np.flatnonzero(crcs == NO_CRC).tolist():
+            tensor = self.tensor(firsts[copy])
+            try:
+                tensor.check_expansion()
+                read[copy] = tensor
+            except LimitExceeded as error:
+                notes.append(f"{self.member(firsts[copy], 0)}: not compared: {error.message}")
+        crcs[[*read]] = tensor_crcs([*read.values()], threads=threads, progress=progress)
+        canon: dict[object, int] = {}
+        outline = self._of_kinds(lambda kind: canon.setdefault(canonical(kind.dtype, kind.shape), len(canon)))[firsts]
+        alike = several(outline * (1 << 33) + np.where(crcs >= 0, crcs, (1 << 32) + np.arange(len(crcs))))
+        return _classes([one.tolist() for one in alike], lambda copy: self.tensor(firsts[copy]), threads, progress), notes
+
+    def _freed(self, classes: Sequence[Sequence[int]], storages: Ints) -> dict[int, int]:
+        """The storages of which no copy is the first of its class, each with the class of its first copy."""
+        moved = {copy: number for number, copies in enumerate(classes) for copy in copies[1:]}
+        left = np.bincount(storages, minlength=len(self._lengths))
+        found: dict[int, int] = {}
+        for copy in sorted(moved):
+            storage = int(storages[copy])
+            left[storage] -= 1
+            found.setdefault(storage, moved[copy])
+        return {storage: number for storage, number in found.items() if not left[storage]}
+
+
+def _classes(
+    alike: Sequence[Sequence[int]], tensor: Callable[[int], LazyTensor], threads: int | None, progress: Progress | None
+) -> list[list[int]]:
+    """Copies that hold the same, of those that look alike; two or more each, in their order."""
+    tensors = {copy: tensor(copy) for copies in alike for copy in copies}
+    rivals = [(copies[0], copy) for copies in alike for copy in copies[1:]]
+    same = same_bytes([(tensors[first], tensors[copy]) for first, copy in rivals], progress, threads=threads)
+    classes = {first: [first] for first, _ in rivals}
+    by_hash: dict[tuple[int, bytes], list[int]] = {}
+    for (first, copy), equal in zip(rivals, same, strict=True):
+        if equal:
+            classes[first].append(copy)
+            continue
+        if (first, b"") not in by_hash:
+            by_hash[first, b""] = by_hash[first, _hash(tensors[first])] = classes[first]
+        by_hash.setdefault((first, _hash(tensors[copy])), []).append(copy)
+    others = [copies for (first, _), copies in by_hash.items() if copies is not classes[first]]
+    return [sorted(copies) for copies in (*classes.values(), *others) if len(copies) > 1]
+
+
+def _hash(tensor: LazyTensor) -> bytes:
+    """A cryptographic hash of the bytes in C order."""
+    digest = hashlib.blake2b(digest_size=32)
+    for slab in slabs(tensor, BLOCK_NBYTES):
+        digest.update(read_slab(slab))
+    return digest.digest()
+
+
+def _shown(text: str) -> str:
+    """A name out of a file, for people: as it is, or in quotes with everything odd written out."""
+    return text if text.isascii() and text.isprintable() and len(text) <= 80 else quoted(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +389,16 @@ class Tied(Saved):
     def listing(self) -> list[str]:
         """What holds the same, a line a group, the largest first."""
         order = sorted(self.groups, key=lambda group: -group.savable_nbytes)
-        more = [f"… {len(order) - 20:,} more groups"] if len(order) > 20 else []
+        more = [f"… {len(order) - LISTED:,} more groups"] if len(order) > LISTED else []
         first = f"{self.source}: {self.savable_nbytes:,} of {self.storage_nbytes:,} bytes could be saved"
-        return [first, *(_listed(group) for group in order[:20]), *more]
+        lines = [group.line([quoted(member.name) for member in group.members[:LISTED]]) for group in order[:LISTED]]
+        return [first, *lines, *more]
 
     def _told(self) -> list[str]:
         return [*self.listing(), *Saved._told(self)]
 
     def __str__(self) -> str:
         return "\n".join([*self.listing(), *self.notes])
-
-
-def _listed(group: AliasGroup) -> str:
-    names = [quoted(member.name) for member in group.members[:20]]
-    more = [f"… {len(group.members) - 20:,} more"] if len(group.members) > 20 else []
-    first = group.members[0]
-    told = f"{first.dtype} {list(first.shape)}, {group.storages:,} copies, {group.savable_nbytes:,} bytes could be saved"
-    return f"{' = '.join([*names, *more])}    {told}"
 
 
 class TiedState(Value, frozen=True):
@@ -158,92 +482,105 @@ def tie_state(
     """Tie what holds the same, of tensors `among` these names. Reads what has no checksum in a file, and all that looks equal."""
     rejoined = rejoin(state)
     table = rejoined.state.tensors
-    compared = table if among is None else table.select([row for row, name in enumerate(table.names) if name in among])
-    graph = placed({"": compared}, noted=False).by_content(threads, progress, tied=False)
-    tying = _Tying(table, [[table.rows[member.name] for member in group.members] for group in graph.groups])
-    made = with_table(rejoined.state, with_odd(table, tying.changed())) if graph.groups else rejoined.state
-    return TiedState(made, graph, (*rejoined.notes, *graph.notes, *tying.notes))
+    chosen = np.array([row for row, name in enumerate(table.names) if among is None or name in among], np.int64)
+    found = ModelRows({"": table if among is None else table.select(chosen.tolist())})
+    classes, unread = found.equal_copies(threads, progress)
+    graph = found.by_content(classes, unread, tied=False)
+    if not classes:
+        return TiedState(rejoined.state, graph, (*rejoined.notes, *unread))
+    groups = [np.sort(np.concatenate([*map(found.places, copies)])) for copies in classes]
+    tying = _Tying(table)
+    for places in sorted(groups, key=lambda places: int(places[0])):
+        tying.add(chosen[found.rows[places]].tolist())
+    return TiedState(with_table(rejoined.state, tying.table()), graph, (*rejoined.notes, *unread, *tying.notes))
 
 
 class _Tying:
-    """Which place each tensor gets; `groups` are rows that hold the same."""
+    """Which storage each row gets."""
 
-    def __init__(self, table: Table, groups: Sequence[Sequence[int]]) -> None:
-        storage = table.storage
-        touched = {storage[row] for rows in groups for row in rows} | {ODD} if groups else set()
-        self._own = {row: table.view(row) for row, number in enumerate(storage) if number in touched}
-        """Every row over the storages of these groups."""
-        self._views: dict[Storage, set[View]] = {}
-        """The different views of each storage."""
-        for tensor in self._own.values():
-            for one in tensor.storages:
-                self._views.setdefault(one, set()).add(identity(tensor))
-        self._tensors: dict[View, LazyTensor] = {}
-        """A view, and what takes its place."""
-        self._storages: dict[Storage, tuple[Storage, Source]] = {}
-        """A storage, and the one that its views move to."""
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        found = shared_rows([table])
+        self._storage, self._view = np.full(len(table), -1, np.int64), np.full(len(table), -1, np.int64)
+        self._storage[found.rows], self._view[found.rows] = found.storage, found.view
+        self._parts = found.parts
+        rows, storages = found.pieces()
+        pairs = np.unique(np.stack((storages, self._view[rows])), axis=1)
+        self._views = dict(zip(*(one.tolist() for one in np.unique(pairs[0], return_counts=True)), strict=True))
+        """How many different views each storage has."""
+        self._first: dict[int, int] = {}
+        """A view, and the row that takes its place."""
+        self._onto: dict[int, int] = {}
+        """A storage, and a row of the one that its views move to."""
         self.notes: list[str] = []
-        for rows in groups:
-            self.add([self._own[row] for row in rows])
 
-    def changed(self) -> dict[int, LazyTensor]:
-        """Every row over a storage that has other views now, as it is then."""
-        return {row: self.change(tensor) for row, tensor in self._own.items()}
-
-    def add(self, members: list[LazyTensor]) -> None:
-        """Tie tensors that hold the same."""
+    def add(self, rows: Sequence[int]) -> None:
+        """Tie rows that hold the same."""
         # Where one covers its storage, others can bring their views to it.
-        first = next((tensor for tensor in members if _covers(tensor)), members[0])
+        first = next((row for row in rows if self._covers(row)), rows[0])
         stays: list[str] = []
-        for tensor in members:
-            if tensor.storages == first.storages:
+        for row in rows:
+            own = int(self._storage[row])
+            if own == self._storage[first]:
                 continue
-            if all(len(self._views[storage]) == 1 for storage in tensor.storages):
-                self._tensors[identity(tensor)] = first
-            elif _covers(tensor) and _covers(first):
-                (own,), (onto,) = tensor.storages, first.storages
-                if own not in self._storages and self._root(onto) != own:
-                    self._storages[own] = (onto, first.source)
+            if all(self._views[storage] == 1 for storage in self._parts.get(own, (own,))):
+                self._first[int(self._view[row])] = first
+            elif self._covers(row) and self._covers(first):
+                if own not in self._onto and self._root(first) != own:
+                    self._onto[own] = first
             else:
-                stays.append(tensor.name)
+                stays.append(self._table.names[row])
         if stays:
             shown = ", ".join(map(repr, stays[:3])) + (f" and {len(stays) - 3:,} more" if len(stays) > 3 else "")
-            self.notes.append(f"equal to {first.name!r}, and left where other views of their storages are: {shown}")
+            name = self._table.names[first]
+            self.notes.append(f"equal to {name!r}, and left where other views of their storages are: {shown}")
 
-    def change(self, tensor: LazyTensor) -> LazyTensor:
-        """A tensor at its new place, with all that is its own: its name, whether it is a parameter."""
-        first = self._tensors.get(identity(tensor))
-        if first is not None:
-            # What was made equal to a view may have moved with that view's storage.
-            moved = self._moved(first)
-            traits = replace(tensor.traits, conj=first.traits.conj, neg=first.traits.neg, alias=None)
-            return replace(tensor, chunks=moved.chunks, source=moved.source, traits=traits)
-        return self._moved(tensor)
+    def _root(self, row: int) -> int:
+        """The storage where the views of a row's storage end up; one that others moved to may move itself."""
+        return int(self._storage[self._holder(row)])
 
-    def _root(self, storage: Storage) -> Storage:
-        """Where the views of a storage end up; a storage that others moved to may move itself."""
-        while storage in self._storages:
-            storage, _ = self._storages[storage]
-        return storage
+    def _holder(self, row: int) -> int:
+        """A row of the storage that a row ends up in: itself where that does not move."""
+        while int(self._storage[row]) in self._onto:
+            row = self._onto[int(self._storage[row])]
+        return row
 
-    def _moved(self, tensor: LazyTensor) -> LazyTensor:
-        storages, source = tensor.storages, tensor.source
-        if len(storages) != 1 or storages[0] not in self._storages:
-            return tensor
-        storage = storages[0]
-        while storage in self._storages:
-            storage, source = self._storages[storage]
-        chunks = tuple(chunk.over(storage) for chunk in tensor.chunks)
-        return replace(tensor, chunks=chunks, source=source, traits=replace(tensor.traits, alias=None))
+    def _kind(self, row: int) -> Kind:
+        odd = self._table.odd.get(row)
+        return self._table.kind_of(row) if odd is None else Kind.of(odd)
 
+    def _covers(self, row: int) -> bool:
+        """Whether it is its storage: in C order, from the first byte to the last, as the bytes are."""
+        kind = self._kind(row)
+        return kind.whole and kind.byteorder == "little"
 
-def _covers(tensor: LazyTensor) -> bool:
-    """Whether it is its storage: in C order, from the first byte to the last, as the bytes are."""
-    if len(tensor.chunks) != 1 or tensor.dtype.packed or tensor.traits.conj or tensor.traits.neg:
-        return False
-    (chunk,) = tensor.chunks
-    dense = not chunk.offset and in_c_order(tensor.shape, chunk.strides, tensor.dtype.bits)
-    return dense and chunk.storage.nbytes == tensor.nbytes and chunk.storage.byteorder == "little"
+    def table(self) -> Table:
+        """The table with rows of other storages, each with all that is its own: its name, whether it is a parameter."""
+        table = self._table
+        kinds, kind, storage, odd = [*table.kinds], [*table.kind], [*table.storage], dict(table.odd)
+        known: dict[tuple[int, ...], int] = {}
+        moves = np.isin(self._view, [*self._first]) | np.isin(self._storage, [*self._onto])
+        for row in moves.nonzero()[0].tolist():
+            first = self._first.get(int(self._view[row]), row)
+            holder = self._holder(first)
+            like, traits = self._kind(first), table.kind_of(row).traits
+            if first != row:
+                traits = replace(traits, conj=like.traits.conj, neg=like.traits.neg)
+            storage[row] = table.storage[holder]
+            if holder in table.odd:
+                tensor, target = table.view(first), table.view(holder)
+                chunks = tensor.chunks if first == holder else tuple(chunk.over(target.storages[0]) for chunk in tensor.chunks)
+                odd[row] = replace(table.view(row), chunks=chunks, source=target.source, traits=traits)
+                kind[row] = len(kinds)
+                kinds.append(Kind.of(odd[row]))
+                continue
+            odd.pop(row, None)
+            # Odd rows of one kind may lie in different ways.
+            key = first if first in table.odd else -1, table.kind[first], table.kind[row], table.kind[holder]
+            kind[row] = known.setdefault(key, len(kinds))
+            if kind[row] == len(kinds):
+                kinds.append(replace(like.marked(traits), location=table.kind_of(holder).location))
+        return Table(table.names, kinds, kind, storage, table.storages, odd)
 
 
 def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:

@@ -21,6 +21,7 @@ import torch
 from msgspec import Struct, field
 from torch import nn
 
+from holdfast.core.chunk import repeats
 from holdfast.core.quantities import shown
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, step
@@ -32,7 +33,6 @@ from holdfast.torch.ranks.shards import PLAIN, is_sharded
 from holdfast.torch.tensors.allocate import CPU
 from holdfast.torch.tensors.fill_rows import RowFills, apart, is_dense
 from holdfast.torch.tensors.from_lazy import torch_dtype
-from holdfast.torch.tensors.shared_regions import repeats
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, opaque_inside
 

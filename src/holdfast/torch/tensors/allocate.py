@@ -60,7 +60,7 @@ def make_fresh(wants: Mapping[str, Want]) -> Fresh:
     apart: dict[object, torch.Tensor] = {}
     for name, want in wants.items():
         region = regions.by_name.get(name)
-        what: object = regions.twins.get(name, name)
+        what: object = regions.ties.get(name, name)
         if region is not None:
             if region not in storages:
                 storages[region] = make_storage(region, wants, fresh)

@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from holdfast.core.chunk import repeats
 from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -32,7 +33,6 @@ from holdfast.torch.cuda.load import load_fills
 from holdfast.torch.cuda.plan import DeviceRows
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, ScratchPiece, copy_values, parts_of
-from holdfast.torch.tensors.shared_regions import repeats
 
 SCRATCH_NBYTES = 64 << 20
 """Both blocks together."""

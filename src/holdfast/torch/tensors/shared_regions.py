@@ -15,25 +15,23 @@ A tensor that is alone in its storage is in no region: whoever reads it does so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from msgspec import Struct, field
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.sharing import Island, groups, islands, twins
+from holdfast.core.chunk import Chunk, Storage, repeats
+from holdfast.core.dtype import DTYPES, WIDEST_NBYTES, DType
+from holdfast.core.sharing import SpanGroup, disjoint_groups, shared_rows
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Unsupported
-from holdfast.plan.table import lazy_table
+from holdfast.plan.files import tabulate
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.rows import flat_state
+from holdfast.rewrite.rows import flat_state, with_odd
 from holdfast.torch.tensors.from_lazy import torch_dtype
-
-WIDEST_NBYTES = 16
-"""Bytes of the widest element. A region that begins at a multiple of it begins at an element of every dtype."""
 
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
@@ -80,7 +78,7 @@ class Regions(Struct):
     """The regions of some tensors; names that stand alone are in none."""
 
     by_name: dict[str, Region] = field(default_factory=dict)
-    twins: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
     """Names that are in no region and are the same tensor, chunk by chunk, as an earlier one."""
     notes: list[str] = field(default_factory=list)
 
@@ -89,33 +87,21 @@ class Regions(Struct):
 
 
 def plan_regions(tensors: Mapping[str, LazyTensor]) -> Regions:
-    """Find the tensors that share storage, and plan the regions that hold them. Reads data only where noted copies overlap."""
+    """Find the tensors that share storage, and plan the regions that hold them. Reads data only where copies overlapped once."""
     regions = Regions()
     if len(tensors) < 2:
         return regions
-    joined = _rejoined(tensors, regions)
-    for storage, names in groups(joined).items():
-        if len(names) > 1:
-            members = {name: joined[name] for name in names if _viewable(joined[name])}
-            for region in _regions(members, storage, originals=tensors, notes=regions.notes):
-                regions.by_name.update(dict.fromkeys(region.views, region))
-            regions.twins |= twins({name: joined[name] for name in names if name not in regions.by_name})
+    table = _rejoined(tabulate([*tensors], [*tensors.values()]), regions.notes)
+    shared, names = shared_rows([table]), table.names
+    for number, rows in shared.groups():
+        lazies = {names[row]: table.view(row) for row in rows}
+        storage = shared.storage_of(number, lazies[names[rows[0]]], rows[0])
+        members = {name: tensor for name, tensor in lazies.items() if _viewable(tensor)}
+        for region in _regions(members, storage, originals=tensors, notes=regions.notes):
+            regions.by_name.update(dict.fromkeys(region.views, region))
+    again = {names[row]: names[first] for row, first in shared.ties().items()}
+    regions.ties = {name: first for name, first in again.items() if name not in regions.by_name}
     return regions
-
-
-def repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie in one place: an expanded tensor, or windows that overlap. Strides are in elements.
-
-    >>> repeats((2, 3), (3, 1)), repeats((2, 3), (0, 1)), repeats((3, 2), (1, 1))
-    (False, True, True)
-    """
-    room = 1
-    for n, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
-        if n > 1:
-            if stride < room:
-                return True
-            room += stride * (n - 1)
-    return False
 
 
 def view_of(storage: torch.UntypedStorage, view: View, dtype: torch.dtype) -> torch.Tensor:
@@ -126,16 +112,16 @@ def view_of(storage: torch.UntypedStorage, view: View, dtype: torch.dtype) -> to
     return torch._neg_view(made) if view.neg else made
 
 
-def _rejoined(tensors: Mapping[str, LazyTensor], regions: Regions) -> Mapping[str, LazyTensor]:
-    """The same tensors, with those that were copied out of one storage as views of it again."""
-    noted = {name: t for name, t in tensors.items() if t.traits.alias is not None and not t.traits.meta}
-    shared = {name: noted[name] for names in groups(noted, noted=True).values() if len(names) > 1 for name in names}
-    if not shared:
-        return tensors
-    limits = next(iter(shared.values())).source.limits
-    rejoined = rejoin(flat_state(lazy_table([*shared], [*shared.values()]), {}), limits)
-    regions.notes += [note.replace("written apart", "read apart") for note in rejoined.notes]
-    return {**tensors, **rejoined.state.tensors}
+def _rejoined(table: Table, notes: list[str]) -> Table:
+    """The same rows, with those that were copied out of one storage as views of it again."""
+    aliased = {number for number, kind in enumerate(table.kinds) if kind.traits.alias is not None and not kind.traits.meta}
+    groups = shared_rows([table], stored_aliases=True).groups() if aliased else ()
+    rows = [row for _, members in groups for row in members if table.kind[row] in aliased]
+    if not rows:
+        return table
+    rejoined = rejoin(flat_state(table.select(rows), {}), table.view(rows[0]).source.limits)
+    notes += [note.replace("written apart", "read apart") for note in rejoined.notes]
+    return with_odd(table, dict(zip(rows, rejoined.state.tensors.values(), strict=True)))
 
 
 def _viewable(tensor: LazyTensor) -> bool:
@@ -171,16 +157,16 @@ def _regions(
         return nbytes <= max(limits.expansion * sum(distinct.values()), limits.expansion_floor_nbytes)
 
     if allowed(storage.nbytes, members):
-        found = [Island(0, storage.nbytes, list(members))]
+        found = [SpanGroup(0, storage.nbytes, list(members))]
     else:
-        found = islands((*tensor.chunks[0].extent(tensor.dtype), name) for name, tensor in members.items())
-    for island in found:
-        start, stop, names = island.start, island.stop, island.members
+        found = disjoint_groups((*tensor.chunks[0].extent(tensor.dtype), name) for name, tensor in members.items())
+    for group in found:
+        start, stop, names = group.start, group.stop, group.members
         if len(names) < 2:
             continue
         if allowed(stop - start, names):
             yield _region(
-                {name: members[name] for name in names}, originals, storage, start=start // WIDEST_NBYTES * WIDEST_NBYTES, stop=stop
+                {name: members[name] for name in names}, originals, storage, start=start - start % WIDEST_NBYTES, stop=stop
             )
         else:
             shown = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
