@@ -314,7 +314,7 @@ def test_verbs_of_a_table_read_nothing(tmp_path):
         matched = match(chosen.rows, chosen.kind, ["x", "z"], [0, 0], lambda source, target: None)
         met = meet(chosen, [0, 1], [None, [Box((1, 0), (3, 2))]])
         assert (matched.source, matched.target, matched.missing) == ([1], [0], [1])
-        assert (met.rows, [part.tensor.shape for part in met.parts]) == ([0], [(2, 2)])
+        assert (met.pairs, {at: part.shape for at, part in met.parts.items()}) == ([0, 1], {1: (2, 2)})
         assert source.read_nbytes == before  # type: ignore[attr-defined]
 
 

@@ -93,14 +93,16 @@ def test_parts_hold_what_numpy_cuts(tensors, data):
         shape = tensors[row][0].shape
         wanted.append(None if data.draw(st.booleans()) else boxes_of([data.draw(cuts(n)) for n in shape]))
     met = meet(table, rows, wanted)
-    for pair in met.rows:
+    assert met.pairs == sorted(met.pairs)
+    ranged = [pair for at, pair in enumerate(met.pairs) if at not in met.parts]
+    for pair in ranged:
         row = rows[pair]
         assert wanted[pair] is None
         (piece,) = table.read([row])
         assert bytes(piece) == tensors[row][0].tobytes()
-    given_parts = {(part.pair, part.number): part.tensor.numpy() for part in met.parts}
+    given_parts = {(met.pairs[at], met.boxes[at]): part.numpy() for at, part in met.parts.items()}
     for pair, row in enumerate(rows):
-        if pair in met.rows:
+        if pair in ranged:
             continue
         array = tensors[row][0]
         for number, box in enumerate(wanted[pair] if wanted[pair] is not None else [Box.whole(array.shape)]):

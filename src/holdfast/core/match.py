@@ -1,11 +1,11 @@
 """`match` and `meet`: which rows of a checkpoint go to which tensors of a target, and which bytes of each. Nothing is read.
 
     match      names of both sides            pairs of rows; what is missing, what is left, what does not fit
-    meet       boxes of both sides            whole storages as columns; parts as lazy tensors, each with its box
+    meet       boxes of both sides            rows that are one range each; parts as lazy tensors, each with its box
 
 A target has many tensors of few kinds, as a table has. So whether one fits is judged once for each pair of kinds, and a pair
-is two numbers. A tensor that is asked for whole, and is all bytes of one storage, costs no object on its way (`Met.rows`). What is
-cut, on either side, is met box by box: resharding, slices and plain copies are one operation.
+is two numbers. A tensor that is asked for whole, and is all bytes of one storage, costs no object on its way. What is cut, on
+either side, is met box by box (`Met.parts`): resharding, slices and plain copies are one operation.
 """
 
 from __future__ import annotations
@@ -34,24 +34,16 @@ class Matched(Value, frozen=True):
     """Rows of the target that cannot have what the source has under their name, each with the reason."""
 
 
-class MetPart(Value, frozen=True, eq=False):
-    """A box of a target, and the elements of a source that belong there."""
-
-    pair: int
-    """The number of the pair."""
-    number: int
-    """Which of the boxes of its target it is."""
-    tensor: LazyTensor
-    """Of the shape of the box; its chunks say which bytes of the source lie where in the box."""
-
-
 class Met(Value, frozen=True):
-    """Where both sides overlap."""
+    """Where both sides overlap: in each place a box of a target, and the elements of a source that belong there."""
 
-    rows: list[int]
-    """Numbers of the pairs whose bytes in the source are one range, and all of the target."""
-    parts: list[MetPart]
-    """The rest."""
+    pairs: list[int]
+    """The number of the pair of each, in order."""
+    boxes: list[int]
+    """Which of the boxes of its target each is."""
+    parts: dict[int, LazyTensor]
+    """By position, the elements as a lazy tensor of the shape of the box: its chunks say which bytes of the source lie where in it.
+    Where there is none, the bytes of the source are one range, and all of the target."""
 
 
 def match(
@@ -87,23 +79,25 @@ def match(
     return Matched(source, target, missing, refused)
 
 
-def meet(table: Table, rows: Sequence[int], boxes: Sequence[Sequence[Box] | None]) -> Met:
-    """Where rows of a source meet the boxes of their targets. `None` in the place of boxes is all of a tensor, in its own shape."""
-    ranged = [kind.whole for kind in table.kinds]
-    whole: list[int] = []
-    parts: list[MetPart] = []
-    kind, odd = table.kind, table.odd
+def meet(
+    table: Table, rows: Sequence[int], boxes: Sequence[Sequence[Box] | None], given: Mapping[int, LazyTensor] | None = None
+) -> Met:
+    """Where rows of a source meet the boxes of their targets. `None` in the place of boxes is all of a tensor, in its own shape.
+
+    `given` has tensors that take the place of the row of their pair: it is seen in another shape, or is no row. Boxes that have
+    no elements are left out.
+    """
+    whole, kind, odd = [kind.whole for kind in table.kinds], table.kind, table.odd
+    found, given = Met([], [], {}), given or {}
     for pair, (row, cut) in enumerate(zip(rows, boxes, strict=True)):
-        if cut is None and ranged[kind[row]] and row not in odd:
-            whole.append(pair)
+        if cut is None and pair not in given and whole[kind[row]] and row not in odd:
+            found.pairs.append(pair)
+            found.boxes.append(0)
             continue
-        tensor = table.view(row)
-        met = meet_boxes(tensor, (Box.whole(tensor.shape),) if cut is None else cut)
-        parts += [MetPart(pair, number, part) for number, part in met]
-    return Met(whole, parts)
-
-
-def meet_boxes(tensor: LazyTensor, boxes: Sequence[Box]) -> list[tuple[int, LazyTensor]]:
-    """The elements of a tensor in each of some boxes, with the number of the box; boxes that have none are left out."""
-    filled = [(number, box) for number, box in enumerate(boxes) if box.count]
-    return [(number, tensor if box.shape == tensor.shape else tensor[box.slices]) for number, box in filled]
+        tensor = given[pair] if pair in given else table.view(row)
+        for number, box in enumerate((Box.whole(tensor.shape),) if cut is None else cut):
+            if box.count:
+                found.parts[len(found.pairs)] = tensor if box.shape == tensor.shape else tensor[box.slices]
+                found.pairs.append(pair)
+                found.boxes.append(number)
+    return found

@@ -22,7 +22,7 @@ from holdfast.core.runtime import memory_at
 from holdfast.core.value import Value
 from holdfast.engine.transfer import INLINE_NBYTES, Sink, Straight, transfer
 from holdfast.errors import Corrupted, located
-from holdfast.plan.coalesce import RECORDS, Parts, Ranges, join_files
+from holdfast.plan.coalesce import RECORDS, Parts, Policy, Ranges, join_files
 
 UNKNOWN = -1
 """In the place of a checksum: there is none to compare."""
@@ -52,12 +52,12 @@ class MemoryRanges(Value, frozen=True, eq=False):
         return cls(Ranges([key], np.zeros(len(places), np.int64), starts, nbytes), addresses, crcs, name, damaged)
 
 
-def read_to_memory(store: Store, wanted: MemoryRanges, *, threads: int, verify: bool = True) -> int:
+def read_to_memory(store: Store, wanted: MemoryRanges, *, threads: int, verify: bool = True, policy: Policy = RECORDS) -> int:
     """Read every range to its place; how many bytes were read. Raises `damaged` for the first whose checksum does not match."""
     if store.resident and int(wanted.ranges.nbytes.sum()) < INLINE_NBYTES:
         return _copy(store, wanted, verify=verify)
-    sinks = [MemorySink(wanted, parts, verify=verify) for parts in join_files(wanted.ranges, RECORDS)]
-    transfer([(store, sink.parts, sink) for sink in sinks], threads, nbytes=RECORDS.block, step=RECORDS.block)
+    sinks = [MemorySink(wanted, parts, verify=verify) for parts in join_files(wanted.ranges, policy)]
+    transfer([(store, sink.parts, sink) for sink in sinks], threads, nbytes=policy.block, step=policy.block)
     for sink in sinks:
         sink.finish()
     return sum(sink.parts.nbytes for sink in sinks)

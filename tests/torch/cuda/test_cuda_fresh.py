@@ -16,9 +16,8 @@ from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda.load import load_fills, load_rows, views
 from holdfast.torch.tensors import allocate
 from holdfast.torch.tensors import fill as filling
-from holdfast.torch.tensors.allocate import read_tensors
-from holdfast.torch.tensors.fill import fill
-from holdfast.torch.tensors.fresh_rows import fresh_rows
+from holdfast.torch.tensors.allocate import fresh_rows, read_tensors
+from holdfast.torch.tensors.fill import fill, row_ranges
 from holdfast.torch.tensors.scratch import Fill
 
 CPU = torch.device("cpu")
@@ -46,9 +45,10 @@ def many(name: str) -> dict[str, torch.Tensor]:
 
 
 def read_fresh(checkpoint, names, most=None) -> dict[str, torch.Tensor]:
-    found = fresh_rows(checkpoint.stored, checkpoint, names, device=CPU)
-    load_rows([one.rows for one in found], most=most)
-    return {name: tensor for one in found for name, tensor in zip(one.names, one.rows.tensors, strict=True)}
+    table, rows, kinds = fresh_rows(checkpoint.stored, checkpoint, names, device=CPU)
+    found = row_ranges(table, rows, kinds, [CPU] * len(rows))
+    load_rows(found, most=most)
+    return {one.name(number): tensor for one in found for number, tensor in enumerate(one.tensors)}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -124,8 +124,8 @@ def shared() -> dict[str, torch.Tensor]:
 def test_what_shares_a_storage_is_no_fresh_row(tmp_path, name):
     holdfast.save(shared(), tmp_path / name)
     with holdfast.open(tmp_path / name) as checkpoint:
-        found = fresh_rows(checkpoint.stored, checkpoint, list(checkpoint), device=CPU)
-    assert {name for one in found for name in one.names} == {f"own{i}" for i in range(80)} - {"own3"}
+        table, rows, _ = fresh_rows(checkpoint.stored, checkpoint, list(checkpoint), device=CPU)
+    assert {table.names[row] for row in rows} == {f"own{i}" for i in range(80)} - {"own3"}
 
 
 @pytest.mark.parametrize("count", [1, 100])

@@ -5,33 +5,32 @@ hooks that run before it) is not looked into: it is handed its part of the check
 is left out. Those of `torch.nn` that only bring old state dicts up to date are looked into as long as what they would be handed is
 up to date.
 
-Places are matched with what a checkpoint has (`match`). A place is filled, or replaced where the caller asked for that or there is
+Slots are matched with what a checkpoint has (`match`). A slot is filled, or replaced where the caller asked for that or there is
 nothing to fill; what that takes is judged here.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 
-import numpy as np
 import torch
 from msgspec import Struct, field
 from torch import nn
 
+from holdfast.core.box import Box
 from holdfast.core.chunk import repeats
 from holdfast.core.quantities import shown
+from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, step
 from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType
-from holdfast.torch.modules.match import Names, Outcome, match_dense, match_tied, plain_problem, short, squeezed, tied_note
+from holdfast.torch.modules.match import Match, Names, Outcome, PlaceKind, match_places, plain_problem, short, tied_note
 from holdfast.torch.modules.wrappers import names_taken_off
 from holdfast.torch.ranks.shards import PLAIN, is_sharded
-from holdfast.torch.tensors.allocate import CPU
-from holdfast.torch.tensors.fill_rows import RowFills, apart, is_dense
+from holdfast.torch.tensors.fill import CPU, is_dense
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, opaque_inside
@@ -193,25 +192,10 @@ class Choice(Value, frozen=True):
         return self.device or (CPU if target.is_meta else target.device)
 
 
-class Match(Value, frozen=True, eq=False):
-    """Slots that hold one tensor, and what goes there."""
-
-    slots: tuple[Slot, ...]
-    found: LazyTensor | Composite
-
-    @property
-    def target(self) -> torch.Tensor:
-        return self.slots[0].tensor
-
-
 class Fit(Outcome):
     """What goes where, and what does not."""
 
-    rows: RowFills | None = None
-    """Rows of the checkpoint that are one range each, and go to all of a tensor that is there."""
-    row_slots: list[Slot] = field(default_factory=list)
-    """The slot of each."""
-    matches: list[Match] = field(default_factory=list)
+    matches: list[Match[Slot]] = field(default_factory=list)
     extras: dict[nn.Module, object] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
     """As the checkpoint calls them."""
@@ -220,25 +204,65 @@ class Fit(Outcome):
     casts: dict[str, str] = field(default_factory=dict)
 
 
+class SlotRules:
+    """How slots are filled; what has no counterpart is in `found`."""
+
+    def __init__(self, targets: Targets, names: Names, choice: Choice, found: Fit) -> None:
+        self._names, self._choice, self._found = names, choice, found
+        self._elsewhere = {
+            id(slot.tensor): prefix + slot.name
+            for prefix, module in targets.selves.items()
+            for slot in all_slots(module)
+            if prefix + slot.name in names
+        }
+
+    def kind(self, slot: Slot) -> PlaceKind:
+        target, fresh = slot.tensor, self._choice.fresh(slot.tensor)
+        if type(target) in PLAIN and not is_sharded(target):
+            if not fresh and is_dense(target):
+                return target.dtype, target.shape, True, target.device
+            if fresh and target.layout is torch.strided and not target.is_nested and not target.is_quantized:
+                return target.dtype, target.shape, False, type(slot.owner)
+        shapeless = nn.parameter.is_lazy(target) or target.is_nested
+        return target.dtype, () if shapeless else target.shape, False, id(slot)
+
+    def problem(self, slot: Slot, kind: Kind) -> str | None:
+        return _problem(slot, kind, self._choice)
+
+    def look(self, slot: Slot) -> tuple[str, LazyTensor | Composite] | str | None:
+        offer = self._names.find(slot.name)
+        if not isinstance(offer, LazyTensor | Composite):
+            return None
+        self._names.take(slot.name, offer)
+        kind = offer if isinstance(offer, Composite) else Kind.of(offer)
+        return _problem(slot, kind, self._choice) or (slot.name, offer)
+
+    def absent(self, slots: Sequence[Slot]) -> None:
+        names, owner = [slot.name for slot in slots], self._elsewhere.get(id(slots[0].tensor))
+        if owner is None:
+            self._found.missing += names
+        else:
+            self._found.followers += slots
+            self._found.notes.append(tied_note(names, owner))
+
+    def memory(self, slot: Slot) -> object:
+        # Of a state dict, tied tensors are different objects over one memory. What is replaced is known by its object.
+        return id(slot.tensor) if self._choice.fresh(slot.tensor) else memory_of(slot.tensor)
+
+    def parts(self, slot: Slot) -> list[tuple[Box, torch.Tensor]]:
+        return [(Box.whole(tuple(slot.tensor.shape)), slot.tensor)]
+
+
 def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
     """Match slots with the tensors of a checkpoint. Reads data only where one slot is offered two tensors."""
     found = Fit()
     for name in targets.doubles:
         found.mismatched[name] = "two tensors of the target have this name"
-    groups = _fit_rows(targets.slots, names, choice, found)
-    elsewhere = {
-        id(slot.tensor): prefix + slot.name
-        for prefix, module in targets.selves.items()
-        for slot in all_slots(module)
-        if prefix + slot.name in names
-    }
-    for slots in groups:
-        identity = id(slots[0].tensor)
-        if identity in elsewhere and not any(slot.name in names for slot in slots):
-            found.followers += slots
-            found.notes.append(tied_note([slot.name for slot in slots], elsewhere[identity]))
-        else:
-            _match(slots, names, choice, found=found, strict=strict)
+    rules = SlotRules(targets, names, choice, found)
+    found.matches = match_places(targets.slots, names, rules, found, strict=strict)
+    for match in found.matches:
+        if not match.exact:
+            found.casts |= _casts(match, names.table, choice)
     for name, module in targets.extras.items():
         value = names.find(name)
         names.take(name, value)
@@ -254,72 +278,19 @@ def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
         names.take_under(prefix)
     order = {slot.name: number for number, slot in enumerate(targets.slots)}
     found.missing.sort(key=lambda name: order.get(name, len(order)))
-    # Where two share memory, the last one wins.
-    found.matches.sort(key=lambda one: order[one.slots[0].name])
     found.unexpected = names.unexpected
     return found
 
 
-def _fit_rows(slots: Sequence[Slot], names: Names, choice: Choice, found: Fit) -> list[list[Slot]]:
-    """Match dense tensors that are filled in place and share no memory, by columns; the others, those of one memory together."""
-    dense, memories, addresses = [], dict[int, object](), dict[int, int]()
-    for number, slot in enumerate(slots):
-        target = slot.tensor
-        if choice.fresh(target):
-            # Of a state dict, tied tensors are different objects over one memory. What is replaced is known by its object.
-            memories[number] = id(target)
-            continue
-        if type(target) in PLAIN and not is_sharded(target) and is_dense(target) and _fixed(target, choice) is None:
-            dense.append(number)
-        else:
-            memories[number] = memory = memory_of(target)
-            if not isinstance(memory, tuple):
-                continue
-        addresses[number] = target.data_ptr()
-    counts = Counter(addresses.values())
-    doubles = {name for name, count in Counter(slot.name for slot in slots).items() if count > 1}
-    alone = [n for n in dense if addresses[n] and counts[addresses[n]] == 1 and slots[n].name not in doubles]
-    met = match_dense(names, [slots[number].name for number in alone], [slots[number].tensor for number in alone])
-    others = apart(met.rows, [slot.tensor for number, slot in enumerate(slots) if number in memories and number in addresses])
-    for at, kept in enumerate((~others).tolist()):
-        if not kept:
-            found.matches.append(Match((slots[alone[met.taken[at]]],), met.rows.fill(at).lazy))
-    kept_at = np.flatnonzero(~others).tolist()
-    found.rows = met.rows.only(kept_at) if len(kept_at) < len(met.rows) else met.rows
-    found.row_slots = [slots[alone[met.taken[at]]] for at in kept_at]
-    found.matches += [Match((slots[alone[at]],), part) for at, part in met.parts]
-    taken = {alone[at] for at in (*met.taken, *(at for at, _ in met.parts))}
-    tied: dict[object, list[Slot]] = {}
-    for number, slot in enumerate(slots):
-        if number not in taken:
-            tied.setdefault(memories.get(number) or memory_of(slot.tensor), []).append(slot)
-    return list(tied.values())
-
-
-def _match(slots: list[Slot], names: Names, choice: Choice, *, found: Fit, strict: bool) -> None:
-    def find(slot: Slot) -> LazyTensor | Composite | str | None:
-        offer = names.find(slot.name)
-        if not isinstance(offer, LazyTensor | Composite):
-            return None
-        names.take(slot.name, offer)
-        return _problem(slot, offer, choice) or offer
-
-    def absent(slot: Slot) -> None:
-        found.missing.append(slot.name)
-
-    taken: tuple[Slot, LazyTensor | Composite] | None = match_tied(
-        slots, find, found, elements=lambda offer: [offer], absent=absent, strict=strict
-    )
-    if taken is None:
-        return
-    last, offer = taken
-    if isinstance(offer, LazyTensor):
-        offer = squeezed(offer, tuple(last.tensor.shape))
-        own = torch_dtype(offer.dtype)
-        wanted = choice.dtype_for(last.tensor, own)
-        if wanted != own:
-            found.casts |= {slot.name: f"{short(own)} in the checkpoint, {short(wanted)} here" for slot in slots}
-    found.matches.append(Match(tuple(slots), offer))
+def _casts(match: Match[Slot], table: Table, choice: Choice) -> dict[str, str]:
+    """The slots whose dtype is another one in the checkpoint, and what is cast to what."""
+    if isinstance(match.other, Composite):
+        return {}
+    own = torch_dtype(table.kind_of(match.row).dtype if match.other is None else match.other.dtype)
+    wanted = choice.dtype_for(match.places[-1].tensor, own)
+    if wanted == own:
+        return {}
+    return {slot.name: f"{short(own)} in the checkpoint, {short(wanted)} here" for slot in match.places}
 
 
 def wrapped_problem(tensor: torch.Tensor) -> str | None:
@@ -332,8 +303,8 @@ def wrapped_problem(tensor: torch.Tensor) -> str | None:
     return f"it is a {kind.__name__}, which holds its elements in a way of its own; fill the tensors inside of it"
 
 
-def _problem(slot: Slot, offer: LazyTensor | Composite, choice: Choice) -> str | None:
-    """Why the slot cannot have what is offered."""
+def _problem(slot: Slot, offer: Kind | Composite, choice: Choice) -> str | None:
+    """Why the slot cannot have a tensor of a kind, or a composite."""
     target = slot.tensor
     if (wrapped := wrapped_problem(target)) is not None:
         return wrapped

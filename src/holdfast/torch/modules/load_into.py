@@ -28,6 +28,7 @@ from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
 from holdfast.core.notebook import Shown
+from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.inspect.open import Openable
@@ -36,15 +37,24 @@ from holdfast.stores.paths import content_and_path
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
-from holdfast.torch.modules.fit import EXTRA, Choice, Fit, Match, Slot, all_slots, find_targets, fit, module_slots, wrapped_problem
-from holdfast.torch.modules.match import Names
+from holdfast.torch.modules.fit import (
+    EXTRA,
+    Choice,
+    Fit,
+    Slot,
+    SlotRules,
+    all_slots,
+    find_targets,
+    fit,
+    module_slots,
+    wrapped_problem,
+)
+from holdfast.torch.modules.match import Match, Names, meet_places, shaped
 from holdfast.torch.modules.wrappers import names_put_back, plain_name, renamed
 from holdfast.torch.tensors.allocate import Want, make_fresh, read_tensors
 from holdfast.torch.tensors.fill import Progress, fill
-from holdfast.torch.tensors.fill_rows import fill_rows
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
-from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.tree import dict_under, lazy_tensors, opaque_inside, torch_tree
 
 COUNTER = "num_batches_tracked"
@@ -160,7 +170,8 @@ class Load:
         wanted = [slot.name for slot in self._targets.slots]
         found.check(self._names, found.unexpected, wanted, strict=strict)
         # What is built by itself is built before anything changes: its parts may turn out not to fit together.
-        built = [(match, match.found.torch()) for match in found.matches if _is_built(match.found)]
+        table = self._names.table
+        built = {match.number: (match, match.source(table).torch()) for match in found.matches if _is_built(match, table)}
         extras = self._read_extras(found)
         selves = [
             load_self(module, prefix, self._checkpoint, checkpoint_prefix=self._prefix, choice=self._choice, progress=progress)
@@ -171,9 +182,10 @@ class Load:
         if selves:
             changed = "only submodules that load themselves were"
             found.check(self._names, found.unexpected, wanted, strict=strict, changed=changed)
-        self._fill(found, {old: new for own in selves for old, new in own.replaced.items()}, progress)
-        for match, value in built:
-            self._place(match, value)
+        replaced = {old: new for own in selves for old, new in own.replaced.items()}
+        self._fill([match for match in found.matches if match.number not in built], found, replaced, progress)
+        for one in built.values():
+            self._place(*one)
         for module, extra in extras.items():
             module.set_extra_state(extra)
         self._tell(found)
@@ -198,45 +210,42 @@ class Load:
 
         return {module: torch_tree(value, tensor) for module, value in found.extras.items()}
 
-    def _fill(self, found: Fit, replaced: dict[int, torch.Tensor], progress: Progress | None) -> None:
+    def _fill(
+        self, matches: Sequence[Match[Slot]], found: Fit, replaced: dict[int, torch.Tensor], progress: Progress | None
+    ) -> None:
         """Fill what is there, and fresh tensors for the rest; these take their places when everything is filled."""
-        choice = self._choice
-        fills: list[Fill] = []
-        wants: dict[str, Want] = {}
-        anew: list[Match] = []
-        for match in found.matches:
-            target, lazy = match.target, match.found
-            if not isinstance(lazy, LazyTensor) or _is_built(lazy) or id(target) in replaced:
-                continue
-            if choice.fresh(target):
-                # A tensor on meta is given in the order of elements that it has; a replaced one takes the file's.
-                strides = None if choice.assign or not _dense(target) else tuple(target.stride())
-                dtype = choice.dtype_for(target, torch_dtype(lazy.dtype))
-                wants[match.slots[0].name] = Want(lazy, dtype, choice.device_for(target), strides)
-                anew.append(match)
-            else:
-                fills.append(Fill(lazy, target))
-        fresh = make_fresh(wants)
+        choice, names = self._choice, self._names
+        there = [match for match in matches if id(match.places[0].tensor) not in replaced]
+        anew = [match for match in there if choice.fresh(match.places[0].tensor)]
+        fresh = make_fresh({match.places[0].name: self._want(match) for match in anew})
         found.notes += fresh.notes
+        in_place = [match for match in there if not choice.fresh(match.places[0].tensor)] if anew else there
+        fills, _ = meet_places(names, in_place, SlotRules(self._targets, names, choice, found))
         try:
-            if found.rows is not None:
-                there = [at for at, slot in enumerate(found.row_slots) if id(slot.tensor) not in replaced]
-                found.notes += fill_rows(found.rows.only(there), progress, max_host_memory=self._max_host_memory)
-            more = fill([*fills, *fresh.fills], progress, max_host_memory=self._max_host_memory)
+            more = fill(fills.with_more(fresh.fills), progress, max_host_memory=self._max_host_memory)
             found.notes += [note for note in more if note not in found.notes]
         except HoldfastError as error:
-            if fills or found.row_slots:
+            if in_place:
                 error.add_note("tensors that were to be filled in place may have been written to in part")
             raise
         for match in anew:
-            replaced[id(match.target)] = _like(match.target, fresh.tensors[match.slots[0].name])
-        for slot in [*(slot for match in found.matches for slot in match.slots), *found.row_slots, *found.followers]:
+            target = match.places[0].tensor
+            replaced[id(target)] = _like(target, fresh.tensors[match.places[0].name])
+        for slot in [*(slot for match in found.matches for slot in match.places), *found.followers] if replaced else []:
             if id(slot.tensor) in replaced:
                 slot.put(replaced[id(slot.tensor)])
 
-    def _place(self, match: Match, value: torch.Tensor) -> None:
+    def _want(self, match: Match[Slot]) -> Want:
+        """The fresh tensor that takes the place of some slots."""
+        choice, target = self._choice, match.places[0].tensor
+        lazy = shaped(match, self._names.table, tuple(target.shape))
+        # A tensor on meta is given in the order of elements that it has; a replaced one takes the file's.
+        strides = None if choice.assign or not _dense(target) else tuple(target.stride())
+        return Want(lazy, choice.dtype_for(target, torch_dtype(lazy.dtype)), choice.device_for(target), strides)
+
+    def _place(self, match: Match[Slot], value: torch.Tensor) -> None:
         """Put a tensor that was built by itself into its slots."""
-        choice, target = self._choice, match.target
+        choice, target = self._choice, match.places[0].tensor
         if not choice.fresh(target):
             with torch.no_grad():
                 if value.dtype is versions.dtype("float4_e2m1fn_x2"):
@@ -245,10 +254,10 @@ class Load:
                     target.copy_(value)
             return
         value = value.to(choice.device_for(target))
-        if value.is_floating_point() and not value.is_quantized and not isinstance(match.found, LazyTensor):
+        if value.is_floating_point() and not value.is_quantized and isinstance(match.other, Composite):
             value = value.to(choice.dtype_for(target, value.dtype))
         made = _like(target, value)
-        for slot in match.slots:
+        for slot in match.places:
             slot.put(made)
 
     def _tell(self, found: Fit) -> None:
@@ -258,11 +267,11 @@ class Load:
                 hook(module, Incompatible(list(found.missing), list(found.unexpected)))
 
     def _report(self, found: Fit, selves: list[Own]) -> Loaded:
-        loaded = {slot.name for match in found.matches for slot in match.slots}
-        loaded |= {slot.name for slot in (*found.row_slots, *found.followers)}
+        loaded = {slot.name for match in found.matches for slot in match.places} | {slot.name for slot in found.followers}
         names = [slot.name for slot in self._targets.slots if slot.name in loaded]
-        lazies = [part for match in found.matches for part in _parts(match.found)]
-        nbytes = 0 if found.rows is None else int(found.rows.nbytes.sum())
+        rows = [match.row for match in found.matches if match.other is None]
+        lazies = [part for match in found.matches if match.other is not None for part in _parts(match.other)]
+        nbytes = int(self._names.table.nbytes_of(rows).sum())
         notes = list(found.notes)
         for prefix in self._targets.selves:
             notes += [f"{prefix.removesuffix('.') or 'the module'} has its own way of loading, and was handed a state dict"]
@@ -298,9 +307,11 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:LISTED])}{more}"
 
 
-def _is_built(found: LazyTensor | Composite) -> bool:
+def _is_built(match: Match[Slot], table: Table) -> bool:
     """Whether a tensor is built by its own `torch()`: of several parts, or of elements that share bytes."""
-    return isinstance(found, Composite) or found.dtype.packed
+    if isinstance(match.other, Composite):
+        return True
+    return not match.exact and (match.other or table.kind_of(match.row)).dtype.packed
 
 
 def _parts(found: LazyTensor | Composite) -> list[LazyTensor]:

@@ -1,35 +1,42 @@
-"""Does a checkpoint fit what it is to fill, a module or the state of a rank? Names, ties, shapes and dtypes of both.
+"""Does a checkpoint fit what it is to fill, a module or the state of a rank? And what is read to where?
 
-1. Each place looks for its name in the checkpoint (`Names`); places over one memory (tied weights) need only one name between them
-   (`match_tied`).
-2. What is found must have the place's shape, and a dtype that can become the place's (`plain_problem`).
-3. Names on either side that have no counterpart are listed, with those that look like it (`Outcome.check`).
+    match_places    places and the rows of a table    a `Match` for each memory: its places, and the row that fills it
+    Outcome.check   what speaks against it            raised, all of it, before anything is changed
+    meet_places     matches and boxes                 `Fills`: ranges of files and lazy tensors, with the tensor that each fills
 
-Everything that speaks against it is collected before anything is changed. What kinds of places there are, and what else one of them
-asks for, is known to `fit` (modules) and to `torch/ranks/wanted` (what one rank asks for).
+1. Places are matched with rows by name, and judged once for each pair of kinds (`core/match.py`). A name that no row has is looked
+   for in the tree: a sparse tensor, a value, what was saved for each rank.
+2. Places over one memory (tied weights) need only one name between them; the last one that is there gives its elements.
+3. What is found must have the place's shape, and a dtype that can become the place's (`plain_problem`).
+4. Names on either side that have no counterpart are listed, with those that look like it (`Outcome.check`).
+
+What kinds of places there are, and what else one of them asks for, are `Rules`: those of modules are in `fit`, those of the state
+of a rank in `torch/ranks/wanted`.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from msgspec import Struct, field
 
+from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.match import match, meet
 from holdfast.core.sharing import identity
-from holdfast.core.table import Table
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.errors import DoesNotFit, Unsupported
 from holdfast.plan.table import table_of
-from holdfast.torch.tensors.fill_rows import RowFills
+from holdfast.torch.tensors.fill import Fills
 from holdfast.torch.tensors.from_lazy import torch_dtype
+from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, find_value
 
 SHOWN = 200
@@ -43,15 +50,19 @@ COMPARED = 10_000
 
 
 class Fillable(Protocol):
-    """Something that a checkpoint fills."""
+    """A tensor that a checkpoint fills."""
 
     @property
     def name(self) -> str:
         """Its dotted name."""
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Itself; of a tensor of which a rank has parts, what stands for all of it."""
+
 
 PlaceT = TypeVar("PlaceT", bound=Fillable)
-OfferT = TypeVar("OfferT")
+RuledT = TypeVar("RuledT", bound=Fillable, contravariant=True)
 
 
 class Names:
@@ -152,80 +163,204 @@ class Outcome(Struct):
         )
 
 
-class DenseMatch(Value, frozen=True, eq=False):
-    """What a checkpoint has for tensors that are dense memory, and share none."""
-
-    rows: RowFills
-    """Rows that are one range each."""
-    taken: list[int]
-    """Numbers of the tensors that they fill."""
-    parts: list[tuple[int, LazyTensor]]
-    """Tensors in several pieces, each with the number of the one that it fills."""
-    others: list[int]
-    """Numbers of the tensors that are not found, or do not get the bytes just as they are."""
+PlaceKind = tuple[torch.dtype, tuple[int, ...], bool, object]
+"""What places have in common that are judged together: dtype, shape, whether they are dense, so that they can take the bytes of a
+tensor just as they are; and whatever else counts, the identity of a place that is judged by itself."""
 
 
-def match_dense(names: Names, own: Sequence[str], tensors: Sequence[torch.Tensor]) -> DenseMatch:
-    """Match tensors with rows of a checkpoint by their names, and take those names."""
-    table = names.table
-    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-    found = match(table.rows, table.kind, [names.prefix + name for name in own], kinds, partial(_kind_problem, table))
-    table = table.located(found.source)
-    met = meet(table, found.source, [None] * len(found.source))
-    taken = [found.target[pair] for pair in met.rows]
-    rows = RowFills(table, [found.source[pair] for pair in met.rows], [tensors[at] for at in taken])
-    parts = [(found.target[part.pair], part.tensor) for part in met.parts]
-    names.take_all(own[at] for at in found.target)
-    return DenseMatch(rows, taken, parts, sorted({*found.missing, *found.refused}))
+class Match(Value, Generic[PlaceT], frozen=True, eq=False):
+    """Places of one memory, and what of a checkpoint fills them."""
+
+    number: int
+    """Of the first of these places, among all."""
+    places: Sequence[PlaceT]
+    name: str
+    """What the checkpoint calls it, without the prefix."""
+    row: int
+    """In the table of the checkpoint; `ODD` for what stands in the tree alone."""
+    exact: bool
+    """Whether the places are dense and take the row just as it is."""
+    other: LazyTensor | Composite | None = None
+    """What stands in the tree alone."""
+
+    def source(self, table: Table) -> LazyTensor | Composite:
+        """What fills the places."""
+        return table.view(self.row) if self.other is None else self.other
 
 
-def _kind_problem(table: Table, kind: int, target: tuple[torch.dtype, torch.Size]) -> str | None:
-    """Why a tensor of a dtype and shape does not get the bytes of a row of a kind just as they are; None where it does."""
-    own = table.kinds[kind]
-    if own.traits.meta or own.dtype.packed or own.dtype.kind == "quantized" or own.shape != target[1]:
-        return "another shape"
-    try:
-        return None if torch_dtype(own.dtype) is target[0] else "another dtype"
-    except Unsupported as error:
-        return error.message
+class Rules(Protocol[RuledT]):
+    """What is to be known of places of one sort."""
+
+    def kind(self, place: RuledT) -> PlaceKind:
+        """What it has in common with places that are judged as it is."""
+
+    def problem(self, place: RuledT, kind: Kind) -> str | None:
+        """Why a place cannot have a plain tensor of a kind. Asked once for each pair of kinds."""
+
+    def look(self, place: RuledT) -> tuple[str, LazyTensor | Composite] | str | None:
+        """What there is beside the rows of the table, with its name; or why it cannot be taken."""
+
+    def absent(self, places: Sequence[RuledT]) -> None:
+        """Told of places of one memory for which there is nothing."""
+
+    def memory(self, place: RuledT) -> object:
+        """What places of one memory have in common. Asked of those that are not dense."""
+
+    def parts(self, place: RuledT) -> Sequence[tuple[Box, torch.Tensor]]:
+        """What is filled: boxes of the whole tensor, and the memory of each."""
 
 
-def match_tied(
-    places: Sequence[PlaceT],
-    find: Callable[[PlaceT], OfferT | str | None],
-    outcome: Outcome,
-    *,
-    elements: Callable[[OfferT], Sequence[LazyTensor | Composite]],
-    absent: Callable[[PlaceT], None],
-    strict: bool,
-) -> tuple[PlaceT, OfferT] | None:
-    """Places of one memory: the last name that is there gives its elements, as it would with `load_state_dict`.
+def match_places(
+    places: Sequence[PlaceT], names: Names, rules: Rules[PlaceT], outcome: Outcome, *, strict: bool
+) -> list[Match[PlaceT]]:
+    """What a checkpoint has for places, in their order; the names that are found are taken. What speaks against it is in `outcome`.
 
-    `find` says what there is for a place: an offer, None, or in words why it cannot be taken; `elements` what would be read of an
-    offer. Where no name is there at all, `absent` is called for each place. Data is read only where names offer several tensors.
+    Reads data only where names offer several tensors for one memory.
     """
-    found = [(place, find(place)) for place in places]
-    problems = {place.name: offer for place, offer in found if isinstance(offer, str)}
-    offers = [(place, offer) for place, offer in found if offer is not None and not isinstance(offer, str)]
+    table, positions = names.table, dict[PlaceKind, int]()
+    kinds = [*map(rules.kind, places)]
+    own = [positions.setdefault(kind, len(positions)) for kind in kinds]
+    samples = dict(zip(own, zip(places, kinds, strict=True), strict=True))
+    exact: dict[tuple[int, int], bool] = {}
+
+    def judge(there: int, here: int) -> str | None:
+        place, kind = samples[here]
+        exact[there, here] = _is_exact(kind, table.kinds[there])
+        return rules.problem(place, table.kinds[there])
+
+    found = match(table.rows, table.kind, [names.prefix + place.name for place in places], own, judge)
+    pairs, kind = zip(found.target, found.source, strict=True), table.kind
+    matches = {n: Match(n, (places[n],), places[n].name, row, exact[kind[row], own[n]]) for n, row in pairs}
+    names.take_all(places[number].name for number in (*found.target, *found.refused))
+    ties = _ties(places, kinds, rules)
+    tied = {number for group in ties for number in group}
+    groups = [*ties, *([number] for number in (*found.missing, *found.refused) if number not in tied)]
+
+    def offered(number: int) -> Match[PlaceT] | str | None:
+        if number not in found.refused and number not in matches:
+            place = places[number]
+            offer = rules.look(place)
+            return Match(number, (place,), offer[0], ODD, False, offer[1]) if isinstance(offer, tuple) else offer
+        return found.refused.get(number) or matches.pop(number)
+
+    for group in sorted(groups):
+        taken = _match_tied(
+            [places[number] for number in group], [offered(number) for number in group], names, rules, outcome, strict
+        )
+        if taken is not None:
+            matches[group[0]] = replace(taken, number=group[0], places=tuple(places[number] for number in group))
+    return [matches[number] for number in sorted(matches)]
+
+
+def _is_exact(own: PlaceKind, kind: Kind) -> bool:
+    """Whether a place of a kind takes the bytes of a row just as they are."""
+    dtype, shape, dense, _ = own
+    if not dense or kind.traits.meta or kind.dtype.packed or kind.dtype.kind == "quantized" or kind.shape != shape:
+        return False
+    try:
+        return torch_dtype(kind.dtype) is dtype
+    except Unsupported:
+        return False
+
+
+def _ties(places: Sequence[PlaceT], kinds: Sequence[PlaceKind], rules: Rules[PlaceT]) -> list[list[int]]:
+    """Numbers of places over one memory, those of one together; a place that has its own is in none.
+
+    Tensors of one memory begin at one address. So most need not be asked for more than that.
+    """
+    memories: dict[int, object] = {}
+    addresses: list[int] = []
+    for number, (place, kind) in enumerate(zip(places, kinds, strict=True)):
+        if kind[2]:
+            addresses.append(place.tensor.data_ptr())
+            continue
+        memory = memories[number] = rules.memory(place)
+        match memory:
+            case (torch.device(), int(start), int(offset), torch.dtype(itemsize=width), *_):
+                # What `memory_of` says of elements that have an address.
+                addresses.append(start + offset * width)
+            case _:
+                addresses.append(0)
+    counts = Counter(addresses)
+    tied: dict[object, list[int]] = {}
+    for number, address in enumerate(addresses):
+        if counts[address] > 1 or number in memories:
+            tied.setdefault(memories.get(number) or memory_of(places[number].tensor), []).append(number)
+    return [group for group in tied.values() if len(group) > 1]
+
+
+def _match_tied(
+    places: Sequence[PlaceT],
+    found: Sequence[Match[PlaceT] | str | None],
+    names: Names,
+    rules: Rules[PlaceT],
+    outcome: Outcome,
+    strict: bool,
+) -> Match[PlaceT] | None:
+    """Places of one memory: the last name that is there gives its elements, as it would with `load_state_dict`."""
+    problems = {place.name: offer for place, offer in zip(places, found, strict=True) if isinstance(offer, str)}
+    offers = [offer for offer in found if offer is not None and not isinstance(offer, str)]
     if problems:
         outcome.mismatched |= problems
         return None
     if not offers:
-        for place in places:
-            absent(place)
+        rules.absent(places)
         return None
-    last, taken = offers[-1]
-    for place, offer in offers[:-1]:
-        if any(different(one, other) for one, other in zip(elements(offer), elements(taken), strict=True)):
+    (last,), taken = offers[-1].places, offers[-1]
+    for offer in offers[:-1]:
+        if _differ(offer, taken, names.table, rules):
+            (place,) = offer.places
             why = f"it is tied to {last.name!r} here, and the checkpoint has other elements for that"
             if strict:
                 outcome.mismatched[place.name] = why
             else:
                 outcome.notes.append(f"{place.name!r}: {why}; those were taken")
-    followers = [place.name for place, offer in found if offer is None]
+    followers = [place.name for place, offer in zip(places, found, strict=True) if offer is None]
     if followers:
         outcome.notes.append(tied_note(followers, last.name))
-    return last, taken
+    return taken
+
+
+def meet_places(names: Names, matches: Sequence[Match[PlaceT]], rules: Rules[PlaceT]) -> tuple[Fills, list[int]]:
+    """What is read to where; and of each fill the position of its match. Composites are not filled."""
+    table = names.table.located([one.row for one in matches if one.row != ODD])
+    given: dict[int, LazyTensor] = {}
+    boxes: list[list[Box] | None] = [None] * len(matches)
+    targets: dict[int, Sequence[tuple[Box, torch.Tensor]]] = {}
+    for pair, one in enumerate(matches):
+        if not one.exact:
+            targets[pair] = rules.parts(one.places[0])
+            given[pair] = shaped(one, table, rules.kind(one.places[0])[1])
+            boxes[pair] = [box for box, _ in targets[pair]]
+    met = meet(table, [one.row for one in matches], boxes, given)
+    rows = [matches[pair].row if at not in met.parts else ODD for at, pair in enumerate(met.pairs)]
+    tensors = [
+        targets[pair][box][1] if pair in targets else matches[pair].places[0].tensor
+        for pair, box in zip(met.pairs, met.boxes, strict=True)
+    ]
+    return Fills(table, rows, met.parts, tensors), met.pairs
+
+
+def shaped(one: Match[PlaceT], table: Table, shape: tuple[int, ...]) -> LazyTensor:
+    """The plain tensor that fills places, in their shape.
+
+    A scalar was a tensor of one element before torch 0.4, and such files are still about.
+    """
+    found = one.source(table)
+    assert isinstance(found, LazyTensor)
+    return found[0] if found.shape == (1,) and not shape else found
+
+
+def _differ(one: Match[PlaceT], other: Match[PlaceT], table: Table, rules: Rules[PlaceT]) -> bool:
+    """Whether two names offer different elements for the parts that are filled."""
+    a, b = one.source(table), other.source(table)
+    if not (isinstance(a, LazyTensor) and isinstance(b, LazyTensor)):
+        return a is not b
+    if identity(a) == identity(b):
+        return False
+    boxes = [box for box, _ in rules.parts(one.places[0]) if box.count]
+    cut = [(a, b) if box.shape == a.shape or a.dtype.packed else (a[box.slices], b[box.slices]) for box in boxes]
+    return any(x.digest() != y.digest() for x, y in cut)
 
 
 def tied_note(followers: Sequence[str], name: str) -> str:
@@ -233,31 +368,20 @@ def tied_note(followers: Sequence[str], name: str) -> str:
     return f"not in the checkpoint, and tied to {name!r}: {', '.join(map(repr, followers))}"
 
 
-def different(a: LazyTensor | Composite, b: LazyTensor | Composite) -> bool:
-    """Whether two tensors certainly hold different elements."""
-    if not (isinstance(a, LazyTensor) and isinstance(b, LazyTensor)):
-        return a is not b
-    return identity(a) != identity(b) and a.digest() != b.digest()
-
-
-def plain_problem(offer: LazyTensor, shape: tuple[int, ...], dtype_problem: Callable[[torch.dtype], str | None]) -> str | None:
-    """Why a plain tensor of this shape cannot have the elements that are offered; `dtype_problem` judges their dtype."""
+def plain_problem(offer: Kind, shape: tuple[int, ...], dtype_problem: Callable[[torch.dtype], str | None]) -> str | None:
+    """Why a plain tensor of this shape cannot have elements of a kind; `dtype_problem` judges their dtype."""
     if offer.traits.meta:
         return "the checkpoint has its shape and no data: it was saved from the meta device"
     try:
         own = torch_dtype(offer.dtype)
     except Unsupported as error:
         return error.message
-    pairs = offer.dtype.name == "float4_e2m1fn" and offer.ndim
-    there = (*offer.shape[:-1], offer.shape[-1] // 2) if pairs else squeezed(offer, shape).shape
+    there = () if offer.shape == (1,) and not shape else offer.shape
+    if offer.dtype.name == "float4_e2m1fn" and offer.shape:
+        there = (*offer.shape[:-1], offer.shape[-1] // 2)
     if there != shape:
         return f"{list(shape)} here, {list(there)} in the checkpoint"
     return dtype_problem(own)
-
-
-def squeezed(offer: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
-    """A scalar was a tensor of one element before torch 0.4, and such files are still about."""
-    return offer[0] if offer.shape == (1,) and not shape else offer
 
 
 def short(value: object) -> str:

@@ -1,5 +1,10 @@
 """`load_sharded`: fill the tensors of a state, whatever part of each this rank has, from any checkpoint that `open` knows.
 
+    described   a checkpoint, and its names                       `Names`
+    matched     what this rank asks for, and what it would get    `Wanted`; of all ranks `Agreed`
+    read        its own bytes, into its own tensors               `fill`
+    handed on   what one rank has read for all                    `hand_on`, and objects get their state dicts
+
 1. Every rank opens the checkpoint and matches names: what is missing, unexpected, or of another shape or dtype is collected, all
    of it, and shared. If anything does not fit anywhere, no rank has changed anything.
 2. Every rank reads exactly the byte runs of its own boxes, straight into its tensors, in one batch. Which ranks wrote the file, how
@@ -29,8 +34,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -46,9 +51,10 @@ from holdfast.core.notebook import Shown
 from holdfast.core.opaque import AnyValue
 from holdfast.core.protocols import Request
 from holdfast.core.runtime import resting_collector
+from holdfast.core.value import Value
 from holdfast.engine.checks import check_first
 from holdfast.engine.source import OpenSource
-from holdfast.errors import DoesNotFit, Replaced
+from holdfast.errors import Replaced
 from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.state import Stateful, state_and_path
@@ -57,10 +63,9 @@ from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
-from holdfast.torch.ranks.group import DEADLINE, ranks_of
-from holdfast.torch.ranks.wanted import PerRank, Share, Wanted, match_state
-from holdfast.torch.tensors.fill import NO_ARRAY, fill
-from holdfast.torch.tensors.fill_rows import fill_rows
+from holdfast.torch.ranks.group import DEADLINE, UNCHANGED, Ranks, ranks_of
+from holdfast.torch.ranks.wanted import PerRank, Wanted, match_state
+from holdfast.torch.tensors.fill import NO_ARRAY, Fills, fill
 
 Replicated = Literal["auto", "read", "broadcast"]
 
@@ -156,114 +161,130 @@ def load_sharded(
     A damaged file is found while it is read: the error says that tensors have been written to by then.
     """
     state, path = state_and_path(state, path)
-    return load_guarded(
-        place_of(path, store), state, group=group, strict=strict, prefix=prefix, per_rank=per_rank, cast=cast, verify=verify,
-        replicated=replicated, threads=threads, progress=progress, max_host_memory=max_host_memory, deadline=deadline,
+    asked = ShardedLoad(
+        place_of(path, store), state, group, strict, per_rank, cast, threads, deadline, prefix, verify, replicated, progress,
+        max_host_memory,
     )  # fmt: skip
+    return load_together(asked)
 
 
-def load_guarded(
-    where: str,
-    state: Stateful | Mapping[str, object],
-    *,
-    group: dist.ProcessGroup | None,
-    strict: bool,
-    prefix: str = "",
-    per_rank: PerRank,
-    cast: bool,
-    verify: bool = True,
-    replicated: Replicated = "auto",
-    threads: int | None,
-    progress: Callable[[int], None] | None = None,
-    max_host_memory: int | None = None,
-    deadline: float,
-    unharmed: Guard = nullcontext,
-    check: bool = False,
-) -> LoadedShards:
-    """As `load_sharded`. With `check`, nothing is changed anywhere unless all that any rank reads whole has its checksum.
+class ShardedLoad(Value, frozen=True, eq=False):
+    """What one call of `load_sharded` is asked for."""
 
-    `unharmed` is entered around what changes nothing yet, and may say more of what is raised there.
-    """
-    far = not place_at(where).on_disk
-    ranks = ranks_of(group, doing=f"load (replicated={replicated})", deadline=deadline)
-    checkpoint: Checkpoint | None = None
-    try:
-        wanted = Wanted()
-        names: Names | None = None
-        problem: BaseException | None = None
-        local: bytes | BaseException
-        try:
-            with unharmed():
-                checkpoint = open_checkpoint(where, verify=verify, threads=threads or ranks.threads())
-            with resting_collector():
-                names = Names(checkpoint, prefix)
-                place = {"rank": ranks.rank, "size": ranks.size}
-                wanted = match_state(state, names, cast=cast, strict=strict, per_rank=per_rank, **place)
-                seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
-                fits = not wanted.mismatched and not (strict and wanted.missing)
-                # One rank alone has nobody to hand anything on to.
-                told = Told(seen, _bits(names), fits, strict, offers(wanted.whole, group) if ranks.size > 1 else [])
-                local = marked(checkpoint, msgspec.msgpack.encode(told), alone=ranks.size == 1)
-        except Exception as error:
-            local = error
-        answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), replicated, far=far or ranks.apart()))
-        verdict = VERDICTS.decode(answer)
-        asked = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
-        assert names is not None  # or this rank would have failed, and with it all of them
-        assert wanted.rows is not None
-        unexpected = [name for name, used in zip(names.offered, asked.tolist(), strict=False) if not used]
-        if not verdict.fits:
-            try:
-                wanted.check(names, unexpected, wanted.looked_for, strict=strict)
-            except DoesNotFit as error:
-                problem = error
-            ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
-        shares = verdict.shares
-        needed = read = 0
-        elsewhere = {name for name, owner in shares.items() if owner != ranks.rank}
-        theirs = {id(wanted.whole[name].target) for name in elsewhere}
-        mine = [one for one in wanted.fills if id(one.target) not in theirs]
-        rows = wanted.rows.without(elsewhere)
-        if check:
-            try:
-                with unharmed():
-                    check_first([Request(one.lazy, NO_ARRAY) for one in (*mine, *map(rows.fill, range(len(rows))))])
-            except Exception as error:
-                problem = error
-            ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
-        otherwise = "the load failed, and some tensors have been changed"
-        try:
-            needed = sum(one.lazy.nbytes for one in wanted.fills) + int(wanted.rows.nbytes.sum())
-            found = fill_rows(rows, progress, max_host_memory=max_host_memory)
-            wanted.notes += dict.fromkeys([*found, *fill(mine, progress, max_host_memory=max_host_memory)])
-            sources = {*rows.sources, *(one.lazy.source for one in mine)}
-            read = sum(source.read_nbytes for source in sources if isinstance(source, OpenSource))
-        except Exception as error:
-            problem = error
+    where: str
+    state: Stateful | Mapping[str, object]
+    group: dist.ProcessGroup | None
+    strict: bool
+    per_rank: PerRank
+    cast: bool
+    threads: int | None
+    deadline: float
+    prefix: str = ""
+    verify: bool = True
+    replicated: Replicated = "auto"
+    progress: Callable[[int], None] | None = None
+    max_host_memory: int | None = None
+    unharmed: Guard = nullcontext
+    """Entered around what changes nothing yet; may say more of what is raised there."""
+    check: bool = False
+    """Whether nothing is changed anywhere unless all that any rank reads whole has its checksum."""
+
+
+class Agreed(Value, frozen=True, eq=False):
+    """What this rank asks for, when it is known that all of it fits everywhere."""
+
+    wanted: Wanted
+    unexpected: list[str]
+    """The checkpoint's names that no rank asked for."""
+    shares: dict[str, int]
+    """What is read for all, and the rank that reads it."""
+
+    def fills_of(self, rank: int) -> Fills:
+        """What a rank reads itself."""
+        theirs = {self.wanted.whole[name] for name, owner in self.shares.items() if owner != rank}
+        fills = self.wanted.fills
+        return fills.only([at for at in range(len(fills)) if at not in theirs]) if theirs else fills
+
+
+def load_together(asked: ShardedLoad) -> LoadedShards:
+    """Described, matched, read, handed on: each step on all ranks, or on none."""
+    ranks = ranks_of(asked.group, doing=f"load (replicated={asked.replicated})", deadline=asked.deadline)
+    changed = "the load failed, and some tensors have been changed"
+    with ExitStack() as held:
+        held.callback(ranks.close)
+        agreed = _agree(asked, ranks, held)
+        wanted, shares, mine = agreed.wanted, agreed.shares, agreed.fills_of(ranks.rank)
+        if asked.check:
+            with _together(ranks, UNCHANGED), asked.unharmed():
+                check_first([Request(mine.lazy(at), NO_ARRAY) for at in range(len(mine))])
+
+        def read() -> None:
+            notes = fill(mine, asked.progress, max_host_memory=asked.max_host_memory)
+            wanted.notes += dict.fromkeys(notes)
+
         if shares:
             # Nobody enters a broadcast that somebody else will not come to.
-            ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
-        try:
-            hand_on(shares, wanted.whole, group)
-            if problem is None:
-                wanted.finish()
-        except Exception as error:
-            problem = problem or error
-        ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
-    finally:
-        ranks.close()
-        if checkpoint is not None:
-            checkpoint.close()
+            with _together(ranks, changed):
+                read()
+        with _together(ranks, changed):
+            if shares:
+                hand_on(shares, wanted, asked.group)
+            else:
+                read()
+            wanted.finish()
     return LoadedShards(
-        where,
+        asked.where,
         tuple(wanted.names),
         tuple(wanted.missing),
-        tuple(unexpected),
-        needed,
-        read,
+        tuple(agreed.unexpected),
+        int(wanted.fills.nbytes.sum()),
+        sum(source.read_nbytes for source in mine.sources if isinstance(source, OpenSource)),
         dict(wanted.values),
         tuple(wanted.notes),
     )
+
+
+@contextmanager
+def _together(ranks: Ranks, otherwise: str) -> Iterator[None]:
+    """A step of all ranks: what fails on one of them is raised on all."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
+
+
+def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> Agreed:
+    """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one."""
+    far = not place_at(asked.where).on_disk
+    wanted, strict = Wanted(), asked.strict
+    names: Names | None = None
+    local: bytes | BaseException
+    try:
+        with asked.unharmed():
+            checkpoint = open_checkpoint(asked.where, verify=asked.verify, threads=asked.threads or ranks.threads())
+            held.callback(checkpoint.close)
+        with resting_collector():
+            names = Names(checkpoint, asked.prefix)
+            place = {"rank": ranks.rank, "size": ranks.size}
+            wanted = match_state(asked.state, names, cast=asked.cast, strict=strict, per_rank=asked.per_rank, **place)
+            seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
+            fits = not wanted.mismatched and not (strict and wanted.missing)
+            # One rank alone has nobody to hand anything on to.
+            told = Told(seen, _bits(names), fits, strict, offers(wanted, asked.group) if ranks.size > 1 else [])
+            local = marked(checkpoint, msgspec.msgpack.encode(told), alone=ranks.size == 1)
+    except Exception as error:
+        local = error
+    answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), asked.replicated, far=far or ranks.apart()))
+    verdict = VERDICTS.decode(answer)
+    used = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
+    assert names is not None  # or this rank would have failed, and with it all of them
+    unexpected = [name for name, one in zip(names.offered, used.tolist(), strict=False) if not one]
+    if not verdict.fits:
+        with _together(ranks, UNCHANGED):
+            wanted.check(names, unexpected, wanted.looked_for, strict=strict)
+    return Agreed(wanted, unexpected, verdict.shares)
 
 
 @understood(device=device_given)
@@ -345,12 +366,12 @@ class Offer(msgspec.Struct, frozen=True):
 TOLD, VERDICTS = msgspec.msgpack.Decoder(Told), msgspec.msgpack.Decoder(Verdict)
 
 
-def offers(whole: Mapping[str, Share], group: dist.ProcessGroup | None) -> list[Offer]:
+def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:
     """What this rank wants whole and could get from another: dense tensors on devices that the group can send between."""
-    devices = _devices(group)
+    devices, targets, lengths = _devices(group), wanted.fills.targets, wanted.fills.nbytes.tolist()
     return [
         Offer(name, str(target.dtype), tuple(target.shape), target.device.type, nbytes)
-        for name, (target, nbytes) in whole.items()
+        for name, target, nbytes in ((name, targets[at], lengths[at]) for name, at in wanted.whole.items())
         if target.device.type in devices and target.is_contiguous() and not target.is_conj() and nbytes
     ]
 
@@ -371,10 +392,10 @@ def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, far: bool) -> di
     return shares
 
 
-def hand_on(shares: Mapping[str, int], whole: Mapping[str, Share], group: dist.ProcessGroup | None) -> None:
+def hand_on(shares: Mapping[str, int], wanted: Wanted, group: dist.ProcessGroup | None) -> None:
     """Broadcast every tensor from the rank that has read it. Every rank calls it, when all have read."""
     for name, owner in shares.items():
-        target = whole[name].target
+        target = wanted.fills.targets[wanted.whole[name]].detach()
         dist.broadcast(_octets(target), owner if group is None else dist.get_global_rank(group, owner), group)
         versions.mark_changed([target])
 

@@ -42,7 +42,7 @@ from holdfast.runs.view import read_step
 from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
-from holdfast.torch.ranks.load_sharded import load_full, load_guarded
+from holdfast.torch.ranks.load_sharded import ShardedLoad, load_full, load_together
 from holdfast.torch.ranks.save_sharded import begin_asked, save_asked
 from holdfast.torch.ranks.saving import Asked, SavedShards
 from holdfast.torch.ranks.wanted import PerRank
@@ -299,10 +299,11 @@ class Run(PlainRun):
                 if into is None:
                     state = self._whole(found)
                 else:
-                    load_guarded(
+                    asked = ShardedLoad(
                         found.path, into, group=self.group, deadline=self.deadline, strict=strict, per_rank=per_rank, cast=cast,
                         threads=threads, unharmed=unharmed, check=not deep,
                     )  # fmt: skip
+                    load_together(asked)
                     state = into
             except RanksFailed as error:
                 if not self._is_gone_for_all(found, error.__cause__):

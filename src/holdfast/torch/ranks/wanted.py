@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
-from holdfast.core.match import meet_boxes
+from holdfast.core.table import Kind
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, rebuilt, values_inside
 from holdfast.core.value import Value
@@ -33,12 +33,11 @@ from holdfast.engine.arrays import Resident
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.rewrite.state import Stateful, is_stateful, stateful_keys
-from holdfast.torch.modules.match import Names, Outcome, match_dense, match_tied, plain_problem, short, squeezed
+from holdfast.torch.modules.match import Names, Outcome, PlaceKind, match_places, meet_places, plain_problem, short
 from holdfast.torch.modules.wrappers import plainly_named
-from holdfast.torch.ranks.shards import PLAIN, is_sharded, shards_of
-from holdfast.torch.tensors.fill_rows import RowFills, apart, is_dense
+from holdfast.torch.ranks.shards import PLAIN, Shards, is_sharded, shards_of
+from holdfast.torch.tensors.fill import NO_FILLS, Fills, is_dense
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
-from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree, unbuilt
 
@@ -52,26 +51,24 @@ class Leaf(Value, frozen=True):
 
     path: Path
     name: str
-    value: object
+    tensor: torch.Tensor
+    """Or what is none: `value` is the same without that promise."""
     put: Put | None = None
+    shards: Shards | None = None
+    """Of a tensor of which a rank has parts, those that this one has."""
 
-
-class Share(NamedTuple):
-    """All of a tensor, which another rank may read and hand on."""
-
-    target: torch.Tensor
-    nbytes: int
+    @property
+    def value(self) -> object:
+        return self.tensor
 
 
 class Wanted(Outcome):
     """What one rank asks for, and what it would get."""
 
-    rows: RowFills | None = None
-    """Rows of the checkpoint that are one range each, and go to all of a tensor."""
-    fills: list[Fill] = field(default_factory=list)
-    """What else is filled."""
-    whole: dict[str, Share] = field(default_factory=dict)
-    """What is filled with all of a tensor, by the checkpoint's name for it."""
+    fills: Fills = NO_FILLS
+    """What is read to where."""
+    whole: dict[str, int] = field(default_factory=dict)
+    """Positions of fills with all of a tensor, which another rank may read and hand on; by the checkpoint's name for it."""
     names: list[str] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     put: list[tuple[Put, object]] = field(default_factory=list)
@@ -98,15 +95,6 @@ def match_state(state: object, names: Names, *, rank: int, size: int, cast: bool
     return Matching(names, rank, size, cast=cast, strict=strict, per_rank=per_rank).run(state)
 
 
-class Offered(Value, frozen=True):
-    """What the checkpoint has for a tensor of the state."""
-
-    name: str
-    """Without the prefix."""
-    fills: list[Fill]
-    """One for each part of it that this rank has."""
-
-
 class Matching:
     """One rank's state against a checkpoint."""
 
@@ -116,26 +104,27 @@ class Matching:
         self._cast, self._strict, self._per_rank = cast, strict, per_rank
         self._others: dict[str, list[tuple[int, str]]] | None = None
         self._wanted = Wanted()
-        self._rows = RowFills(names.table, [], [])
-        self._row_numbers: list[int] = []
-        """The leaf of each row."""
-        self._fills: list[tuple[int, Fill]] = []
-        """What else is filled, each with the number of its leaf."""
 
     def run(self, state: object) -> Wanted:
-        wanted = self._wanted
-        leaves = self._leaves(state)
+        wanted, names, tensors = self._wanted, self._names, list[Leaf]()
+        self._walk(state, (), frozenset(), found=(leaves := list[Leaf]()))
         wanted.looked_for += [leaf.name for leaf in leaves]
-        values = [
-            number for number, leaf in enumerate(leaves) if not isinstance(leaf.value, torch.Tensor) and not is_sharded(leaf.value)
-        ]
-        for number in values:
-            self._value(leaves[number])
-        alone, others = _apart(leaves, set(values))
-        more = self._matched(leaves, alone)
-        for members in sorted([*others, *([number] for number in more)]):
-            self._tensors([leaves[number] for number in members], members[0])
-        self._settle()
+        for leaf in leaves:
+            if leaf.shards is not None or isinstance(leaf.tensor, torch.Tensor):
+                tensors.append(leaf)
+            else:
+                self._value(leaf)
+        matches = match_places(tensors, names, self, wanted, strict=self._strict)
+        wanted.fills, owners = meet_places(names, matches, self)
+        if self._size > 1:
+            alone = Counter(owners)
+            wanted.whole = {
+                names.prefix + matches[pair].name: at
+                for at, pair in enumerate(owners)
+                if alone[pair] == 1
+                and (matches[pair].exact or wanted.fills.lazies[at].shape == self.kind(matches[pair].places[0])[1])
+            }
+        wanted.names += [leaf.name for one in matches for leaf in one.places]
         order = {name: number for number, name in enumerate(wanted.looked_for)}
         wanted.names.sort(key=order.__getitem__)
         wanted.missing.sort(key=order.__getitem__)
@@ -143,11 +132,7 @@ class Matching:
 
     # The state.
 
-    def _leaves(self, state: object) -> list[Leaf]:
-        """Every leaf of a nested state. Lists and tuples without tensors are leaves; an array is a tensor over its memory."""
-        found: list[Leaf] = []
-        self._walk(state, (), frozenset(), found=found)
-        return found
+    # Every leaf of a nested state. Lists and tuples without tensors are leaves; an array is a tensor over its memory.
 
     def _enter(self, value: Stateful, at: Path, above: frozenset[int], *, found: list[Leaf]) -> None:
         under = dotted((*at, ""))
@@ -171,7 +156,9 @@ class Matching:
             for key, item in inner.items():
                 if key not in others:
                     step = _step(key)
-                    found.append(Leaf((*at, step), f"{under}{step}", item))
+                    name = f"{under}{step}"
+                    parts = shards_of(item, name) if vars(item) and is_sharded(item) else None
+                    found.append(Leaf((*at, step), name, item, None, parts))
                 elif key not in asked:
                     setter = _setter(inner, key) if hasattr(inner, "__setitem__") else None
                     self._walk(item, (*at, _step(key)), inside, found=found, put=setter)
@@ -184,7 +171,8 @@ class Matching:
         elif isinstance(inner, np.ndarray) and (tensor := _over(inner)) is not None:
             found.append(Leaf(at, dotted(at), tensor, put))
         else:
-            found.append(Leaf(at, dotted(at), inner, put))
+            parts = shards_of(inner, dotted(at)) if is_sharded(inner) else None
+            found.append(Leaf(at, dotted(at), cast(torch.Tensor, inner), put, parts))
 
     # The checkpoint.
 
@@ -196,6 +184,10 @@ class Matching:
             if found is not ABSENT and not _by_rank(found):
                 return name, found
         return dotted(path), ABSENT
+
+    def absent(self, leaves: Sequence[Leaf]) -> None:
+        for leaf in leaves:
+            self._absent(leaf)
 
     def _absent(self, leaf: Leaf) -> None:
         """There is nothing for a leaf; perhaps there is for other numbers of ranks."""
@@ -247,58 +239,22 @@ class Matching:
             if leaf.put is not None:
                 wanted.put.append((leaf.put, wanted.values[leaf.name]))
 
-    def _matched(self, leaves: list[Leaf], alone: list[int]) -> list[int]:
-        """Match plain tensors that share no memory, by columns; the numbers of those that take a closer look."""
-        tensors = [cast(torch.Tensor, leaves[number].value) for number in alone]
-        own = [leaves[number].name for number in alone]
-        found = match_dense(self._names, own, tensors)
-        self._rows, self._row_numbers = found.rows, [alone[at] for at in found.taken]
-        for at, part in found.parts:
-            self._give(alone[at], [Fill(part, tensors[at].detach())], self._names.prefix + own[at])
-        self._wanted.names += [own[at] for at in (*found.taken, *(at for at, _ in found.parts))]
-        return [alone[at] for at in found.others]
+    def kind(self, leaf: Leaf) -> PlaceKind:
+        if leaf.shards is not None:
+            return leaf.shards.dtype, leaf.shards.shape, False, any(part.tensor.is_meta for part in leaf.shards.parts)
+        tensor = leaf.tensor
+        return tensor.dtype, tensor.shape, type(tensor) in PLAIN and is_dense(tensor), tensor.is_meta
 
-    def _give(self, number: int, fills: list[Fill], whole: str | None) -> None:
-        """Note what a leaf is filled with; `whole` is the checkpoint's name for all of it."""
-        self._fills += [(number, one) for one in fills]
-        if whole is not None:
-            self._wanted.whole[whole] = Share(fills[0].target, fills[0].lazy.nbytes)
+    def problem(self, leaf: Leaf, kind: Kind) -> str | None:
+        dtype, shape, _, meta = self.kind(leaf)
+        if kind.dtype.packed:
+            return "elements that share bytes are not loaded in place; use load_into"
+        problem = plain_problem(kind, tuple(shape), lambda own: self._dtype_problem(dtype, own))
+        if problem is None and meta:
+            return "a tensor on the meta device has no elements to fill; use to_empty() first"
+        return problem
 
-    def _settle(self) -> None:
-        """What is filled by columns, and what is not: targets that share memory are filled in the order of the state."""
-        rows, wanted = self._rows, self._wanted
-        others = apart(rows, [one.target for _, one in self._fills])
-        targets = [target.detach() for target in rows.targets] if self._size > 1 else []
-        for at in np.flatnonzero(others).tolist():
-            one = rows.fill(at)
-            self._fills.append((self._row_numbers[at], one))
-            if targets:
-                # The same object: a fill whose bytes another rank hands on is known by its target.
-                targets[at] = one.target
-        wanted.rows = rows.only(np.flatnonzero(~others).tolist()) if others.any() else rows
-        self._fills.sort(key=lambda pair: pair[0])
-        wanted.fills = [one for _, one in self._fills]
-        if self._size > 1:
-            own = zip(rows.names, targets, rows.nbytes.tolist(), strict=True)
-            wanted.whole |= {name: Share(target, nbytes) for name, target, nbytes in own}
-
-    def _tensors(self, leaves: list[Leaf], number: int) -> None:
-        """Leaves of one memory."""
-        wanted = self._wanted
-
-        def elements(offer: Offered) -> list[LazyTensor]:
-            return [fill.lazy for fill in offer.fills]
-
-        taken = match_tied(leaves, self._offered, wanted, elements=elements, absent=self._absent, strict=self._strict)
-        if taken is None:
-            return
-        last, offered = taken
-        wanted.names += [leaf.name for leaf in leaves]
-        whole = len(offered.fills) == 1 and offered.fills[0].lazy.shape == _shape(last)
-        self._give(number, offered.fills, self._names.prefix + offered.name if whole else None)
-
-    def _offered(self, leaf: Leaf) -> Offered | str | None:
-        """What there is for a tensor of the state; or why it cannot be filled so."""
+    def look(self, leaf: Leaf) -> tuple[str, LazyTensor] | str | None:
         name, offer = self._find(leaf.path)
         if offer is ABSENT:
             return None
@@ -309,62 +265,23 @@ class Matching:
             return "sparse and quantised tensors are not loaded in place; use load_into"
         if not isinstance(offer, LazyTensor):
             return f"the checkpoint has no tensor here, but a {type(offer).__name__}"
-        if offer.dtype.packed:
-            return "elements that share bytes are not loaded in place; use load_into"
-        shape, dtype, parts = _parts(leaf)
-        problem = plain_problem(offer, shape, lambda own: self._dtype_problem(dtype, own))
-        if problem is not None:
-            return problem
-        if any(local.is_meta for _, local in parts):
-            return "a tensor on the meta device has no elements to fill; use to_empty() first"
-        cut = meet_boxes(squeezed(offer, shape), [box for box, _ in parts])
-        return Offered(name, [Fill(part, parts[at][1].detach()) for at, part in cut])
+        return self.problem(leaf, Kind.of(offer)) or (name, offer)
+
+    def memory(self, leaf: Leaf) -> object:
+        if leaf.shards is None:
+            return memory_of(leaf.tensor)
+        parts = tuple((part.box, memory_of(part.tensor)) for part in leaf.shards.parts)
+        return (leaf.shards.shape, parts) if parts else id(leaf.value)
+
+    def parts(self, leaf: Leaf) -> list[tuple[Box, torch.Tensor]]:
+        if leaf.shards is None:
+            return [(Box.whole(tuple(leaf.tensor.shape)), leaf.tensor)]
+        return [(part.box, part.tensor) for part in leaf.shards.parts]
 
     def _dtype_problem(self, here: torch.dtype, own: torch.dtype) -> str | None:
         if own == here or self._cast:
             return None
         return f"{short(here)} here, {short(own)} in the checkpoint; pass cast=True to convert"
-
-
-def _apart(leaves: Sequence[Leaf], values: set[int]) -> tuple[list[int], list[list[int]]]:
-    """Numbers of plain, dense tensors that begin where no other does; and all others, those of one memory together.
-
-    Tensors of one memory begin at one address. So most need not be asked for more than that.
-    """
-    memories: dict[int, object] = {}
-    addresses: dict[int, int] = {}
-    dense: list[int] = []
-    for number, leaf in enumerate(leaves):
-        value = leaf.value
-        if number in values:
-            continue
-        if not isinstance(value, torch.Tensor) or is_sharded(value):
-            memories[number] = _memory(leaf)
-            continue
-        if type(value) in PLAIN and is_dense(value):
-            dense.append(number)
-        else:
-            memories[number] = memory = memory_of(value)
-            if not isinstance(memory, tuple):
-                continue
-        addresses[number] = value.data_ptr()
-    counts = Counter(addresses.values())
-    alone = [number for number in dense if addresses[number] and counts[addresses[number]] == 1]
-    tied: dict[object, list[int]] = {}
-    for number in sorted({*memories, *dense}.difference(alone)):
-        tied.setdefault(memories.get(number) or _memory(leaves[number]), []).append(number)
-    return alone, list(tied.values())
-
-
-def _parts(leaf: Leaf) -> tuple[tuple[int, ...], torch.dtype, list[tuple[Box, torch.Tensor]]]:
-    """Shape and dtype of a tensor of the state, and what this rank has of it."""
-    value = leaf.value
-    if is_sharded(value):
-        shards = shards_of(value, leaf.name)
-        return shards.shape, shards.dtype, [(part.box, part.tensor) for part in shards.parts]
-    tensor = cast(torch.Tensor, value)
-    shape = tuple(tensor.shape)
-    return shape, tensor.dtype, [(Box.whole(shape), tensor)]
 
 
 def _by_rank(value: object) -> bool:
@@ -378,27 +295,12 @@ def _ask(value: Stateful) -> object:
     return value.state_dict(keep_vars=True) if plain else value.state_dict()  # type: ignore[call-arg]  # a module, as was asked
 
 
-def _memory(leaf: Leaf) -> object:
-    """What two tensors over the very same elements have in common."""
-    value = leaf.value
-    if not is_sharded(value):
-        return memory_of(cast(torch.Tensor, value))
-    shards = shards_of(value, leaf.name)
-    if not shards.parts:
-        return id(value)
-    return shards.shape, tuple((part.box, memory_of(part.tensor)) for part in shards.parts)
-
-
 def _over(array: np.ndarray) -> torch.Tensor | None:
     """A tensor over the memory of an array; None where it cannot be filled so."""
     dtype = DTYPES.numpy(array.dtype)
     if dtype is None or dtype.packed or not array.flags.writeable or any(step < 0 for step in array.strides):
         return None
     return tensor_from_array(array, torch_dtype(dtype))
-
-
-def _shape(leaf: Leaf) -> tuple[int, ...]:
-    return shards_of(leaf.value, leaf.name).shape if is_sharded(leaf.value) else tuple(cast(torch.Tensor, leaf.value).shape)
 
 
 def read_value(value: object) -> object:

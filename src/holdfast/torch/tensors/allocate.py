@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 import torch
 from msgspec import Struct, field
 
 from holdfast.core.chunk import c_strides
+from holdfast.core.protocols import Source
 from holdfast.core.runtime import resting_collector
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.large_pages import wanted_in_large_pages
-from holdfast.engine.memory_sink import MemoryRanges, read_to_memory
-from holdfast.engine.source import OpenSource
-from holdfast.errors import HoldfastWarning, located
+from holdfast.errors import HoldfastWarning, Unsupported, located
+from holdfast.plan.files import FileStorages, tabulated
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
-from holdfast.torch.tensors.fill import Progress, fill
-from holdfast.torch.tensors.fresh_rows import fresh_rows
+from holdfast.torch.tensors.fill import CPU, NO_FILLS, Fills, Progress, fill, row_ranges
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
-
-CPU = torch.device("cpu")
 
 
 class Want(Value, frozen=True):
@@ -93,8 +92,7 @@ def read_tensors(
     with resting_collector():
         wants = {name: Want(lazy, wanted_dtype(lazy, dtype), device or CPU) for name, lazy in tensors.items()}
         fresh = make_fresh(wants)
-    _want_large_pages(fresh)
-    for note in fill(fresh.fills, progress, max_host_memory=max_host_memory):
+    for note in fill(_in_large_pages(NO_FILLS.with_more(fresh.fills)), progress, max_host_memory=max_host_memory):
         warnings.warn(note, HoldfastWarning, stacklevel=3)
     return fresh.tensors
 
@@ -109,44 +107,74 @@ def read_rows(
 ) -> dict[str, torch.Tensor]:
     """Read tensors of these names, in one pass over the files: rows of what is `stored`, and of the others `views`."""
     with resting_collector():
-        found = fresh_rows(stored, views, names, device=device)
-        done = {name for one in found for name in one.names}
-        others = {name: views[name] for name in names if name not in done}
+        table, rows, kinds = fresh_rows(stored, views, names, device=device)
+        done = [table.names[row] for row in rows]
+        known = {*done}
+        others = {name: views[name] for name in names if name not in known}
         fresh = make_fresh({name: Want(lazy, wanted_dtype(lazy, None), device) for name, lazy in others.items()})
-        here = _in_memory(device)
-        for one in found if here else ():
-            _read_to_memory(one.rows)
-    _want_large_pages(fresh)
-    on_gpu = [] if here else [one.rows for one in found]
-    notes = fill(fresh.fills, rows=on_gpu, max_host_memory=max_host_memory)
+        wanted, on_gpu = NO_FILLS, list[DeviceRows]()
+        if _in_memory(device):
+            made = [torch.empty(kind.shape, dtype=kind.dtype) for kind in kinds]
+            fresh.tensors.update(zip(done, made, strict=True))
+            wanted = Fills(table, rows, {}, made)
+        elif rows:
+            on_gpu = row_ranges(table, rows, kinds, [device] * len(rows))
+    notes = fill(_in_large_pages(wanted.with_more(fresh.fills)), fresh=on_gpu, max_host_memory=max_host_memory)
     for note in notes:
         warnings.warn(note, HoldfastWarning, stacklevel=4)
-    made = fresh.tensors
-    for one in found:
-        made.update((name, tensor) for name, tensor in zip(one.names, one.rows.tensors, strict=True) if tensor is not None)
-    return made
+    for one in on_gpu:
+        fresh.tensors |= {one.name(number): tensor for number, tensor in enumerate(one.tensors) if tensor is not None}
+    return fresh.tensors
 
 
-def _want_large_pages(fresh: Fresh) -> None:
-    wanted_in_large_pages((one.target.data_ptr(), one.target.nbytes) for one in fresh.fills if one.target.is_cpu)
+def fresh_rows(
+    stored: Mapping[str, LazyTensor], views: Mapping[str, LazyTensor], names: Sequence[str], *, device: torch.device
+) -> tuple[Table, list[int], list[ByteKind]]:
+    """Which tensors become fresh ones without an object each: rows of a table, and as what each is copied. `views` has all names.
+
+    Those are all of a storage that no other of these tensors has. What shares a storage is tied again by its regions
+    (shared_regions.py), and what has another order, dtype or several pieces is copied element by element.
+    """
+    known = isinstance(stored, Table) and all(name in stored for name in names)
+    table = stored if known and isinstance(stored, Table) else tabulated({name: views[name] for name in names})
+    if not isinstance(table.storages, FileStorages):
+        return table, [], []
+    own = [row for name in names if table.storage[row := table.rows[name]] != ODD]
+    numbers = np.array([table.storage[row] for row in own], np.int64)
+    suited = np.array([_suits(place.source, device) for place in table.storages.files], np.bool_)
+    alone = (np.bincount(numbers)[numbers] == 1) & suited[table.storages.file[numbers]] if own else []
+    kinds = [_byte_kind(kind) if kind.whole and kind.traits.alias is None else None for kind in table.kinds]
+    chosen = [(row, kind) for row in compress(own, alone) if (kind := kinds[table.kind[row]]) is not None]
+    return table, [row for row, _ in chosen], [kind for _, kind in chosen]
+
+
+def _suits(source: Source, device: torch.device) -> bool:
+    """Whether whole storages of a source are read as they are. To the CPU a mapped file gives views, and far away or computed
+    content has requests of its own."""
+    store = source.store
+    apart = source.mapped or store.requests or store.in_order or store.block_nbytes
+    return source.limits.expansion >= 1 and not (device.type == "cpu" and apart)
+
+
+def _byte_kind(kind: Kind) -> ByteKind | None:
+    """As what rows of a kind are copied; None where torch has no such elements. Of quantised ones a scale is missing."""
+    dtype = kind.dtype
+    try:
+        usual = dtype.kind != "quantized" and not dtype.packed and torch_dtype(dtype).itemsize * 8 == dtype.bits
+        return ByteKind.of(torch_dtype(dtype), kind.shape) if usual else None
+    except Unsupported:
+        return None
+
+
+def _in_large_pages(fills: Fills) -> Fills:
+    """Fills whose targets were just made: memory that is filled from front to back."""
+    wanted_in_large_pages((target.data_ptr(), target.nbytes) for target in fills.targets if target.is_cpu)
+    return fills
 
 
 def _in_memory(device: torch.device) -> bool:
     """Whether tensors of a device are in this process's memory."""
     return device.type == "cpu"
-
-
-def _read_to_memory(rows: DeviceRows) -> None:
-    """Make the tensors of fresh rows in this process's memory, and read them straight there."""
-    source = rows.source
-    made = [torch.empty(kind.shape, dtype=kind.dtype) for kind in rows.destinations if isinstance(kind, ByteKind)]
-    addresses = np.fromiter((tensor.data_ptr() for tensor in made), np.int64, len(made))
-    wanted_in_large_pages(zip(addresses.tolist(), rows.ranges.nbytes.tolist(), strict=True))
-    threads = source.threads if isinstance(source, OpenSource) else 1
-    nbytes = read_to_memory(source.store, MemoryRanges(rows.ranges, addresses, rows.crcs, rows.name, rows.damaged), threads=threads)
-    if isinstance(source, OpenSource):
-        source.read_nbytes += nbytes
-    rows.tensors = [*made]
 
 
 def wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,36 +1,44 @@
-"""Fill torch tensors with the elements of lazy ones, without a second copy of them.
+"""Fill torch tensors with the elements of a checkpoint's, without a second copy of them.
 
-1. A target on the CPU with the dtype of the file is memory like any other: the engine reads straight into it, all of them in one
-   batch, so that they are read in parallel and neighbouring reads are joined.
-2. A target on a GPU is filled through blocks of page-locked memory, by many readers and the GPU's own copies (cuda/load.py).
-3. Everything else (another dtype, another device, a target that overlaps one before it) passes through two blocks of scratch,
+    Fills      a table and its rows; in the place of some rows, lazy tensors; the tensor that each fills
+
+1. A row is one range of a file and goes as it is: to an address (engine/memory_sink.py), or to a GPU. No object is made for it.
+2. A lazy tensor has parts, strides or a box. For a target on the CPU with the dtype of the file, the engine reads it into place.
+3. A target on a GPU is filled through blocks of page-locked memory, by many readers and the GPU's own copies (cuda/load.py).
+4. Everything else (another dtype, another device, a target that overlaps one before it) passes through two blocks of scratch,
    as many pieces at a time as fit: while one block is cast and copied, the other one is read into.
 
          file ──► block 0 ──► cast, copy ──► target
          file ──► block 1 ──► …
 
-Checksums are compared in all ways; in the last two, blocks of one storage are collected until all have passed by.
+Checksums are compared in all of them; of what is read in blocks, the blocks of one storage are collected until all have passed by.
+A damaged tensor is named, with its file and offset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
+from holdfast.core.arrays import Ints
 from holdfast.core.chunk import repeats
 from holdfast.core.protocols import Request, Source, by_source
+from holdfast.core.table import ODD, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.beside import Beside
-from holdfast.engine.checks import Checks, whole_storages
+from holdfast.engine.checks import Checks, damage, whole_storages
+from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, read_to_memory
 from holdfast.engine.source import OpenSource
-from holdfast.errors import BadTarget
+from holdfast.errors import BadTarget, Corrupted
+from holdfast.plan.coalesce import RECORDS, Ranges
+from holdfast.plan.files import NO_FILES, FileStorages
 from holdfast.torch import versions
 from holdfast.torch.cuda.load import load_fills
-from holdfast.torch.cuda.plan import DeviceRows
+from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, ScratchPiece, copy_values, parts_of
 
@@ -45,7 +53,99 @@ STEP_NBYTES = 256 << 20
 
 NO_ARRAY = np.empty(0, np.uint8)
 
+CPU = torch.device("cpu")
+
 Progress = Callable[[int], None]
+
+
+class Fills(Value, frozen=True, eq=False):
+    """Tensors of a checkpoint, and the tensor that gets the elements of each. Where targets overlap, the last one wins."""
+
+    table: Table
+    rows: Sequence[int]
+    """Of each, a row that is one range of a file and goes as it is to a dense target; `ODD` for what is in `lazies`."""
+    lazies: Mapping[int, LazyTensor]
+    """By position, what is filled from a lazy tensor: it is cut, cast or strided, in several pieces or in none."""
+    targets: Sequence[torch.Tensor]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def lazy(self, position: int) -> LazyTensor:
+        """The lazy tensor of one."""
+        return self.lazies[position] if self.rows[position] == ODD else self.table.view(self.rows[position])
+
+    @property
+    def nbytes(self) -> Ints:
+        """Bytes of each, as the checkpoint has them."""
+        lengths, kind = [kind.nbytes for kind in self.table.kinds], self.table.kind
+        found = [lengths[kind[row]] if row != ODD else self.lazies[position].nbytes for position, row in enumerate(self.rows)]
+        return np.array(found, np.int64)
+
+    @property
+    def sources(self) -> set[Source]:
+        """What is read."""
+        own = {file.source for file in files_of(self.table).files} if len(self.lazies) < len(self) else set[Source]()
+        return own | {lazy.source for lazy in self.lazies.values()}
+
+    def only(self, positions: Sequence[int]) -> Fills:
+        """Those at these positions, in order."""
+        if len(positions) == len(self):
+            return self
+        lazies = {at: self.lazies[position] for at, position in enumerate(positions) if position in self.lazies}
+        return Fills(self.table, [self.rows[at] for at in positions], lazies, [self.targets[at] for at in positions])
+
+    def with_more(self, more: Sequence[Fill]) -> Fills:
+        """These, and then others."""
+        lazies = {len(self) + at: one.lazy for at, one in enumerate(more)}
+        rows, targets = [*self.rows, *[ODD] * len(more)], [*self.targets, *(one.target for one in more)]
+        return Fills(self.table, rows, {**self.lazies, **lazies}, targets)
+
+    def ranges(self) -> list[DeviceRows]:
+        """All of them, which are rows."""
+        targets = [target if target.is_cpu else target.detach() for target in self.targets]
+        return row_ranges(self.table, self.rows, targets, [target.device for target in targets])
+
+    def objects(self, positions: Iterable[int]) -> list[Fill]:
+        """Those at these positions, an object each."""
+        return [Fill(self.lazy(at), self.targets[at].detach()) for at in positions]
+
+
+NO_FILLS = Fills(Table((), (), (), (), NO_FILES, {}), (), {}, ())
+
+
+def files_of(table: Table) -> FileStorages:
+    """The files of a table that was opened; rows in another medium are odd."""
+    assert isinstance(table.storages, FileStorages)
+    return table.storages
+
+
+def row_ranges(
+    table: Table, rows: Sequence[int], destinations: Sequence[torch.Tensor | ByteKind], devices: Sequence[torch.device]
+) -> list[DeviceRows]:
+    """Where rows lie and what they become, those of one source and device together."""
+    storages, storage = files_of(table), table.storage
+    keys = [file.key for file in storages.files]
+    numbers = np.array([storage[row] for row in rows], np.int64)
+    groups: dict[tuple[int, torch.device], list[int]] = {}
+    first = {id(file.source): at for at, file in reversed([*enumerate(storages.files)])}
+    sources = [first[id(file.source)] for file in storages.files]
+    for at, (file, device) in enumerate(zip(storages.file[numbers].tolist(), devices, strict=True)):
+        groups.setdefault((sources[file], device), []).append(at)
+    found = []
+    for (file, device), members in groups.items():
+        source, own, chosen = storages.files[file].source, [rows[at] for at in members], numbers[members]
+        ranges = Ranges(keys, storages.file[chosen], storages.start[chosen], storages.nbytes[chosen])
+        verify = isinstance(source, OpenSource) and source.verify
+        crcs = storages.crc[chosen] if verify else np.full(len(own), UNKNOWN, np.int64)
+        names, targets = [table.names[row] for row in own], [destinations[at] for at in members]
+        found.append(DeviceRows(source, device, ranges, crcs, targets, names.__getitem__, partial(_damaged, table, own)))
+    return found
+
+
+def _damaged(table: Table, rows: Sequence[int], number: int, found: int) -> Corrupted:
+    row = rows[number]
+    return damage(files_of(table).storage(table.storage[row], table.kind_of(row)), table.names[row], found)
 
 
 class ScratchBatch(Value, frozen=True, eq=False):
@@ -59,28 +159,90 @@ class ScratchBatch(Value, frozen=True, eq=False):
 
 
 def fill(
-    fills: Sequence[Fill],
+    wanted: Fills | Sequence[Fill],
     progress: Progress | None = None,
     *,
-    rows: Sequence[DeviceRows] = (),
+    fresh: Sequence[DeviceRows] = (),
     max_host_memory: int | None = None,
 ) -> list[str]:
     """Fill every target. Where targets overlap, the last one wins. Raises the first error that reading meets.
 
-    `rows` go to GPUs in the same pass as targets there.
+    `fresh` rows go to GPUs in the same pass as targets there.
     `max_host_memory` bounds the page-locked memory through which targets on GPUs are filled. Gives back notes for people.
     """
+    fills = wanted if isinstance(wanted, Fills) else NO_FILLS.with_more(wanted)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        direct, on_gpu, staged = _sorted_out([f for f in fills if f.lazy.size])
+        rows, others = _by_range(fills)
+        direct, on_gpu, staged = _sorted_out([one for one in fills.objects(others) if one.lazy.size])
+        in_rows = fills.only(rows).ranges() if rows else []
+        _read_ranges([one for one in in_rows if one.device.type == "cpu"], progress)
         _read_in_place(direct, progress)
         losses = CastLosses()
-        notes = load_fills(on_gpu, others=rows, progress=progress, most=max_host_memory, losses=losses) if on_gpu or rows else []
+        more = [*fresh, *(one for one in in_rows if one.device.type != "cpu")]
+        notes = load_fills(on_gpu, others=more, progress=progress, most=max_host_memory, losses=losses) if on_gpu or more else []
         _read_through_scratch(staged, progress, losses)
         notes += losses.notes()
     if direct:
         # The memory was written behind torch's back; autograd must know that saved tensors are not what they were.
         versions.mark_changed([f.target for f in direct])
     return notes
+
+
+def _by_range(fills: Fills) -> tuple[list[int], Iterable[int]]:
+    """Positions of rows that are read as ranges, and all others: lazy tensors, and rows whose targets share memory with another."""
+    if len(fills.lazies) == len(fills):
+        return [], range(len(fills))
+    apart = {*fills.lazies, *_sharing(fills)}
+    if not apart:
+        return [*range(len(fills))], ()
+    return [at for at in range(len(fills)) if at not in apart], sorted(apart)
+
+
+def _sharing(fills: Fills) -> list[int]:
+    """Positions of fills whose targets have memory in common with that of another."""
+    nbytes = fills.nbytes
+    for position in fills.lazies:
+        nbytes[position] = reach_nbytes(fills.targets[position])
+    (filled,) = nbytes.nonzero()
+    order, groups = _overlaps([fills.targets[at] for at in filled.tolist()], nbytes[filled])
+    return filled[order[np.bincount(groups)[groups] > 1]].tolist() if len(groups) else []
+
+
+def _overlaps(targets: Sequence[torch.Tensor], nbytes: Ints) -> tuple[Ints, Ints]:
+    """Tensors in the order of their memory, as positions; and for each of these the number of what hangs together with it."""
+    # Addresses of GPUs and of the host are never the same. Other devices have none that say anything.
+    starts = np.fromiter((target.data_ptr() for target in targets), np.int64, len(targets))
+    order = np.argsort(starts, kind="stable")
+    first = starts[order]
+    reach = np.maximum.accumulate(first + nbytes[order])
+    return order, np.cumsum(np.concatenate(([True], first[1:] >= reach[:-1]))[: len(order)]) - 1
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is memory with one element behind the other, and nothing else to know of them."""
+    usual = (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided and not tensor.is_nested
+    return usual and not tensor.is_quantized and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def reach_nbytes(target: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to behind its last; 0 where it has no address."""
+    if not target.numel() or not (target.is_cpu or target.is_cuda):
+        return 0
+    return (sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1) * target.element_size()
+
+
+def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> None:
+    """Read ranges straight to the addresses of their targets."""
+    for rows in groups:
+        source, targets = rows.source, [target for target in rows.destinations if isinstance(target, torch.Tensor)]
+        assert isinstance(source, OpenSource)  # as all that was opened
+        addresses = np.fromiter((target.data_ptr() for target in targets), np.int64, len(targets))
+        wanted = MemoryRanges(rows.ranges, addresses, rows.crcs, rows.name, rows.damaged)
+        policy = source.policy if source.store.requests else RECORDS
+        source.read_nbytes += read_to_memory(source.store, wanted, threads=source.threads, policy=policy)
+        versions.mark_changed(targets)
+        if progress is not None:
+            progress(int(rows.ranges.nbytes.sum()))
 
 
 def _sorted_out(fills: list[Fill]) -> tuple[list[Fill], list[Fill], list[Fill]]:
@@ -103,28 +265,17 @@ def _sorted_out(fills: list[Fill]) -> tuple[list[Fill], list[Fill], list[Fill]]:
 
 
 def _overlapping(fills: list[Fill]) -> set[int]:
-    """Numbers of the fills whose targets reach into the memory of one before them; those that only lie between count, too."""
-    spans = []
-    for number, one in enumerate(fills):
-        if one.target.is_cpu or one.target.is_cuda:
-            # Addresses of GPUs and of the host are never the same.
-            start, target = one.target.data_ptr(), one.target
-            if target.is_contiguous():
-                reach = target.numel()
-            else:
-                reach = sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1
-            spans.append((start, start + reach * target.element_size(), number))
-    behind: set[int] = set()
-    end, first = 0, -1
-    for start, stop, number in sorted(spans):
-        if start < end:
-            # Of all that hang together, the one that comes first may begin; the others wait, and keep their order.
-            behind.add(max(number, first))
-            first = min(number, first)
-        else:
-            first = number
-        end = max(end, stop)
-    return behind
+    """Numbers of the fills whose targets reach into the memory of one before them; those that only lie between count, too.
+
+    Of all that hang together, the one that comes first may begin; the others wait, and keep their order.
+    """
+    reach = np.array([reach_nbytes(one.target) for one in fills], np.int64)
+    (numbers,) = reach.nonzero()
+    order, groups = _overlaps([fills[number].target for number in numbers.tolist()], reach[numbers])
+    members = numbers[order]
+    first = np.full(len(numbers), len(fills), np.int64)
+    np.minimum.at(first, groups, members)
+    return {*members[members != first[groups]].tolist()}
 
 
 def _read_in_place(fills: list[Fill], progress: Progress | None) -> None:

@@ -30,8 +30,8 @@ from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
-from holdfast.torch.tensors.allocate import CPU, Fresh, Want, make_storage, read_rows, read_tensors
-from holdfast.torch.tensors.fill import fill
+from holdfast.torch.tensors.allocate import Fresh, Want, make_storage, read_rows, read_tensors
+from holdfast.torch.tensors.fill import CPU, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
 from holdfast.torch.tensors.tree import find_value, lazy_tensors, torch_tree
