@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.dense import SMALL_NBYTES
+from holdfast.engine.source import SMALL_NBYTES
 from holdfast.errors import HoldfastError
 from tests.properties.test_reading import index_for
 

@@ -146,6 +146,8 @@ def seconds(value: object, name: str = "a duration") -> float:
 
 def _whole(value: object) -> int | None:
     """An integer of any kind, or a float that is one; None for anything else."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool):
         return None
     if isinstance(value, SupportsIndex):

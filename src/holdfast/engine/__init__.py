@@ -7,10 +7,9 @@ transfer         the one engine that reads: ranges of files, by threads, each to
   checksums        sums alone; `digest` is a tensor's own
   equal            compared with the bytes of another tensor; `compare` counts what differs, element by element
 numbers          what the elements of tensors are: moments, counts of bit patterns, histograms; `distribution`: exponents, quantiles
-dense            many small tensors by few reads, each a copy of its part
 blocks           a tensor as a row of bytes, a bounded number at a time
 arrays           memory as lazy tensors, and very many arrays as rows of a table
-computed         tensors that are made when they are read: `casting`, `dequantize`, `packed` (`sparse_choice`: which)
+computed         tensors that are made when they are read: `casting`, `dequantize`, `sparse_choice` (what is packed)
 write, stream    carry out a save plan, at offsets by threads or front to back; `readback` compares before publishing
 planned_store    a save that is not written, as a store
 file_digest      a whole file, read once and digested, for seals

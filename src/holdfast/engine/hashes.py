@@ -9,14 +9,14 @@ is hashed where it lies; everything else is read as a save would read it (`engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 
-from holdfast.core.content_hash import HEAD_NBYTES, ContentHash, Hashed, hash_bytes, hash_short
-from holdfast.core.crc import crc32
+from holdfast.core.content_hash import HEAD_NBYTES, ContentHash, Hashed, hash_short
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.blocks import Slab, mapped_bytes, slab_block, slab_bytes, slabs
+from holdfast.engine.blocks import Slab, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
@@ -27,8 +27,8 @@ BLOCK_NBYTES = 4 << 20
 BATCH = 4096
 """Rows of a table that are one task."""
 
-TOGETHER = 256
-"""Small tensors that are one task."""
+TOGETHER = 64
+"""Pieces of tensors that are one task, at the most."""
 
 
 def unchanged(
@@ -60,84 +60,40 @@ def unchanged_rows(table: Table, recorded: Mapping[int, int], *, threads: int | 
 
 def tensor_hashes(tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None) -> dict[str, Hashed]:
     """The hash of each tensor. Every byte is read once; memory beyond the tensors is a few blocks a thread."""
-    small: dict[str, Hashed] = {}
-    large: dict[str, ContentHash] = {}
-    work: list[Callable[[], None]] = []
-    few: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        if tensor.nbytes > HEAD_NBYTES:
-            large[name] = ContentHash(tensor.nbytes)
-            work += _block_tasks(name, tensor, large[name], block=block or BLOCK_NBYTES)
-        else:
-            few[name] = tensor
-    work += [_small_task(some, small) for some in _groups(few)]
-    _run(work, tensors.values(), threads)
-    return small | {name: content.done() for name, content in large.items()}
+    pieces = ((name, slab) for name, one in tensors.items() for slab in slabs(one, slab_block(one, block or BLOCK_NBYTES)))
+    return _hashed(tensors, pieces, threads, whole=True)
 
 
-def _heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, int]:
+def _heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, int | None]:
     """The head of each tensor, all of them longer than one."""
-    found: dict[str, int] = {}
-
-    def task(some: Mapping[str, LazyTensor]) -> Callable[[], None]:
-        def run() -> None:
-            for name, tensor in some.items():
-                with located(tensor=name):
-                    found[name] = _head(tensor)
-
-        return run
-
-    _run([task(some) for some in _groups(tensors)], tensors.values(), threads)
-    return found
+    begins = ((name, takewhile(_is_in_head, slabs(one, HEAD_NBYTES))) for name, one in tensors.items())
+    found = _hashed(tensors, ((name, slab) for name, some in begins for slab in some), threads, whole=False)
+    return {name: hashed.head for name, hashed in found.items()}
 
 
-def _head(tensor: LazyTensor) -> int:
-    memory = mapped_bytes(tensor)
-    if memory is not None:
-        return crc32(memory[:HEAD_NBYTES])
-    crc = 0
-    for slab in slabs(tensor, HEAD_NBYTES):
-        if slab.start >= HEAD_NBYTES:
-            break
-        with slab_bytes(slab) as data:
-            crc = crc32(data[: HEAD_NBYTES - slab.start], crc)
-    return crc
+def _is_in_head(slab: Slab) -> bool:
+    return slab.start < HEAD_NBYTES
 
 
-def _block_tasks(name: str, tensor: LazyTensor, content: ContentHash, *, block: int) -> Iterator[Callable[[], None]]:
-    memory = mapped_bytes(tensor)
-    if memory is not None:
-        for start in range(0, memory.nbytes, BLOCK_NBYTES):
-            yield partial(content.add, start, memory[start : start + BLOCK_NBYTES])
-        return
-    for slab in slabs(tensor, slab_block(tensor, block)):
-        yield partial(_add, slab, content, name)
+def _hashed(
+    tensors: Mapping[str, LazyTensor], pieces: Iterable[tuple[str, Slab]], threads: int | None, *, whole: bool
+) -> dict[str, Hashed]:
+    """What `pieces` of tensors, each under the name of its tensor, say of each: its hash, or its head alone."""
+    contents = {name: ContentHash(tensor.nbytes, whole=whole) for name, tensor in tensors.items()}
 
+    def add(some: Sequence[tuple[str, Slab]]) -> None:
+        for name, slab in some:
+            with located(tensor=name), slab_bytes(slab) as data:
+                contents[name].add(slab.start, data)
 
-def _add(slab: Slab, content: ContentHash, name: str) -> None:
-    with located(tensor=name), slab_bytes(slab) as data:
-        content.add(slab.start, data)
-
-
-def _small_task(some: Mapping[str, LazyTensor], found: dict[str, Hashed]) -> Callable[[], None]:
-    def run() -> None:
-        for name, tensor in some.items():
-            data = bytearray()
-            with located(tensor=name):
-                for slab in slabs(tensor, HEAD_NBYTES):
-                    with slab_bytes(slab) as block:
-                        data += block
-            found[name] = hash_bytes(data)
-
-    return run
-
-
-def _groups(tensors: Mapping[str, LazyTensor]) -> Iterator[dict[str, LazyTensor]]:
-    names = list(tensors)
-    for first in range(0, len(names), TOGETHER):
-        yield {name: tensors[name] for name in names[first : first + TOGETHER]}
-
-
-def _run(work: Sequence[Callable[[], None]], tensors: Iterable[LazyTensor], threads: int | None) -> None:
-    if work:
-        run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors])
+    work: list[Callable[[], None]] = []
+    some: list[tuple[str, Slab]] = []
+    for piece in pieces:
+        some.append(piece)
+        if len(some) == TOGETHER or sum([slab.nbytes for _, slab in some]) >= BLOCK_NBYTES:
+            work.append(partial(add, some))
+            some = []
+    if some:
+        work.append(partial(add, some))
+    run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors.values()])
+    return {name: content.done() for name, content in contents.items()}

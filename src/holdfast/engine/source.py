@@ -1,25 +1,39 @@
-"""`OpenSource`: a store, the limits that hold for it, and the way its bytes reach memory."""
+"""`OpenSource`: a store, the limits that hold for it, and the way its bytes reach memory.
+
+Dense rows that are short are read many together (`read_dense`), each array copied out of scratch memory.
+
+1. Ranges of each file are sorted and joined by the same rule as any others (plan/coalesce.py).
+2. A read is done; each array is a copy of its part, and owns it: to keep one of them keeps nothing else.
+3. The checksum of each part is compared as it lies in the cache.
+
+What is long is left to a plan, which reads it straight into its place. A read that fails is done again row by row, so that its
+error names the tensor that cannot be read. Where checksums are others, the first of these tensors is named.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import compress, pairwise
 from weakref import ref
 
 import numpy as np
 
+from holdfast.core.arrays import Ints
+from holdfast.core.crc import crc32
 from holdfast.core.dense import DenseRows
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Content, Request, Store, by_source
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.engine.blocks import Slab, read_slab
-from holdfast.engine.checks import Checks, whole_storages
-from holdfast.engine.dense import SMALL_NBYTES, fetch, read_dense
+from holdfast.engine.checks import Checks, damage, whole_storages
 from holdfast.engine.strips import execute
-from holdfast.engine.threads import default_threads
-from holdfast.errors import Unsupported
-from holdfast.plan.coalesce import FAR, MEMORY, Policy
+from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
+from holdfast.errors import HoldfastError, Unsupported, located
+from holdfast.plan.coalesce import FAR, MEMORY, Policy, coalesce
 from holdfast.plan.reads import ReadPlan, plan_reads
 from holdfast.stores.virtual import Virtual
 
@@ -204,3 +218,167 @@ class Sourced(Virtual):
             found = OpenSource(self, threads=1)
             self._given = ref(found)
         return found
+
+
+SMALL_NBYTES = 16 << 10
+"""Above this a call for each is little beside the copy, which other threads can do meanwhile."""
+
+SHARED_NBYTES = 2 << 10
+"""Of tensors that are shorter than this on the average, one thread makes all arrays: to make one takes the interpreter lock, which
+two threads would only hand to each other."""
+
+NONE = np.zeros(0, np.bool_)
+
+
+def read_dense(
+    store: Store, rows: DenseRows, tensor: Callable[[int], LazyTensor], *, policy: Policy, verify: bool, threads: int
+) -> tuple[dict[int, np.ndarray], int]:
+    """The arrays of rows that are small, and how many bytes were read. `tensor` gives the one of a number, for messages.
+
+    A store that wants few long requests, or to be read in order, is read by a plan alone.
+    """
+    if store.requests or store.in_order:
+        return {}, 0
+    small = (rows.nbytes <= SMALL_NBYTES).nonzero()[0]
+    arrays = _Arrays(store, rows, tensor, verify=verify)
+    work: list[Callable[[], None]] = []
+    total = 0
+    if len(rows.keys) > 1:
+        order = small[np.lexsort((rows.starts[small], rows.files[small]))]
+        files = np.split(order, np.flatnonzero(np.diff(rows.files[order])) + 1)
+    else:
+        files = [small[rows.starts[small].argsort(kind="stable")]]
+    for chosen in files:
+        if not len(chosen):
+            continue
+        key = rows.keys[rows.files.item(chosen.item(0))]
+        joined, single = _reads(rows, chosen, policy)
+        work += [partial(arrays.read, key, (start, stop), members) for start, stop, members in joined]
+        total += sum([stop - start for start, stop, _ in joined])
+        if len(single):
+            work += [partial(arrays.scattered, key, single[at : at + TASK_READS]) for at in range(0, len(single), TASK_READS)]
+            total += int(rows.nbytes[single].sum())
+    if len(work) > 1 and threads > 1:
+        wanted = int(rows.nbytes[small].sum())
+        threads = 1 if wanted < INLINE_NBYTES or wanted < SHARED_NBYTES * len(small) else threads
+    run_all(work, threads)
+    arrays.check()
+    return arrays.made(), total
+
+
+def fetch(store: Store, tensor: LazyTensor, place: tuple[str, int, int, int], *, verify: bool) -> np.ndarray:
+    """A small dense tensor by itself: one call straight into the array."""
+    key, start, nbytes, crc = place
+    if not nbytes:
+        return np.empty(tensor.shape, tensor.dtype.numpy)
+    try:
+        (data,) = store.scattered(key, (start,), (nbytes,))
+    except HoldfastError as error:
+        with located(tensor=tensor.name):
+            raise error
+    if verify and crc != NO_CRC and crc != (found := crc32(data)):
+        raise damage(tensor.storages[0], tensor.name, found)
+    # To copy a few bytes takes less than to tell the system where they shall go.
+    return np.ndarray(tensor.shape, tensor.dtype.numpy, data).copy()
+
+
+def _reads(rows: DenseRows, chosen: Ints, policy: Policy) -> tuple[list[tuple[int, int, Ints]], Ints]:
+    """Reads of one file: first byte, the byte after the last, and the tensors in it; and the tensors that are read by themselves.
+
+    `chosen` is in the order of the file.
+    """
+    reads: list[tuple[int, int, Ints]] = []
+    lengths = rows.nbytes[chosen]
+    if not lengths.all():
+        # What has no bytes lies nowhere, whatever its place.
+        reads.append((0, 0, chosen[lengths == 0]))
+        chosen, lengths = chosen[lengths > 0], lengths[lengths > 0]
+    starts = rows.starts[chosen]
+    stops = starts + lengths
+    heads = coalesce(starts, stops, policy).tolist()
+    single: list[int] = []
+    for first, last in pairwise([*heads, len(chosen)]):
+        if last == first + 1:
+            single.append(first)
+        else:
+            reads.append((starts.item(first), stops[first:last].max().item(), chosen[first:last]))
+    return reads, chosen[single] if single else chosen[:0]
+
+
+class _Arrays:
+    """The arrays of rows, as they come. Every thread makes others."""
+
+    def __init__(self, store: Store, rows: DenseRows, tensor: Callable[[int], LazyTensor], *, verify: bool) -> None:
+        self._store, self._rows, self._tensor, self._verify = store, rows, tensor, verify
+        self._scratch = Scratch()
+        self._out: list[np.ndarray | None] = [None] * len(rows)
+        self._changed: dict[int, int] = {}
+        """Rows with another checksum than their file records, and the one that was found."""
+
+    def made(self) -> dict[int, np.ndarray]:
+        """By their numbers."""
+        return {number: array for number, array in zip(self._rows.numbers, self._out, strict=True) if array is not None}
+
+    def check(self) -> None:
+        """Raise for the first row that is not as it was written."""
+        if self._changed:
+            row = min(self._changed)
+            tensor = self._tensor(self._rows.numbers[row])
+            raise damage(tensor.storages[0], tensor.name, self._changed[row])
+
+    def read(self, key: str, span: tuple[int, int], members: Ints) -> None:
+        """One read, and the arrays that lie in it."""
+        rows, out, (start, stop) = self._rows, self._out, span
+        data = self._scratch.of(stop - start)
+        if not data.nbytes:
+            for number in members.tolist():
+                out[number] = np.empty(rows.shapes[number], rows.dtypes[number])
+            return
+        try:
+            self._store.read(key, start, data)
+        except HoldfastError as error:
+            raise self._named(key, members, error) from None
+        begins = rows.starts[members] - start
+        array, shapes, dtypes, places = np.ndarray, rows.shapes, rows.dtypes, begins.tolist()
+        for number, place in zip(members.tolist(), places, strict=True):
+            out[number] = array(shapes[number], dtypes[number], data, place).copy()
+        recorded = rows.crcs[members] != NO_CRC if self._verify else NONE
+        if True in recorded:
+            ends = (begins + rows.nbytes[members]).tolist()
+            sums = [crc32(data[place:end]) for place, end in compress(zip(places, ends, strict=True), recorded)]
+            self._compare(sums, members[recorded])
+
+    def scattered(self, key: str, members: Ints) -> None:
+        """The arrays of tensors with much between them."""
+        rows, out = self._rows, self._out
+        try:
+            pieces = self._store.scattered(key, rows.starts[members].tolist(), rows.nbytes[members].tolist())
+        except HoldfastError as error:
+            raise self._named(key, members, error) from None
+        numbers = members.tolist()
+        shapes, dtypes = [rows.shapes[number] for number in numbers], [rows.dtypes[number] for number in numbers]
+        if shapes[0] and shapes.count(shapes[0]) == dtypes.count(dtypes[0]) == len(numbers):
+            # The rows of one array, of which there are views in half of the time that it takes to make arrays.
+            made: Iterable[np.ndarray] = np.frombuffer(b"".join(pieces), dtypes[0]).reshape(-1, *shapes[0])
+        else:
+            made = map(np.ndarray, shapes, dtypes, pieces)
+        for number, row in zip(numbers, made, strict=True):
+            out[number] = row.copy()
+        recorded = rows.crcs[members] != NO_CRC if self._verify else NONE
+        if True in recorded:
+            self._compare([crc32(piece) for piece in compress(pieces, recorded)], members[recorded])
+
+    def _compare(self, sums: list[int], members: Ints) -> None:
+        found = np.array(sums, np.int64)
+        wrong = np.flatnonzero(found != self._rows.crcs[members])
+        self._changed.update(zip(members[wrong].tolist(), found[wrong].tolist(), strict=True))
+
+    def _named(self, key: str, members: Ints, error: HoldfastError) -> HoldfastError:
+        """The error of the first of these rows that cannot be read, with the name of its tensor."""
+        for row in sorted(members.tolist()):
+            try:
+                self._store.read(key, self._rows.starts.item(row), memoryview(bytearray(self._rows.nbytes.item(row))))
+            except HoldfastError as found:
+                found.tensor = found.tensor or self._tensor(self._rows.numbers[row]).name
+                return found
+        return error

@@ -154,7 +154,7 @@ def seen_writing(files: Files, *, at: int) -> Holder | None:
 def who_writes(files: Files, *, at: int) -> Holder | None:
     """What the lock file says; None where there is none, or it says nothing."""
     try:
-        raw = read_all(files, LOCK, at=at, most=MOST)
+        raw = read_all(files, LOCK, files.stat(LOCK, at=at), at=at, most=MOST)
         return None if raw is None else HOLDERS.decode(raw)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None

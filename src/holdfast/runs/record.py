@@ -108,9 +108,10 @@ PROVED, EXPORTED = msgspec.json.Decoder(Proofs), msgspec.json.Decoder(Receipts)
 
 
 def _read(files: Files, name: str, decoder: msgspec.json.Decoder[D], *, at: int) -> D | None:
-    if files.stat(name, at=at) is None:
+    there = files.stat(name, at=at)
+    if there is None:
         return None
-    raw = read_all(files, name, at=at, most=MOST_NBYTES)
+    raw = read_all(files, name, there, at=at, most=MOST_NBYTES)
     if raw is None:
         raise HeaderError("no plain file of a length that could be", file=name)
     return decoded(raw, decoder, name)

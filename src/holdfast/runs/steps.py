@@ -263,7 +263,7 @@ class _Look:
         """A folder, or a file with a seal beside it, that has another name than ours."""
         single = name.endswith(SUFFIX) and name != SEAL
         try:
-            seal = self._seal_beside(name) if single else self._seal_inside(name)
+            seal = self._seal(name, at=self._at) if single else self._seal_inside(name)
             if seal is None:
                 return
         except HoldfastError as error:
@@ -289,9 +289,6 @@ class _Look:
                 return None
             return self._seal(SEAL, at=folder)
 
-    def _seal_beside(self, name: str) -> Seal | None:
-        return self._seal(name, at=self._at)
-
     def _seal(self, name: str, *, at: int) -> Seal | None:
         """A seal, read and understood; None where there is none."""
         found = self.files.stat(name, at=at)
@@ -300,7 +297,7 @@ class _Look:
         known = self._read.get(found.identity)
         if known is not None and known[0] == (found.nbytes, found.changed_s):
             return known[1]
-        raw = read_all(self.files, name, at=at, most=LIMITS.index_nbytes)
+        raw = read_all(self.files, name, found, at=at, most=LIMITS.index_nbytes)
         if raw is None:
             return None
         seal = parse_seal(raw, LIMITS)

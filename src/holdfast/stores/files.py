@@ -321,9 +321,8 @@ def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> No
         done += count
 
 
-def read_all(files: Files, name: str, *, at: int, most: int) -> bytes | None:
-    """A small file as a whole; None where there is no plain file of this name, it is longer than `most`, or grows meanwhile."""
-    found = files.stat(name, at=at)
+def read_all(files: Files, name: str, found: FileEntry | None, *, at: int, most: int) -> bytes | None:
+    """A small file as a whole, which `found` is; None where that is no plain file, is longer than `most`, or grows meanwhile."""
     if found is None or found.kind != "file" or found.nbytes > most:
         return None
     descriptor = files.open(name, at=at)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import NoReturn, cast
 
@@ -475,6 +476,7 @@ class DecodedTree(Value, frozen=True):
     """The tensors in it by name, in its order; each name once."""
 
 
+@lru_cache(16)
 def json_limits(limits: Limits) -> Limits:
     """The limits for the JSON text of a tree of `limits.depth` levels: a level takes up to three brackets."""
     return replace(limits, depth=4 * limits.depth + 16)
