@@ -55,27 +55,40 @@ class ViewTable(Table):
 
 def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     """A table of lazy tensors under these names."""
-    places = [view.position for view in views]
-    rows = [row for row, place in enumerate(places) if type(place) is FileRow]
-    here = [place for place in places if type(place) is FileRow]
-    media = [place.storages for place in here]
-    parts = dict(zip(map(id, media), media, strict=True))
-    first = dict(zip(parts, accumulate(map(len, parts.values()), initial=0), strict=False))
-    kind, storage = np.zeros(len(views), np.int64), np.full(len(views), ODD, np.int64)
-    storage[rows] = np.array([*map(first.__getitem__, map(id, media))], np.int64) + [place.number for place in here]
-    alike = [*zip(map(id, [place.kind for place in here]), map(id, [views[row].traits for row in rows]), strict=True)]
-    positions: dict[object, int] = dict(zip(dict.fromkeys(alike), range(len(alike)), strict=False))
-    example = dict(zip(reversed(alike), reversed(rows), strict=True))
-    kinds = [_kind_of(views[example[like]], is_odd=False) for like in dict.fromkeys(alike)]
-    kind[rows] = [*map(positions.__getitem__, alike)]
+    kinds: list[Kind] = []
+    positions: dict[object, int] = {}
+    kind: list[int] = []
+    storage: list[int] = []
+    parts: dict[FileStorages, int] = {}
+    """Columns that rows are in, each with the number of its first storage."""
+    others: list[int] = []
+    count, first, held = 0, 0, NO_FILES
+    # No function is called for a row of a column: this is done for each of a million.
+    for row, view in enumerate(views):
+        place, traits = view.position, view.traits
+        if type(place) is FileRow:
+            own = place.kind
+            like: object = own if own.traits is traits else (own, id(traits))
+            if like not in positions:
+                positions[like] = len(kinds)
+                kinds += (own if own.traits is traits else own.marked(traits),)
+            if place.storages is not held:
+                held = place.storages
+                if held not in parts:
+                    parts[held], count = count, count + len(held)
+                first = parts[held]
+            kind += (positions[like],)
+            storage += (first + place.number,)
+        else:
+            others += (row,)
+            kind += (0,)
+            storage += (ODD,)
     odd: dict[int, LazyTensor] = {}
     single: dict[object, tuple[int, Storage, LazyTensor]] = {}
     """Storages that are no row of a column yet. What has no bytes shares them with nobody."""
-    count = sum(map(len, parts.values()))
-    for row in [row for row, place in enumerate(places) if type(place) is not FileRow]:
+    for row in others:
         view = views[row]
         traits, found = view.traits, _one_range(view)
-        like: tuple[object, ...]
         if found is None:
             odd[row] = view
             like = id(view.dtype), view.shape, id(traits)
@@ -83,19 +96,18 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
             one, offset, strides = found
             like = id(view.dtype), view.shape, strides, offset, one.nbytes, one.byteorder, one.location, id(traits)
             storage[row] = single.setdefault(one if one.nbytes else row, (count + len(single), one, view))[0]
-        position = positions.get(like)
-        if position is None:
-            position = positions[like] = len(kinds)
-            kinds.append(_kind_of(view, is_odd=row in odd))
-        kind[row] = position
-    columns = [*parts.values()]
+        if like not in positions:
+            positions[like] = len(kinds)
+            kinds.append(Kind.of(view) if found else Kind(view.dtype, view.shape, traits, view.nbytes))
+        kind[row] = positions[like]
+    columns = [*parts]
     if single:
         columns.append(_storages_of([(one, view) for _, one, view in single.values()]))
     storages = columns[0] if len(columns) == 1 else JoinedStorages(columns) if columns else NO_FILES
     if single and isinstance(storages, JoinedStorages):
-        (later,) = (storage >= count).nonzero()
-        storage[later] = storages.numbers_from(count)[storage[later] - count]
-    return Table(names, kinds, array("q", kind.tobytes()), array("q", storage.tobytes()), storages, odd, views=views)
+        numbers = storages.numbers_from(count)
+        storage = [number if number < count else numbers[number - count] for number in storage]
+    return Table(names, kinds, array("q", kind), array("q", storage), storages, odd, views=views)
 
 
 def _one_range(view: LazyTensor) -> Layout | None:
@@ -106,13 +118,6 @@ def _one_range(view: LazyTensor) -> Layout | None:
     storage, offset, _ = layout
     inside = 0 <= storage.start < BEYOND and storage.nbytes < BEYOND and 0 <= offset <= 8 * storage.nbytes
     return layout if inside and view.nbytes < BEYOND else None
-
-
-def _kind_of(view: LazyTensor, *, is_odd: bool) -> Kind:
-    place, traits = view.position, view.traits
-    if isinstance(place, FileRow):
-        return place.kind if place.kind.traits is traits else place.kind.marked(traits)
-    return Kind(view.dtype, view.shape, traits, view.nbytes) if is_odd else Kind.of(view)
 
 
 def _storages_of(single: Sequence[tuple[Storage, LazyTensor]]) -> FileStorages:
@@ -169,7 +174,7 @@ class FileStorages(FileColumns):
         """What the file calls each."""
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self._start)
 
     def named(self, names: Sequence[str]) -> FileStorages:
         """The same storages under other names of tensors."""
@@ -282,7 +287,7 @@ class JoinedStorages(FileStorages):
         part = bisect_right(self._edges, number)
         return self._parts[part].label_of(number - (self._edges[part - 1] if part else 0))
 
-    def numbers_from(self, first: int) -> Ints:
+    def numbers_from(self, first: int) -> list[int]:
         """The numbers from one on; in the place of one whose storage is there before it, that storage's number."""
         numbers, starts = [*range(first, len(self))], self.start.tolist()
         alike = {*starts[first:]}
@@ -293,7 +298,7 @@ class JoinedStorages(FileStorages):
             known = {place: number for place, number in zip(places, before, strict=True) if place[2]}
             later = zip(*(column[first:].tolist() for column in columns), strict=True)
             numbers = [known.get(place, number) for place, number in zip(later, numbers, strict=True)]
-        return np.array(numbers, np.int64)
+        return numbers
 
 
 NO_FILES = FileStorages([], (), (), (), (), names=())

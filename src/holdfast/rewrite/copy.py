@@ -177,11 +177,13 @@ def _recorded(source: Checkpoint) -> Recorded:
     found: dict[str, list[Ints]] = {}
     storages, whole = table.storages, 0
     if isinstance(storages, FileStorages):
-        summed = (storages.crc != NO_CRC) & (storages.nbytes > 0)
-        columns = np.stack((storages.start, storages.start + storages.nbytes, storages.crc), axis=1)
+        used = np.unique(np.asarray(table.storage, np.int64))
+        used = used[used != ODD]
+        file, start, nbytes, crc = (column[used] for column in (storages.file, storages.start, storages.nbytes, storages.crc))
+        columns, summed = np.stack((start, start + nbytes, crc), axis=1), (crc != NO_CRC) & (nbytes > 0)
         for number, place in enumerate(storages.files):
-            found.setdefault(place.key, []).append(columns[summed & (storages.file == number)])
-        whole = int(storages.nbytes.sum())
+            found.setdefault(place.key, []).append(columns[summed & (file == number)])
+        whole = int(nbytes.sum())
     for storage in dict.fromkeys(storage for tensor in table.odd.values() for storage in tensor.storages):
         whole += storage.nbytes
         if storage.crc32 is not None and storage.nbytes:

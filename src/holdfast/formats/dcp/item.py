@@ -30,7 +30,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import FormatError, MetadataError, PickleError, Unsupported, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.storages import StorageId, Storages
+from holdfast.formats.torch.storages import FoundStorages, StorageId
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import brief
 from holdfast.formats.torch.zip import PickleReader, record_bytes
@@ -331,7 +331,7 @@ class ItemReader:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._lock = renewed(threading.Lock())
-        self._storages: Storages | None = None
+        self._storages: FoundStorages | None = None
         self._table = TorchTable(source, weakly(self._persistent))
         self._frames: dict[object, list[tuple[ItemFrame, ItemPlace | None]]] = {}
         """By length, and for tensors by dtype and sizes."""
@@ -412,7 +412,7 @@ class ItemReader:
 
     def _interpret(self, content: bytes, find: Callable[[StorageId], Storage], stream: str) -> tuple[object, tuple[Foreign, ...]]:
         with self._lock:
-            self._storages = Storages(self._source, find)
+            self._storages = FoundStorages(self._source, find)
             try:
                 done = interpret_whole(content, self._table, limits=self._source.limits, stream=stream)
             finally:

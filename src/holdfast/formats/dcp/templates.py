@@ -132,6 +132,7 @@ class IndexTable(MetadataTable):
 class RecordTemplates:
     """Looks at what follows the class of a tensor or of an item's index, and takes it where it is known."""
 
+    repeated = NEVER
     __slots__ = ("__weakref__", "_item", "_items", "_lengths", "_started", "_state", "_tensor", "_tensors", "made", "opcodes")
 
     def __init__(self, state: State) -> None:
@@ -150,7 +151,7 @@ class RecordTemplates:
         self.opcodes = 0
         """How many it had."""
 
-    def take(self, pos: int, limit: int) -> int:
+    def take(self, pos: int, limit: int, value: object = None) -> int:
         """Where the record ends that begins behind its class at `pos`; 0, and nothing done, where the machine shall read it."""
         state = self._state
         limits = state.limits

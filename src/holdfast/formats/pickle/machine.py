@@ -32,12 +32,9 @@ from holdfast.errors import HoldfastError, LimitExceeded, PickleError
 from holdfast.formats.pickle.rare import RARE, REFUSED
 from holdfast.formats.pickle.state import Settled, State
 from holdfast.formats.pickle.table import Pending, ReducerTable
-from holdfast.formats.pickle.tensor_templates import NEVER, START, Stub
+from holdfast.formats.pickle.tensor_templates import NEVER, UNKNOWN, Stub
 from holdfast.formats.pickle.text import utf8
 from holdfast.formats.pickle.tolerant import TOLERANT
-
-UNKNOWN = Stub(START, 0)
-"""Found where the memo has nothing in that place; what is in no place in order is asked of the state."""
 
 UINT16, UINT32, INT32, FLOAT64 = (struct.Struct(code).unpack_from for code in ("<H", "<I", "<i", ">d"))
 
@@ -134,7 +131,7 @@ def _run(state: State) -> object:
     table, memo, marked, watched = state.table, state.memo, state.marked, state.watched
     call, persistent, fill = table.call, table.persistent, table.spending.fill
     uint16, uint32, int32, float64 = UINT16, UINT32, INT32, FLOAT64
-    opener: object = NEVER
+    opener = repeated = NEVER
     templates = table.templates(state)
     pos = _protocol(state)
     stack: list[object] = state.stack
@@ -164,11 +161,11 @@ def _run(state: State) -> object:
                     index = data[pos]
                     pos += 1
                     value = memo[index] if index < len(memo) else UNKNOWN
-                    if value is opener:
-                        end = templates.take(pos, limit)
+                    if value is opener or type(value) is repeated:
+                        end = templates.take(pos, limit) if value is opener else templates.take(pos, limit, value)
                         if end:
                             stack += templates.made
-                            pos, count = end, count + templates.opcodes
+                            pos, count, repeated = end, count + templates.opcodes, templates.repeated
                             continue
                     elif type(value) is Stub:
                         state.at = pos - 2
@@ -245,11 +242,11 @@ def _run(state: State) -> object:
                     (index,) = uint32(data, pos)
                     pos += 4
                     value = memo[index] if index < len(memo) else UNKNOWN
-                    if value is opener:
-                        end = templates.take(pos, limit)
+                    if value is opener or type(value) is repeated:
+                        end = templates.take(pos, limit) if value is opener else templates.take(pos, limit, value)
                         if end:
                             stack += templates.made
-                            pos, count = end, count + templates.opcodes
+                            pos, count, repeated = end, count + templates.opcodes, templates.repeated
                             continue
                     elif type(value) is Stub:
                         state.at = pos - 5

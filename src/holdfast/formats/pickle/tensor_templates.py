@@ -10,8 +10,9 @@ memo numbers, which count on. So a tail is a number itself, and has to be `base 
 
 1. A kind is learned from a tensor behind the first few, by an expression (`_pattern`) that knows what torch writes and nothing
    else, and by the table, which is asked whether such arguments may be (`ReducerTable.kind`). Which kind follows which is noted.
-2. Tensors that follow each other, with a key between them, are one run. The table makes all of them together, and they are taken up
-   to the first that is not as expected. That one is left to the machine, at the byte where it stands: so are all errors.
+2. Tensors that follow each other are one run, with what is pushed between and behind them: texts, which are keys, and what the
+   memo has, which are keys and tied tensors. The table makes all tensors together, and they are taken up to the first that is not
+   as expected. That one is left to the machine, at the byte where it stands: so are all errors.
 3. The opcodes that are taken are those that the machine would have taken, counted as it counts them, and paid for as it pays.
 4. The memo gets the key, the tensor, and between them `Stub`s for what nobody ever asks for again: the persistent id, size, stride,
    hooks, arguments. If someone does, or an entry is written a second time, all of them are made, and the machine goes on alone.
@@ -111,6 +112,7 @@ class TensorTemplate:
     __slots__ = (
         "arguments",
         "base",
+        "blank",
         "entries",
         "following",
         "head_nbytes",
@@ -132,8 +134,9 @@ class TensorTemplate:
         """`make` is the table's: what makes them; None where they are left to the machine."""
         # The persistent id, hooks and arguments; a tuple without members has no entry.
         self.stubs = tuple([Stub(self, at) for at in range(1, 4 + bool(arguments.size) + bool(arguments.stride))])
+        self.blank = (None, *self.stubs, None)
+        """What the memo gets, without the key and the tensor."""
         self.entries = 2 + len(self.stubs)
-        """In the memo."""
         self.following = self
         """The kind that came behind this one last."""
 
@@ -154,17 +157,60 @@ class Templates(Protocol):
     def opcodes(self) -> int:
         """How many opcodes that took."""
 
-    def take(self, pos: int, limit: int) -> int:
-        """Where that ends which begins behind the opener at `pos`; 0, and nothing done, where the machine shall read it."""
+    @property
+    def repeated(self) -> object:
+        """The class of what the memo may give again where `take` is asked as well."""
+
+    def take(self, pos: int, limit: int, value: object = None) -> int:
+        """Where that ends which begins behind the opener at `pos`, or behind a `value` that the memo gave again.
+
+        0, and nothing done, where the machine shall read it.
+        """
 
     def end(self) -> None:
         """Let go of what was learned."""
 
 
+class TensorRun:
+    """Tensors that follow each other, and what is pushed between and behind them."""
+
+    __slots__ = ("again", "end", "keys", "kinds", "memo", "out", "places", "raw_keys")
+
+    def __init__(self, out: list[object], end: int) -> None:
+        self.kinds: list[TensorTemplate] = []
+        self.raw_keys: list[bytes] = []
+        self.keys: Sequence[str] = ()
+        """Of their storages, in the stream and as texts."""
+        self.places: list[tuple[int, int, int]] = []
+        """Of each tensor: how many values of the run are before it on the stack and in the memo, and where its opener begins."""
+        self.out, self.memo, self.end = out, list[object](), end
+        """What goes to the stack and to the memo, None in the place of tensors and keys; and where the run ends."""
+        self.again: list[tuple[int, int]] = []
+        """What the memo has of this run and the stack gets again: the place of each in `out` and in `memo`."""
+
+    def cut(self, count: int) -> None:
+        """Leave out what begins with the opener of a tensor."""
+        height, entries, self.end = self.places[count]
+        del self.out[height:], self.memo[entries:]
+        self.again = [one for one in self.again if one[0] < height]
+
+    def fill(self, tensors: Sequence[object]) -> int:
+        """Put tensors and keys in their places; how many opcodes the run has behind its first."""
+        out, memo = self.out, self.memo
+        opcodes = len(out) + len(memo) - 1
+        for kind, key, tensor, (height, place, _) in zip(self.kinds, self.keys, tensors, self.places, strict=False):
+            memo[place] = key
+            out[height] = memo[place + kind.entries - 1] = tensor
+            opcodes += kind.opcodes - kind.entries
+        for height, place in self.again:
+            out[height] = memo[place]
+        return opcodes
+
+
 class TensorTemplates:
     """Looks at what follows the opener, and takes as many ordinary tensors as there are."""
 
-    __slots__ = ("_expected", "_kinds", "_left", "_most", "_state", "_texts", "made", "opcodes")
+    __slots__ = ("_expected", "_kinds", "_left", "_most", "_opener", "_state", "made", "opcodes", "repeated")
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -174,125 +220,135 @@ class TensorTemplates:
         """Tensors that are looked for next."""
         self._expected = START
         self._kinds: dict[tuple[bytes, int, int], TensorTemplate] = {}
-        self._texts: dict[bytes, tuple[str]] = {}
-        """Texts of the memo, by the GET that gives them."""
+        self._opener = b""
+        """The GET of the opener."""
         self.made: Sequence[object] = ()
-        """The tensors that were taken last, with the keys between them."""
+        """The tensors that were taken last, with what is pushed between and behind them."""
         self.opcodes = 0
         """How many they had."""
+        self.repeated: object = NEVER
+        """The class of tensors that were taken: where the memo gives one again, `take` is asked what is behind it."""
 
-    def take(self, pos: int, limit: int) -> int:
-        """Where the ordinary tensors end that begin behind the opener at `pos`; 0, and nothing done, where there is none."""
-        if self._left:
-            self._left -= 1
+    def take(self, pos: int, limit: int, value: object = None) -> int:
+        """Where the ordinary tensors end that begin behind the opener at `pos`, with what is pushed between and behind them.
+
+        With a tensor as `value`, which the memo gave again: where that ends which begins behind it. 0, and nothing done, where
+        there is none.
+        """
+        state, again = self._state, value is not None
+        if len(state.marked) + MARKS > state.limits.marks or state.settled:
             return 0
-        state, kind = self._state, self._expected
-        if len(state.marked) + MARKS > state.limits.marks:
-            return 0
-        data, entries, number = state.data, len(state.memo), int.from_bytes
-        most = min(self._most, state.table.spending.containers // REDUCES)
-        index = data[pos - 1]
-        opener_nbytes = 2 if data[pos - 2] == 0x68 and index < entries and state.memo[index] is state.opener else 5
-        opener = data[pos - opener_nbytes : pos]
-        kinds: list[TensorTemplate] = []
-        keys: list[bytes] = []
-        ends: list[int] = []
-        between: list[tuple[str, ...]] = []
-        """The key behind each tensor."""
-        written: list[tuple[str, ...]] = []
-        """The same where it is written there: others are the memo's."""
-        # Few functions are called for a tensor: this is done for each of a million.
-        while most:
-            most -= 1
-            start = pos + kind.head_nbytes
-            head = data[pos:start]
-            stop = start + (kind.heads[head] if head in kind.heads else 0)  # noqa: SIM401  # no call
-            end = stop + kind.tail_nbytes
-            if stop == start or end > limit or number(data[stop:end], "little") != kind.base + entries * kind.step:
-                found = self._learned(pos, limit, entries)
-                if found is None:
-                    break
-                if kind is not START:
-                    kind.following = found[0]
-                kind, start, stop, end = found
-            # Also where it is left to the machine: what is behind it is looked for in the same way.
-            self._expected = kind.following
-            if kind.make is None:
-                break
-            kinds += (kind,)
-            keys += (data[start:stop],)
-            ends += (end,)
-            entries += kind.entries
-            kind = kind.following
-            # The key of the next tensor, and its opener.
-            op = data[end] if end < limit else 0
-            pos, name = end, NO_KEY
-            if op == 0x58 and data[end + 2 : end + 5] == b"\0\0\0":
-                pos = end + 5 + data[end + 1]
-                raw, put = data[end + 5 : pos], pos
-                pos += 5 if pos < limit and data[pos] == 0x72 else 2
-                if pos > limit or number(data[put + 1 : pos], "little") != entries or data[put] not in PUT_OPCODES:
-                    break
-                try:
-                    name = (raw.decode(),)
-                except UnicodeDecodeError:
-                    break
-                entries += 1
-            elif op in GET_NBYTES:
-                raw = data[end : end + GET_NBYTES[op]]
-                if raw != opener:
-                    if raw not in self._texts and not self._is_text(raw):
-                        break
-                    pos, name = end + GET_NBYTES[op], self._texts[raw]
-            stop = pos + opener_nbytes
-            if stop > limit or data[pos:stop] != opener:
-                break
-            between += (name,)
-            written += (name if op == 0x58 else NO_KEY,)
-            pos = stop
-        taken = self._take(kinds, keys, between, written=written) if kinds else 0
-        if taken < len(ends):
+        if not again:
+            if self._left:
+                self._left -= 1
+                return 0
+            data, index = state.data, state.data[pos - 1]
+            short = data[pos - 2] == 0x68 and index < len(state.memo) and state.memo[index] is state.opener
+            self._opener = data[pos - (2 if short else 5) : pos]
+        run = TensorRun([value] if again else [], pos)
+        self._scan(run, 0 if again else pos, limit)
+        made = self._made(run) if run.kinds else ()
+        taken = len(made)
+        if taken < len(run.kinds):
             # What is behind it is looked at again: all together no more than a few times.
             self._most = 2 * max(taken, 1)
+            run.cut(taken)
         elif taken == self._most:
             self._most = min(2 * taken, MOST_TENSORS)
-        return ends[taken - 1] if taken else 0
+        if not made and len(run.out) < 2:
+            return 0
+        state.table.spending.containers -= REDUCES * taken
+        self.made, self.opcodes = run.out, run.fill(made)
+        state.memo += run.memo
+        if made:
+            self.repeated = type(made[0])
+        return run.end
+
+    def _scan(self, run: TensorRun, pos: int, limit: int) -> None:
+        """Find the tensors of a run. At `pos` the first one stands behind its opener; 0 where something is pushed before it."""
+        state, opener, kind, number = self._state, self._opener, self._expected, int.from_bytes
+        data, known = state.data, state.memo
+        first = entries = len(known)
+        kinds, keys, places, out, memo, end = run.kinds, run.raw_keys, run.places, run.out, run.memo, run.end
+        height = 0 if pos else 1
+        left = min(self._most, state.table.spending.containers // REDUCES)
+        # Few functions are called for a tensor: this is done for each of a million.
+        while True:
+            if pos:
+                if not left:
+                    break
+                left -= 1
+                start = pos + kind.head_nbytes
+                head = data[pos:start]
+                stop = start + (kind.heads[head] if head in kind.heads else 0)  # noqa: SIM401  # no call
+                close = stop + kind.tail_nbytes
+                if stop == start or close > limit or number(data[stop:close], "little") != kind.base + entries * kind.step:
+                    found = self._learned(pos, limit, entries)
+                    if found is None:
+                        break
+                    if kind is not START:
+                        kind.following = found[0]
+                    kind, start, stop, close = found
+                # Also where it is left to the machine: what is behind it is looked for in the same way.
+                self._expected = kind.following
+                if kind.make is None:
+                    break
+                kinds += (kind,)
+                keys += (data[start:stop],)
+                places += ((height, entries - first, end),)
+                memo += kind.blank
+                out += MISSING
+                height, entries, end = height + 1, entries + kind.entries, close
+                kind = kind.following
+            # Up to the next opener: texts, and what the memo has.
+            pos = 0
+            while end < limit:
+                op = data[end]
+                if op == 0x58 and data[end + 2 : end + 5] == b"\0\0\0":
+                    put = end + 5 + data[end + 1]
+                    stop = put + (5 if put < limit and data[put] == 0x72 else 2)
+                    if stop > limit or data[put] not in PUT_OPCODES or number(data[put + 1 : stop], "little") != entries:
+                        break
+                    try:
+                        text = (data[end + 5 : put].decode(),)
+                    except UnicodeDecodeError:
+                        break
+                    out += text
+                    memo += text
+                    height, entries, end = height + 1, entries + 1, stop
+                elif op in GET_NBYTES:
+                    stop = end + GET_NBYTES[op]
+                    raw = data[end:stop]
+                    if stop > limit or raw == opener:
+                        pos = stop if stop <= limit else 0
+                        break
+                    index = number(raw[1:], "little")
+                    value = known[index] if index < first else memo[index - first] if index < entries else UNKNOWN
+                    if type(value) is Stub:
+                        break
+                    if value is None and index >= first:
+                        run.again += ((height, index - first),)
+                    out += (value,)
+                    height, end = height + 1, stop
+                else:
+                    break
+            if not pos:
+                break
+        run.end = end
 
     def end(self) -> None:
         """Let the kinds go. They know each other, and what makes their tensors knows all of those."""
         for kind in self._kinds.values():
-            kind.following, kind.stubs, kind.make = START, (), None
+            kind.following, kind.stubs, kind.blank, kind.make = START, (), (), None
         self._kinds.clear()
 
-    def _take(
-        self,
-        kinds: list[TensorTemplate],
-        raw_keys: list[bytes],
-        between: list[tuple[str, ...]],
-        *,
-        written: list[tuple[str, ...]],
-    ) -> int:
-        """Take the tensors of a run, up to the first that is left to the machine; how many they are."""
-        state = self._state
-        if not b"".join(raw_keys).isdigit():
-            del raw_keys[[key.isdigit() for key in raw_keys].index(False) :]
-        keys = [*map(bytes.decode, raw_keys)]
-        made = state.table.tensors([kind.make for kind in kinds[: len(keys)]], keys) if keys else ()
-        taken = len(made)
-        if not taken:
-            return 0
-        between[taken - 1 :] = written[taken - 1 :] = [NO_KEY]
-        state.table.spending.containers -= REDUCES * taken
-        memo: list[object] = []
-        out: list[object] = []
-        opcodes = -1
-        for kind, key, tensor, name, text in zip(kinds, keys, made, between, written, strict=False):
-            memo += (key, *kind.stubs, tensor, *text)
-            out += (tensor, *name)
-            opcodes += kind.opcodes
-        state.memo += memo
-        self.made, self.opcodes = out, opcodes + len(out) + sum(map(len, written))
-        return taken
+    def _made(self, run: TensorRun) -> Sequence[object]:
+        """The tensors of a run, up to the first that is left to the machine."""
+        raw = run.raw_keys
+        if not b"".join(raw).isdigit():
+            del raw[[key.isdigit() for key in raw].index(False) :]
+        keys = run.keys = [*map(bytes.decode, raw)]
+        return self._state.table.tensors([kind.make for kind in run.kinds[: len(keys)]], keys) if keys else ()
 
     def _learned(self, pos: int, limit: int, first: int) -> tuple[TensorTemplate, int, int, int] | None:
         """The kind of a tensor by what it looks like, where its key begins and ends, and where itself ends; None for another."""
@@ -330,17 +386,11 @@ class TensorTemplates:
         index, memo = int.from_bytes(raw[1:], "little"), self._state.memo
         return memo[index] if index < len(memo) else NEVER
 
-    def _is_text(self, raw: bytes) -> bool:
-        """Whether a GET gives a text, which is then known."""
-        value = self._got(raw)
-        if len(raw) != GET_NBYTES[raw[0]] or type(value) is not str:
-            return False
-        self._texts[raw] = (value,)
-        return True
 
+UNKNOWN = Stub(START, 0)
+"""Found where the memo has nothing in that place; what is in no place in order is asked of the state."""
 
-NO_KEY: tuple[str, ...] = ()
-"""Behind the last tensor of a run, and between the members of a list."""
+MISSING = (None,)
 
 GET_NBYTES = {0x68: 2, 0x6A: 5}
 PUT_OPCODES = b"rq"

@@ -18,7 +18,7 @@ from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated
 from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
 from holdfast.formats.pickle.table import ReducerTable
-from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id, storage_dtype
+from holdfast.formats.torch.storages import FoundStorages, StorageId, parse_storage_id, storage_dtype
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, strided_view
 from holdfast.formats.torch.zip import SavedFile, SavedFormat
@@ -61,7 +61,7 @@ class TorchLegacy(SavedFormat):
         def find(asked: StorageId) -> Storage:
             return places[asked.key]
 
-        storages = Storages(source, find, lengths=(6,))
+        storages = FoundStorages(source, find, lengths=(6,))
 
         def persistent(pid: object) -> object:
             return pid[1] if _is_module(pid) else storages.persistent(pid)  # type: ignore[index]  # _is_module checked it

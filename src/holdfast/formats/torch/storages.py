@@ -1,26 +1,27 @@
 """Persistent ids, by which torch's pickles point at storages, and the storages behind them.
 
-A storage is a 1-D `LazyTensor` over its record, so that a bare storage in a checkpoint is readable like anything else. Where a
-tensor is ordinary and alone over its storage, no more is noted than a row (plan/files.py); the storage is made if somebody asks
-for it.
+A storage is a 1-D `LazyTensor`, so that a bare storage in a checkpoint is readable like anything else. In an archive every record
+is a storage of one set of columns (`RecordStorages`), and a tensor is a row over one, whoever reads it: the interpreter, opcode by
+opcode, or a template, many together.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
-from holdfast.core.table import FilePlace, Kind
-from holdfast.core.tensor import NO_CRC, LazyTensor
-from holdfast.core.value import Value, replace
-from holdfast.errors import HoldfastError, MetadataError, PickleError
+from holdfast.core.table import FileColumns, FilePlace, Kind
+from holdfast.core.tensor import BEYOND, PLAIN, LazyTensor
+from holdfast.core.value import Value
+from holdfast.errors import HoldfastError, MetadataError, PickleError, ZipError
 from holdfast.formats.pickle.tensor_templates import TensorArguments
-from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach, view_traits
-from holdfast.formats.zip.layout import STORED, RecordColumns
+from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach, strided_kind, view_traits
+from holdfast.formats.zip.layout import STORED, Archive
 from holdfast.plan.files import FileRow, FileStorages
 
 
@@ -80,36 +81,80 @@ def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
     return StorageId(dtype, key, location, count, view)
 
 
+class Storages:
+    """The storages of one pickle, each made once: `persistent` is what the interpreter calls."""
+
+    def __init__(self, source: Source, lengths: tuple[int, ...] = (5,)) -> None:
+        self.source, self.lengths = source, lengths
+        self.known: dict[str, StorageId] = {}
+        """What was said first of the storage of each key."""
+        self._wholes: dict[tuple[str, DType], LazyTensor] = {}
+        """Storages that were asked for by themselves."""
+
+    def persistent(self, pid: object) -> LazyTensor:
+        """The storage behind a persistent id, as a 1-D tensor."""
+        asked = parse_storage_id(pid, self.lengths)
+        first = self.known.get(asked.key, asked)
+        # torch saves an empty storage under as many dtypes as it was used with.
+        if (first.count or asked.count) and (first.dtype is not asked.dtype or first.count != asked.count):
+            raise MetadataError(
+                f"storage {asked.key!r} is {first.count:,} × {first.dtype} in one place and "
+                f"{asked.count:,} × {asked.dtype} in another",
+                expected=(first.dtype.name, first.count),
+                found=(asked.dtype.name, asked.count),
+            )
+        whole = self._wholes.get((asked.key, asked.dtype))
+        if whole is None:
+            whole = self._wholes[asked.key, asked.dtype] = self.whole(asked)
+            self.known[asked.key] = first
+        if asked.view is None:
+            return whole
+        _, start, count = asked.view
+        return whole[start : start + count]
+
+    def whole(self, asked: StorageId) -> LazyTensor:
+        """A storage that was not asked for before. Raises where it is not what the id says."""
+        raise NotImplementedError
+
+
+def check_nbytes(asked: StorageId, nbytes: int) -> None:
+    """Raise where a storage has other than the bytes that its id says."""
+    if nbytes != asked.nbytes:
+        message = f"storage {asked.key!r} claims {asked.nbytes:,} bytes and its record has {nbytes:,}"
+        raise MetadataError(message, expected=nbytes, found=asked.nbytes)
+
+
+class FoundStorages(Storages):
+    """Storages that a function finds, one by one."""
+
+    def __init__(self, source: Source, find: Callable[[StorageId], Storage], lengths: tuple[int, ...] = (5,)) -> None:
+        super().__init__(source, lengths)
+        self._find = find
+
+    def whole(self, asked: StorageId) -> LazyTensor:
+        storage = self._find(asked)
+        check_nbytes(asked, storage.nbytes)
+        return LazyTensor.contiguous("", asked.dtype, (asked.count,), storage, self.source)
+
+
 class RecordStorages(FileStorages):
-    """The storages of ordinary tensors: each a record of its own in one folder of one archive. They come in runs."""
+    """The records of an archive as storages: the number of one is the row of its record."""
 
-    def __init__(self, source: Source, key: str, folder: str) -> None:
-        self._folder, self._keys = folder, list[str]()
-        self._starts, self._lengths, self._sums, self._files = array("q"), array("q"), array("q"), array("q")
-        super().__init__(
-            [FilePlace(source, key, source.store)], self._files, self._starts, self._lengths, self._sums, names=self._keys
-        )
+    def __init__(self, source: Source, key: str, archive: Archive) -> None:
+        self.archive, self.records = archive, archive.records.columns
+        _, starts, packed, crcs, _ = self.records
+        FileColumns.__init__(self, [FilePlace(source, key, source.store)], array("q", bytes(8 * len(starts))), starts, packed, crcs)
 
-    def extend(self, keys: Sequence[str], starts: Sequence[int], lengths: Sequence[int], sums: Sequence[int]) -> None:
-        """More of them."""
-        self._keys += keys
-        self._files.frombytes(bytes(8 * len(starts)))
-        self._starts.extend(starts)
-        self._lengths.extend(lengths)
-        self._sums.extend(sums)
+    @cached_property
+    def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when somebody asks
+        labels, cut = [""] * len(self), len(self.archive.below(""))
+        for name, row in self.records.rows.items():
+            labels[row] = name[cut:]
+        return labels
 
-    def label_of(self, number: int) -> str:
-        return self._folder + self._keys[number]
-
-
-class Rows(Value, frozen=True):
-    """How ordinary tensors of a pickle are found."""
-
-    byteorder: str
-    folder: str
-    """What the names of their records begin with."""
-    records: RecordColumns
-    storages: RecordStorages
+    @cached_property
+    def names(self) -> Sequence[str]:  # type: ignore[override]  # the same
+        return self._labels
 
 
 class RecordKind(Value, frozen=True, eq=False):
@@ -119,114 +164,55 @@ class RecordKind(Value, frozen=True, eq=False):
     kind: Kind
 
 
-class Storages:
-    """The storages of one pickle, each made once: `persistent` is what the interpreter calls."""
+class ArchiveStorages(Storages):
+    """The storages of a pickle in an archive. Each is a record of one folder, and every tensor is a row over one."""
 
-    def __init__(
-        self,
-        source: Source,
-        find: Callable[[StorageId], Storage],
-        lengths: tuple[int, ...] = (5,),
-        *,
-        rows: Rows | None = None,
-    ) -> None:
-        self._source = source
-        self._find = find
-        self._lengths = lengths
-        self._known: dict[str, tuple[StorageId, LazyTensor]] = {}
-        self.rows = rows
-        self._numbers: dict[str, int] = {}
-        """Storages that an ordinary tensor has, and nobody has asked for by themselves: their numbers in `rows`."""
-        self._kinds: list[RecordKind] = []
-        """Of each number."""
+    def __init__(self, storages: RecordStorages, folder: str, byteorder: str) -> None:
+        (place,) = storages.files
+        super().__init__(place.source)
+        self._storages, self._folder, self._byteorder = storages, folder, byteorder
+
+    def whole(self, asked: StorageId) -> LazyTensor:
+        stored = self._storages.archive.get(self._folder + asked.key)
+        if stored is None:
+            raise MetadataError(f"the pickle points at {self._folder}{asked.key}, which is not in the archive")
+        if not stored.stored:
+            raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
+        check_nbytes(asked, stored.nbytes)
+        dtype, shape = asked.dtype, (asked.count,)
+        kind = strided_kind(dtype, shape, (dtype.bits,), 0, asked.nbytes, PLAIN, self._byteorder, asked.location)
+        return self._storages.view(self._storages.records.rows[stored.name], kind, "")
 
     def kind(self, claim: TensorArguments) -> RecordKind | None:
         """A kind of ordinary tensors; None where they are left to `persistent`."""
-        if self.rows is None:
-            return None
         try:
-            asked = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), self._lengths)
-            shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, self._source.limits)
+            asked = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), self.lengths)
+            shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, self.source.limits)
         except HoldfastError:
             return None
         dtype, bits = asked.dtype, asked.dtype.bits
         if last < 0 or dtype.packed or last >= asked.count:
             return None
-        strides = tuple(step * bits for step in steps)
-        traits = view_traits(claim.grad, False, False)
-        kind = Kind.strided(
-            dtype, shape, strides, offset=begin * bits, storage_nbytes=asked.nbytes, traits=traits, byteorder=self.rows.byteorder,
-            location=claim.location,
-        )  # fmt: skip
-        return RecordKind(asked, kind)
+        strides, traits = tuple(step * bits for step in steps), view_traits(claim.grad, False, False)
+        kind = strided_kind(dtype, shape, strides, begin * bits, asked.nbytes, traits, self._byteorder, claim.location)
+        return RecordKind(asked, kind) if kind.nbytes < BEYOND else None
 
     def tensors(self, kinds: Sequence[RecordKind], keys: Sequence[str]) -> list[LazyTensor]:
-        """Ordinary tensors of these kinds, each over a whole storage.
-
-        They end before the first whose storage is not what its kind says, or was asked for before.
-        """
-        if self.rows is None:
-            return []
-        numbers, known, source = self._numbers, self._known, self._source
-        folder, records, storages = self.rows.folder, self.rows.records, self.rows.storages
-        rows, begins, packed, crcs, methods, sizes = records
+        """Ordinary tensors of these kinds. They end before the first whose storage is not what its kind says."""
+        known, source, folder, storages = self.known, self.source, self._storages.archive.below(self._folder), self._storages
+        rows, _, packed, _, methods = storages.records
         made: list[LazyTensor] = []
-        starts: list[int] = []
-        lengths: list[int] = []
-        sums: list[int] = []
-        number = len(self._kinds)
         # No function is called for a tensor: this is done for each of a million, and for runs of two.
         for record, key in zip(kinds, keys, strict=False):
-            name = folder + key
-            if key in numbers or key in known or name not in rows:
+            name, kind, asked = folder + key, record.kind, record.storage
+            if name not in rows:
                 break
-            row, kind = rows[name], record.kind
+            row = rows[name]
             if packed[row] != kind.storage_nbytes or methods[row] != STORED:
                 break
-            crc = crcs[row]
-            numbers[key] = number
-            starts += (begins[row],)
-            lengths += (kind.storage_nbytes,)
-            sums += (crc if crc or not sizes[row] else NO_CRC,)
-            made += (LazyTensor("", kind.dtype, kind.shape, (), source, kind.traits, FileRow(storages, number, kind)),)
-            number += 1
-        storages.extend(keys[: len(made)], starts, lengths, sums)
-        self._kinds += kinds[: len(made)]
+            if key not in known:
+                known[key] = asked
+            elif known[key].dtype is not asked.dtype or known[key].count != asked.count:
+                break
+            made += (LazyTensor("", kind.dtype, kind.shape, (), source, kind.traits, FileRow(storages, row, kind)),)
         return made
-
-    def persistent(self, pid: object) -> LazyTensor:
-        """The storage behind a persistent id, as a 1-D tensor."""
-        asked = parse_storage_id(pid, self._lengths)
-        known = self._known.get(asked.key)
-        number = self._numbers.pop(asked.key, None)
-        if known is None and number is not None and self.rows is not None:
-            row = self._kinds[number]
-            first, storage = row.storage, self.rows.storages.storage(number, row.kind)
-            whole = LazyTensor.contiguous("", first.dtype, (first.count,), storage, self._source)
-            known = self._known[asked.key] = first, whole
-        if known is None:
-            storage = self._find(asked)
-            if storage.nbytes != asked.nbytes:
-                raise MetadataError(
-                    f"storage {asked.key!r} claims {asked.nbytes:,} bytes and its record has {storage.nbytes:,}",
-                    expected=storage.nbytes,
-                    found=asked.nbytes,
-                )
-            whole = LazyTensor.contiguous("", asked.dtype, (asked.count,), storage, self._source)
-            self._known[asked.key] = (asked, whole)
-        else:
-            first, whole = known
-            if not first.count and not asked.count:
-                # torch saves an empty storage under as many dtypes as it was used with.
-                return replace(whole, dtype=asked.dtype)
-            if first.dtype is not asked.dtype or first.count != asked.count:
-                raise MetadataError(
-                    f"storage {asked.key!r} is {first.count:,} × {first.dtype} in one place and "
-                    f"{asked.count:,} × {asked.dtype} in another",
-                    expected=(first.dtype.name, first.count),
-                    found=(asked.dtype.name, asked.count),
-                )
-        if asked.view is None:
-            return whole
-        _, start, count = asked.view
-        return whole[start : start + count]

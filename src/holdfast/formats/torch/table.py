@@ -20,7 +20,7 @@ from holdfast.errors import PickleError
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.table import Pending
 from holdfast.formats.pickle.tensor_templates import TensorArguments
-from holdfast.formats.torch.storages import RecordKind, Storages
+from holdfast.formats.torch.storages import ArchiveStorages, RecordKind
 from holdfast.formats.torch.tensors import (
     QSCHEMES,
     arity,
@@ -54,7 +54,7 @@ TENSOR_CLASSES = tuple(
 class TorchTable(PlainTable):
     """Plain Python and numpy values, plus torch's. `persistent` is given by the container."""
 
-    def __init__(self, source: Source, persistent: Callable[[object], object], storages: Storages | None = None) -> None:
+    def __init__(self, source: Source, persistent: Callable[[object], object], storages: ArchiveStorages | None = None) -> None:
         """`storages` makes ordinary tensors, where it can."""
         super().__init__()
         self._storages = storages

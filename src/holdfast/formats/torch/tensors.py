@@ -16,8 +16,10 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
-from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
+from holdfast.core.table import Kind
+from holdfast.core.tensor import BEYOND, PLAIN, Composite, LazyTensor, Traits
 from holdfast.errors import LimitExceeded, MetadataError, PickleError
+from holdfast.plan.files import FileRow
 
 MAX_ELEMENTS = 1 << 62
 """More than any memory; products below it fit the 64-bit integers that numpy and torch count with."""
@@ -83,19 +85,43 @@ def beyond(last: int, room: int) -> MetadataError:
     return MetadataError(f"a tensor reaches element {last:,} of a storage that holds {room:,}", expected=room, found=last)
 
 
+@lru_cache(maxsize=4096)
+def strided_kind(
+    dtype: DType,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    storage_nbytes: int,
+    traits: Traits,
+    byteorder: str,
+    location: str,
+) -> Kind:
+    """The kind of a tensor over a storage: one object for all that are alike. Strides and offset are in bits."""
+    return Kind.strided(
+        dtype, shape, strides, offset=offset, storage_nbytes=storage_nbytes, traits=traits, byteorder=byteorder, location=location
+    )
+
+
 def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: object, stride: object, traits: Traits) -> LazyTensor:
     """The tensor that views a storage (itself a 1-D lazy tensor) with an offset and strides counted in elements."""
     shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
-    if len(storage.chunks) != 1 or storage.ndim != 1 or storage.chunks[0].strides != (storage.dtype.bits,):
+    row = storage.position if isinstance(storage.position, FileRow) else None
+    chunks = storage.chunks if row is None else ()
+    where = row.kind if row is not None else chunks[0] if len(chunks) == 1 else None
+    if where is None or storage.ndim != 1 or where.strides != (storage.dtype.bits,):
         # A tensor in the place of a storage: its size says nothing about the bytes that are there.
         raise MetadataError("a tensor over something that is no storage", found=type(storage).__name__)
-    (whole,) = storage.chunks
-    if last < 0:
-        return LazyTensor("", dtype, shape, (Chunk(Box.whole(shape), whole.storage, 0, (0,) * len(shape)),), storage.source, traits)
     room = storage.size * storage.dtype.bits
     if (last + 1) * dtype.bits > room and not _fits_bytes(last, dtype, storage):
         raise beyond(last, room // dtype.bits)
-    chunk = Chunk(Box.whole(shape), whole.storage, whole.offset + begin * dtype.bits, tuple(s * dtype.bits for s in steps))
+    at, strides = where.offset + begin * dtype.bits, tuple(s * dtype.bits for s in steps)
+    if last < 0:
+        at, strides = 0, (0,) * len(shape)
+    if row is not None and dtype.nbytes(math.prod(shape)) < BEYOND:
+        own = row.kind
+        kind = strided_kind(dtype, shape, strides, at, own.storage_nbytes, traits, own.byteorder, own.location)
+        return LazyTensor("", dtype, shape, (), storage.source, traits, FileRow(row.storages, row.number, kind))
+    chunk = Chunk(Box.whole(shape), storage.chunks[0].storage, at, strides)
     return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
 
 

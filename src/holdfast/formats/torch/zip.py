@@ -12,6 +12,7 @@ Reading: the directory of the zip, the small text records, the pickles. Storages
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from msgspec import field
 
@@ -22,7 +23,7 @@ from holdfast.core.tree import name_tensors
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, MetadataError, PickleError, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.storages import RecordStorages, Rows, StorageId, Storages
+from holdfast.formats.torch.storages import ArchiveStorages, FoundStorages, RecordStorages, StorageId
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
@@ -145,6 +146,10 @@ class PickleReader:
         if not version.isdecimal() or int(version) not in VERSIONS:
             raise HeaderError("the version record is missing or not a version that torch reads", found=version)
 
+    @cached_property
+    def _storages(self) -> RecordStorages:
+        return RecordStorages(self._source, self._key, self._archive)
+
     def _texts(self) -> dict[str, str]:
         texts = {}
         for name in ("version", ".data/version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"):
@@ -164,22 +169,7 @@ class PickleReader:
         if record is None:
             raise FormatError(f"the archive has no {name}")
         content = record_bytes(self._source, self._key, record, self._source.limits.pickle_nbytes)
-
-        home = self._source.store
-
-        def find(asked: StorageId) -> Storage:
-            label = folder + asked.key
-            stored = self._archive.get(label)
-            if stored is None:
-                raise MetadataError(f"the pickle points at {folder}{asked.key}, which is not in the archive")
-            if stored.method != 0:
-                raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
-            place = self._key, stored.start, stored.nbytes
-            return Storage(*place, self.byteorder, stored.crc32, asked.location, label, home=home)
-
-        records = self._archive.below(folder), self._archive.records.columns
-        rows = Rows(self.byteorder, *records, RecordStorages(self._source, self._key, folder))
-        storages = Storages(self._source, find, rows=rows)
+        storages = ArchiveStorages(self._storages, folder, self.byteorder)
         table = TorchTable(self._source, storages.persistent, storages)
         done = interpret_whole(content, table, limits=self._source.limits, stream=name)
         self._foreign += done.foreign
@@ -233,7 +223,7 @@ class Payloads:
             raise FormatError(f"the record {record.name!r} holds a zip without {PICKLE}", offset=record.start)
         byteorder = PickleReader(self._source, self._key, archive).byteorder
         content = record_bytes(self._source, self._key, pickled, self._source.limits.pickle_nbytes)
-        storages = Storages(self._source, lambda asked: self._storage(asked, archive, record, byteorder=byteorder))
+        storages = FoundStorages(self._source, lambda asked: self._storage(asked, archive, record, byteorder=byteorder))
         return self._interpret(content, TorchTable(self._source, storages.persistent), f"{record.name}: {PICKLE}")
 
     def _storage(self, asked: StorageId, archive: Archive, record: ZipRecord, *, byteorder: str) -> Storage:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, Ints
+from holdfast.core.tensor import NO_CRC
 from holdfast.core.value import Value
 from holdfast.errors import ZipError
 
@@ -224,21 +225,21 @@ Place = tuple[int, int, int | None, bool]
 
 
 class RecordColumns(NamedTuple):
-    """Where records lie: the row of each name, and by rows first bytes, lengths, checksums, methods and lengths of content."""
+    """Where records lie: the row of each name, and by rows first bytes, lengths, checksums and methods."""
 
     rows: Mapping[str, int]
     starts: Sequence[int]
     packed: Sequence[int]
     crcs: Sequence[int]
+    """`NO_CRC` where the writer left it out."""
     methods: Sequence[int]
-    sizes: Sequence[int]
 
 
 class Records(Mapping[str, ZipRecord]):
     """The records of an archive under their names, in the order of the file.
 
     A record is made when it is asked for: a million of them as columns take a quarter of the memory. The numbers in a column are
-    integers of Python's.
+    integers of Python's. A checksum that the writer left out is `NO_CRC`.
     """
 
     __slots__ = ("_columns", "_rows")
@@ -260,22 +261,22 @@ class Records(Mapping[str, ZipRecord]):
     def __getitem__(self, name: str) -> ZipRecord:
         row = self._rows[name]
         start, nbytes, crc, method, header, size = [view[row] for view in self._columns]
-        return ZipRecord(name, start, nbytes, crc if crc or not size else None, method, header, size)
+        return ZipRecord(name, start, nbytes, None if crc == NO_CRC else crc, method, header, size)
 
     def place(self, name: str) -> Place | None:
         """Where the record of a name lies, without making it."""
         row = self._rows.get(name)
         if row is None:
             return None
-        starts, packed, crcs, methods, _, sizes = self._columns
+        starts, packed, crcs, methods, *_ = self._columns
         crc = crcs[row]
-        return starts[row], packed[row], crc if crc or not sizes[row] else None, methods[row] == STORED
+        return starts[row], packed[row], None if crc == NO_CRC else crc, methods[row] == STORED
 
     @property
     def columns(self) -> RecordColumns:
         """The columns that say where records lie."""
-        starts, packed, crcs, methods, _, sizes = self._columns
-        return RecordColumns(self._rows, starts, packed, crcs, methods, sizes)
+        starts, packed, crcs, methods, *_ = self._columns
+        return RecordColumns(self._rows, starts, packed, crcs, methods)
 
     def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""

@@ -18,14 +18,16 @@ to nothing.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Sequence
-from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Source
+from holdfast.core.tensor import NO_CRC
 from holdfast.errors import Truncated
 from holdfast.formats.zip.directory import Entries, read_entries, read_tail, unsafe
 from holdfast.formats.zip.layout import (
@@ -37,7 +39,6 @@ from holdfast.formats.zip.layout import (
     MAX16,
     MAX32,
     NARROW,
-    STORED,
     WIDE,
     Archive,
     FieldOffsets,
@@ -59,9 +60,6 @@ from holdfast.formats.zip.writer import (
 )
 from holdfast.plan.coalesce import HEADERS, coalesce
 
-MOST_RECORDS = 64
-"""Larger archives are read in columns, which is faster from about here on."""
-
 TAIL = ZIP64_END.size + LOCATOR.size + END.size
 TAIL_NBYTES = 4096
 """Bytes from the end that are read at once: the directory of about fifty records."""
@@ -74,84 +72,145 @@ ALIGNMENT = 64
 BLANK = bytes(12)
 """The end of an entry but for its offset: no extra field, no comment, no disk, no attributes."""
 
+DESCRIPTOR = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
+
+TOGETHER = 4096
+"""Records whose headers are compared together: enough to read neighbours with one call, and little memory."""
+
 
 def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archive | None:
-    """The records of a small archive as torch writes it; None for every other one.
+    """The records of an archive as torch writes it; None for every other one.
 
-    The strict reader checks every rule for every field, in columns; for an archive of seven records that takes longer than all the
-    rest of reading it, and a DCP directory holds thousands of such archives. But torch's writer leaves no freedom: given names,
-    sizes and checksums, every other byte of the archive follows. So:
+    The strict reader checks every rule for every field. But torch's writer leaves no freedom: given names, sizes and checksums,
+    every other byte of the archive follows. So:
 
-    1. Go through the central directory, from record to record, and know from the names and sizes so far where the next one lies.
-    2. Compare every field of each entry, its header and its descriptor with what the writer (writer.py) puts there.
-    3. Compare the end records. If all of it is equal, the archive is the one that the writer makes, which the strict reader
-       accepts; the records lie where the layout put them.
+    1. Compare the end records with what the writer (writer.py) puts there.
+    2. Go through the central directory, from record to record, and know from the names and sizes so far where the next one lies.
+       Each entry must be what the writer makes of its name, size and checksum.
+    3. Compare each header, and the descriptor before it, with what the writer puts there. If all of it is equal, the archive is the
+       one that the writer makes, which the strict reader accepts; the records lie where the layout put them.
 
-    Anything else (another alignment, another writer, a lie) is `None`: the strict reader decides.
+    Anything else (another alignment, zip64 fields, another writer, a lie, a limit) is `None`: the strict reader decides.
     """
     size, limits = stop - start, source.limits
-    if size < TAIL or size >= MAX32 or limits.zip_records < MOST_RECORDS or limits.zip_directory_nbytes < WHOLE_NBYTES:
+    if not TAIL <= size < MAX32:
         return None
     near = size if size <= WHOLE_NBYTES else TAIL_NBYTES
     last = source.bytes(key, stop - near, stop)
-    end = END.unpack_from(last, near - END.size)
-    count, nbytes, directory = end[3], end[5], end[6]
-    at = near - TAIL - nbytes
-    if not 0 < count <= MOST_RECORDS or directory + nbytes + TAIL != size or at < 0:
+    *_, count, nbytes, directory = ZIP64_END.unpack_from(last, near - TAIL)
+    if directory + nbytes + TAIL != size or count > limits.zip_records or nbytes > limits.zip_directory_nbytes:
         return None
-    if not last.endswith(tail(count, directory, nbytes)):
+    if not count or not last.endswith(tail(count, directory, nbytes)):
         return None
-    whole = last if near == size else b""
-    rows: list[tuple[bytes, int, int, int, int]] = []
-    place, before, behind = 0, b"", near - TAIL
-    for _ in range(count):
-        if at + SHORT_ENTRY.size > behind:
-            return None
-        fixed, crc, packed, content, length, blank, offset = SHORT_ENTRY.unpack_from(last, at)
-        at += SHORT_ENTRY.size
-        name = last[at : at + length]
-        at += length
-        if fixed != (FILLED if packed else EMPTY) or packed != content or blank != BLANK or offset != place:
-            return None
-        head, begin = _header(name, packed, place)
-        if begin > directory or (crc and not packed):
-            return None
-        expected, where = before + head, place - len(before)
-        if not (whole.startswith(expected, where) if whole else source.bytes(key, start + where, start + begin) == expected):
-            return None
-        rows.append((name, begin, packed, crc, place))
-        before = SHORT_DESCRIPTOR.pack(DESCRIPTOR_SIGNATURE, crc, packed, packed) if packed else b""
-        place = begin + packed + len(before)
-    if at != behind or place != directory:
-        return None
-    where = place - len(before)
-    if not (whole.startswith(before, where) if whole else source.bytes(key, start + where, start + place) == before):
-        return None
-    return _named(rows, start)
+    if near < nbytes + TAIL:
+        last = source.bytes(key, stop - TAIL - nbytes, stop)
+    found = _Canonical(source, key, start, last if near == size else b"")
+    return found.archive() if found.walk(last[-TAIL - nbytes : -TAIL], count, directory) else None
 
 
-def _named(rows: list[tuple[bytes, int, int, int, int]], start: int) -> Archive | None:
-    """The archive of records that lie where they should, unless there is anything to be said about their names."""
-    together = b"\0".join([row[0] for row in rows])
-    prefix, slash, _ = rows[0][0].partition(b"/")
-    inside = together.startswith(prefix + slash) and together.count(b"\0" + prefix + slash) == len(rows) - 1
-    if not slash or not inside or not together.isascii() or together.endswith(b"/") or b"/\0" in together:
-        return None
-    text = together.decode("ascii")
-    names = text.split("\0")
-    if len(names) != len(rows) or len({*text.casefold().split("\0")}) != len(rows) or unsafe(text):
-        return None
-    _, begins, packed, crcs, headers = zip(*rows, strict=True)
-    starts, places = [start + begin for begin in begins], [start + header for header in headers]
-    numbers = dict(zip(names, range(len(names)), strict=True))
-    records = Records(numbers, starts=starts, packed=packed, crcs=crcs, methods=[STORED] * len(names), headers=places, sizes=packed)
-    return Archive(records, prefix.decode("ascii"))
+class _Canonical:
+    """The records of an archive that is as torch writes it, as far as it was compared."""
 
+    def __init__(self, source: Source, key: str, start: int, whole: bytes) -> None:
+        """`whole` are all bytes of the archive, where they were read."""
+        self._source, self._key, self._start, self._whole = source, key, start, whole
+        self._names: list[bytes] = []
+        self._starts, self._packed, self._crcs, self._headers = array("q"), array("q"), array("q"), array("q")
 
-@lru_cache(maxsize=1024)
-def _header(name: bytes, nbytes: int, at: int) -> tuple[bytes, int]:
-    """The header of a record, and where its payload begins. Small archives have the same few names, at the same places."""
-    return header(name, nbytes, at, alignment=ALIGNMENT)
+    def walk(self, entries: bytes, count: int, directory: int) -> bool:
+        """Compare the entries of the directory, and the records that they tell of; whether all are as they should be."""
+        unpack, fixed_nbytes, last = SHORT_ENTRY.unpack_from, SHORT_ENTRY.size, len(entries) - SHORT_ENTRY.size
+        frames: dict[tuple[int, int, bool], tuple[bytes, bytes, int]] = {}
+        """What stands before and behind the name in a header, and its length: by length of the name, place and content."""
+        at = place = 0
+        before = b""
+        """The descriptor of the record before."""
+        # Few functions are called for a record: this is done for each of a million.
+        for first in range(0, count, TOGETHER):
+            names: list[bytes] = []
+            edges: list[int] = []
+            begins: list[int] = []
+            expected: list[bytes] = []
+            packed: list[int] = []
+            crcs: list[int] = []
+            headers: list[int] = []
+            for _ in range(first, min(first + TOGETHER, count)):
+                if at > last:
+                    return False
+                fixed, crc, nbytes, content, length, blank, offset = unpack(entries, at)
+                behind = at + fixed_nbytes
+                name = entries[behind : behind + length]
+                if fixed != (FILLED if nbytes else EMPTY) or nbytes != content or blank != BLANK or offset != place:
+                    return False
+                like = length, place % ALIGNMENT, nbytes > 0
+                if like not in frames:
+                    head, begin = header(name, nbytes, place, alignment=ALIGNMENT)
+                    frames[like] = head[: LOCAL.itemsize], head[LOCAL.itemsize + length :], begin - place
+                opening, padding, head_nbytes = frames[like]
+                begin = place + head_nbytes
+                if begin > directory or (crc and not nbytes):
+                    return False
+                names += (name,)
+                expected += (before + opening + name + padding,)
+                edges += (place - SHORT_DESCRIPTOR.size if before else place,)
+                begins += (begin,)
+                packed += (nbytes,)
+                crcs += (crc if crc or not nbytes else NO_CRC,)
+                headers += (place,)
+                place = begin + nbytes
+                before = b""
+                if nbytes:
+                    # Checksum and sizes stand there as they do in the entry.
+                    before, place = DESCRIPTOR + entries[at + 16 : at + 28], place + SHORT_DESCRIPTOR.size
+                at = behind + length
+            ended = first + TOGETHER >= count
+            if ended and (at != len(entries) or place != directory):
+                return False
+            if ended and before:
+                # The descriptor of the last record.
+                expected, edges = [*expected, before], [*edges, place - SHORT_DESCRIPTOR.size]
+            if not self._has(expected, edges, [*begins, place]):
+                return False
+            self._names += names
+            self._starts.extend(begins)
+            self._packed.extend(packed)
+            self._crcs.extend(crcs)
+            self._headers.extend(headers)
+        return True
+
+    def _has(self, expected: Sequence[bytes], starts: Sequence[int], stops: Sequence[int]) -> bool:
+        """Whether these ranges of the archive are what is expected."""
+        whole, base = self._whole, 0
+        if whole:
+            return [whole[start:stop] for start, stop in zip(starts, stops, strict=False)] == expected
+        groups = [*coalesce(np.array(starts), np.array(stops[: len(starts)]), HEADERS).tolist(), len(starts)]
+        for first, last in pairwise(groups):
+            base = starts[first]
+            data = self._source.bytes(self._key, self._start + base, self._start + stops[last - 1])
+            each = zip(starts[first:last], stops[first:last], strict=True)
+            if [data[start - base : stop - base] for start, stop in each] != expected[first:last]:
+                return False
+        return True
+
+    def archive(self) -> Archive | None:
+        """The archive, unless there is anything to be said about the names of its records."""
+        together = b"\0".join(self._names)
+        prefix, slash, _ = self._names[0].partition(b"/")
+        count = len(self._names)
+        inside = together.startswith(prefix + slash) and together.count(b"\0" + prefix + slash) == count - 1
+        if not slash or not inside or not together.isascii() or together.endswith(b"/") or b"/\0" in together:
+            return None
+        text = together.decode("ascii")
+        names = text.split("\0")
+        if len(names) != count or len({*text.casefold().split("\0")}) != count or unsafe(text):
+            return None
+        starts, headers = self._starts, self._headers
+        if self._start:
+            starts, headers = (array("q", [self._start + one for one in column]) for column in (starts, headers))
+        rows = dict(zip(names, range(count), strict=True))
+        packed, crcs, methods = self._packed, self._crcs, bytes(count)
+        records = Records(rows, starts=starts, packed=packed, crcs=crcs, methods=methods, headers=headers, sizes=packed)
+        return Archive(records, prefix.decode("ascii"))
 
 
 BATCH_NBYTES = 4 << 20
@@ -341,7 +400,7 @@ def _archive(entries: Entries, payloads: Ints, start: int) -> Archive:
         dict(zip(names, rows, strict=True)),
         starts=(payloads + start).data,
         packed=entries.packed.data,
-        crcs=entries.crcs.data,
+        crcs=np.where((entries.crcs == 0) & (entries.sizes > 0), NO_CRC, entries.crcs).data,
         methods=entries.methods.data,
         headers=(entries.offsets + start).data,
         sizes=entries.sizes.data,
