@@ -16,6 +16,7 @@ from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.tree import name_tensors
 from holdfast.core.value import replace
 from holdfast.engine.source import OpenSource
+from holdfast.plan.files import ViewTable
 from holdfast.stores.memory import MemoryStore
 
 
@@ -57,7 +58,7 @@ class Made:
         named = name_tensors(tree, Limits(), 1 << 20)
         return Checkpoint(
             self.source,
-            Description("torch-zip", named.tensors, tree, foreign, (*notes, *named.notes), metadata or {}),
+            Description("torch-zip", ViewTable(named.tensors), tree, foreign, (*notes, *named.notes), metadata or {}),
         )
 
 

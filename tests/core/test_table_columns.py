@@ -23,10 +23,9 @@ from holdfast.engine.casting import cast
 from holdfast.engine.computed import Computed
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, SaveError
 from holdfast.formats.safetensors.schema import ADDRESSABLE
-from holdfast.plan.files import tabulated
+from holdfast.plan.files import ViewTable
 from holdfast.plan.saves import Memory
 from holdfast.plan.stored import parts_of
-from holdfast.plan.table import table_of
 from holdfast.ranks.state import RankState
 from holdfast.rewrite.state import tabulate_state
 
@@ -114,7 +113,7 @@ def test_traits_with_objects_are_interned_by_identity(tmp_path):
     with holdfast.open(tmp_path / "x.safetensors") as checkpoint:
         traits = [Traits(state={"note": [1]}), Traits(state={"note": [1]})]
         marked = {name: replace(checkpoint[name], traits=traits[number]) for number, name in ((0, "a"), (1, "b"), (0, "c"))}
-        table = tabulated(marked)
+        table = ViewTable(marked)
         assert [table.kind_of(row).traits is traits[number] for row, number in ((0, 0), (1, 1), (2, 0))] == [True] * 3
         assert (table.kind[0] == table.kind[2], table.kind[0] == table.kind[1]) == (True, False)
 
@@ -207,7 +206,7 @@ def test_rows_over_memory_own_it():
 @pytest.mark.parametrize("others", [{}, {"array": np.ones(3)}])
 def test_a_tensor_that_is_resized_meanwhile_is_named(others):
     tensors = {"first": torch.ones(64), "second": torch.ones(64)}
-    table = table_of(tabulate_state({**others, **tensors}))
+    table = tabulate_state({**others, **tensors}).tensors
     rows = range(len(table))
     assert bytes(table.read(rows)[-1]) == np.ones(64, np.float32).tobytes()
     tensors["second"].untyped_storage().resize_(1 << 20)

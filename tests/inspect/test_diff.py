@@ -27,6 +27,7 @@ from holdfast.inspect.compare_values import ValueChange, compare_values
 from holdfast.inspect.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
 from holdfast.inspect.side import Side
 from holdfast.inspect.structure import ContainerKind
+from holdfast.plan.files import ViewTable
 from holdfast.rewrite.rows import lazy_tree
 from holdfast.rewrite.save import save
 from holdfast.rewrite.state import tabulate_state
@@ -165,8 +166,8 @@ def test_meta_tensors(golden_dir):
     with holdfast.open(golden_dir / "files/kinds.pt") as checkpoint:
         name, meta = next((n, t) for n, t in checkpoint.items() if t.traits.meta)
         tensors = {name: replace(meta, shape=(9,))}
-        other = Checkpoint(meta.source, Description("torch-zip", tensors, tensors))
-        alone = Checkpoint(meta.source, Description("torch-zip", {name: meta}, {name: meta}))
+        other = Checkpoint(meta.source, Description("torch-zip", ViewTable(tensors), tensors))
+        alone = Checkpoint(meta.source, Description("torch-zip", ViewTable({name: meta}), {name: meta}))
         assert diff(alone, alone).same == 1
         (change,) = diff(alone, other).changed
         assert change.content is None
@@ -278,7 +279,7 @@ def test_packed_floats_and_pairs():
     def checkpoint(dtype: str, shape: tuple[int, ...], data: bytes) -> Checkpoint:
         source = OpenSource(MemoryStore({"data": data}))
         tensor = LazyTensor.contiguous("x", DTYPES.name(dtype), shape, Storage("data", 0, len(data), home=source.store), source)
-        return Checkpoint(source, Description("torch-zip", {"x": tensor}, {"x": tensor}))
+        return Checkpoint(source, Description("torch-zip", ViewTable({"x": tensor}), {"x": tensor}))
 
     pairs = checkpoint("float4_e2m1fn_x2", (2, 3), b"\x21\x43\x65\x07\x21\x43")
     assert diff(pairs, checkpoint("float4_e2m1fn", (2, 6), b"\x21\x43\x65\x07\x21\x43")).equal
@@ -295,7 +296,7 @@ def test_hostile_expansion_is_refused(golden_dir):
         name, tensor = next((n, t) for n, t in checkpoint.items() if t.dtype.name == "float32" and t.size)
         chunk = Chunk(Box.whole((1 << 40,)), tensor.chunks[0].storage, 0, (0,))
         wide = {name: replace(tensor, shape=(1 << 40,), chunks=(chunk,))}
-        side = Checkpoint(tensor.source, Description("torch-zip", wide, wide))
+        side = Checkpoint(tensor.source, Description("torch-zip", ViewTable(wide), wide))
         with pytest.raises(LimitExceeded):
             diff(side, side)
 

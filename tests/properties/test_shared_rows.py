@@ -9,7 +9,7 @@ from holdfast.core.chunk import in_c_order
 from holdfast.core.sharing import tied
 from holdfast.engine.arrays import Resident
 from holdfast.formats.recorded import LARGEST_STORAGE_RATIO, share
-from holdfast.plan.table import lazy_table, table_of
+from holdfast.plan.table import lazy_table
 from holdfast.rewrite.state import tabulate_state
 from holdfast.torch.tensors.to_lazy import torch_leaf
 from tests.sharing import groups, ties
@@ -99,7 +99,7 @@ def by_themselves(state):
 def test_rows_share_what_lazy_tensors_share(state):
     tensors = by_themselves(state)
     expected = compared(tensors)
-    assert by_rows(table_of(tabulate_state(state))) == expected
+    assert by_rows(tabulate_state(state).tensors) == expected
     assert by_rows(lazy_table([*tensors], [*tensors.values()])) == expected
 
 
@@ -107,14 +107,14 @@ def test_rows_share_what_lazy_tensors_share(state):
 @given(views())
 def test_ties_are_those_of_lazy_tensors(state):
     tensors = by_themselves(state)
-    table = table_of(tabulate_state(state))
+    table = tabulate_state(state).tensors
     assert {table.names[row]: table.names[first] for row, first in tied(table).items()} == ties(tensors)
 
 
 @settings(max_examples=100, deadline=None)
 @given(views())
 def test_a_row_is_the_tensor_that_it_was_made_of(state):
-    table = table_of(tabulate_state(state))
+    table = tabulate_state(state).tensors
     for name, tensor in by_themselves(state).items():
         view = table[name]
         assert (view.name, view.dtype, view.shape, view.traits) == (name, tensor.dtype, tensor.shape, tensor.traits)

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import holdfast
 import holdfast.torch
 from holdfast.core.limits import Limits
+from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HoldfastError
 from holdfast.formats.pickle import machine, tensor_templates
 from tests.formats.zip.craft import Item, build
@@ -192,7 +193,8 @@ def states(draw):
         state[f"t.{number}"] = draw(st.sampled_from([one, one.detach().clone(), one.detach().clone(), one.detach().clone()]))
     if draw(st.booleans()):
         inner = [one.detach().clone() for one in few]
-        state["more"] = draw(st.sampled_from([inner, tuple(inner), {"a": inner, 1: inner[0]}]))
+        tied = dict(state)
+        state["more"] = draw(st.sampled_from([inner, tuple(inner), {"a": inner, 1: inner[0]}, tied, [*tied.values(), *inner]]))
     return state
 
 
@@ -269,28 +271,44 @@ def test_most_tensors_are_taken_by_templates():
     """So that the comparisons above compare something, and no object is made that nobody asked for."""
     state = {f"t.{number}": torch.full((2, 3), number) for number in range(200)}
     state |= {f"cuda.{number}": torch.zeros(3) for number in range(3)}
-    with holdfast.open(saved(state)) as ckpt:
-        rows = [tensor for tensor in ckpt.values() if not tensor.made]
-        assert len(rows) == 201
+    with counting(LazyTensor) as taken, holdfast.open(saved(state)) as ckpt:
+        assert len(taken) == 201
         ckpt.read()
-        for tensor in rows:
-            assert not tensor.made
+        assert not any(tensor.made for tensor in ckpt.values())
+
+
+@contextlib.contextmanager
+def counting(kind: type):
+    """What templates take of this class."""
+    taken = []
+    take = tensor_templates.TensorTemplates.take
+
+    def counted(self, *args):
+        end = take(self, *args)
+        taken.extend(one for one in self.made if end and isinstance(one, kind))
+        return end
+
+    with mock.patch.object(tensor_templates.TensorTemplates, "take", counted):
+        yield taken
 
 
 def test_most_tensors_are_loaded_by_templates():
     state = {f"t.{number}": torch.full((2, 3), number) for number in range(200)}
-    taken = []
-    take = tensor_templates.TensorTemplates.take
-
-    def counted(self, pos, limit):
-        end = take(self, pos, limit)
-        taken.extend(one for one in self.made if end and isinstance(one, torch.Tensor))
-        return end
-
-    with mock.patch.object(tensor_templates.TensorTemplates, "take", counted):
+    with counting(torch.Tensor) as taken:
         found = holdfast.torch.load(io.BytesIO(saved(state)))
     assert len(taken) == 199
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_tied_tensors_are_taken_by_templates():
+    """In the same dict, and in others, where no other tensor is: all but the first of each container."""
+    state: dict[str, object] = {f"t.{number}": torch.full((2, 3), number) for number in range(1500)}
+    state |= {"again": dict(state), "list": [*state.values()], "views": [*(one[:1] for one in [*state.values()][:9])]}
+    with counting(LazyTensor) as taken, holdfast.open(saved(state)) as ckpt:
+        assert len(ckpt) == 4509
+        assert len(taken) > 4490
+        assert [*{*ckpt.stored.storage}] == [*{*ckpt.stored.select(range(1500)).storage}]
+        assert not ckpt.stored.odd
 
 
 def lying(how: str) -> bytes:

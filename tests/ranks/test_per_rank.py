@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from holdfast.plan.table import table_of
+from holdfast.plan.table import NO_TENSORS
 from holdfast.ranks.merge import differing
 from holdfast.ranks.per_rank import mark, marked, rank_key, size_in
 from holdfast.torch.ranks import saving as sharded_save
@@ -261,7 +261,7 @@ def test_who_differs():
     told = [encode({"a": [1]}), encode({"a": [2]}), encode({"a": [1]}), encode({})]
     assert differing(told) == {"a": [[0, 2], [1]]}
     assert differing([encode({"a": [1]}), encode({"a": [b"x"]})]) == {}, "of two kinds: nothing is known"
-    assert replica_sums(table_of({}), threads=1) == encode({})
+    assert replica_sums(NO_TENSORS, threads=1) == encode({})
 
 
 class Loader:

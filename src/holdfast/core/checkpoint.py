@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -83,14 +83,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._source
 
     @property
-    def stored(self) -> Mapping[str, LazyTensor]:
+    def stored(self) -> Table:
         """The tensors as the format has them: a table, which knows where they lie without making one (`core/table.py`)."""
         return self._description.tensors
-
-    @property
-    def _table(self) -> Table:
-        # `formats.detect.describe` makes one of every description.
-        return cast(Table, self._description.tensors)
 
     @property
     def flat(self) -> bool:
@@ -157,13 +152,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def aliases(self) -> tuple[Alias, ...]:
         """Which names share a storage; names that stand alone are not listed."""
         if self._aliases is None:
-            self._aliases = find_aliases(self._table, shared_rows([self._table], stored_aliases=True))
+            self._aliases = find_aliases(self.stored, shared_rows([self.stored], stored_aliases=True))
         return self._aliases
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data in the file; what is shared counts once."""
-        return shared_rows([self._table]).total_nbytes()
+        return shared_rows([self.stored]).total_nbytes()
 
     def read(self, *names: str | Iterable[str]) -> dict[str, np.ndarray]:
         """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged.
@@ -172,7 +167,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         wanted = [name for given in names for name in ([given] if isinstance(given, str) else patterns(given, "names="))]
         wanted = wanted if names else list(self)
-        table = self._table
+        table = self.stored
         known = table.rows if names else {}
         for name in wanted if names else ():
             if not isinstance(name, Hashable) or name not in known:
@@ -185,7 +180,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Where the file records the checksum of exactly a tensor's bytes, that is taken at its word and nothing is read.
         """
-        table = self._table
+        table = self.stored
         known = table.recorded_crcs()
         rows = [row for row, kind in enumerate(table.kind) if row not in known and not table.kinds[kind].traits.meta]
         known |= dict(zip(rows, self._source.digest([table.view(row) for row in rows]), strict=True))

@@ -213,8 +213,8 @@ class Description(Value, frozen=True):
     format: str
     """The format's name: `torch-zip`, `safetensors`, …"""
 
-    tensors: Mapping[str, LazyTensor]
-    """Every tensor under its dotted name, in the order of the file."""
+    tensors: Table
+    """Every tensor under its dotted name, in the order of the file, a row each."""
 
     tree: object
     """The whole nested state, with `LazyTensor` leaves and `Opaque` nodes."""

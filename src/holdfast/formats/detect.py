@@ -7,10 +7,7 @@ from functools import cache
 
 from holdfast.core.printed import check_printable
 from holdfast.core.protocols import Description, Format, Source
-from holdfast.core.table import Table
-from holdfast.core.value import replace
 from holdfast.errors import FormatError, StoreError, UnknownFormat
-from holdfast.plan.files import tabulated
 
 
 @cache
@@ -200,8 +197,4 @@ def describe(source: Source, reader: Format) -> Description:
     found = reader.describe(source)
     if found.tree is not found.tensors:
         check_printable(found.tree, source.limits)
-    if not isinstance(found.tensors, Table):
-        # A format that makes its tensors at once.
-        table = tabulated(found.tensors)
-        found = replace(found, tensors=table, tree=table if found.tree is found.tensors else found.tree)
     return found

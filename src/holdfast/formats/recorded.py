@@ -28,7 +28,7 @@ from holdfast.formats.safetensors.schema import ADDRESSABLE
 from holdfast.formats.strict_json import kind, pointer, quoted
 from holdfast.formats.tree_json.decode import decode_tree
 from holdfast.formats.tree_json.encode import flat_tree
-from holdfast.plan.files import tabulated
+from holdfast.plan.files import ViewTable
 
 LARGEST_STORAGE_RATIO = 2
 """A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""
@@ -252,7 +252,7 @@ def with_notes(stored: Table, recorded: Recorded) -> Table:
     return Table(table.names, kinds, kind, table.storage, table.storages, odd)
 
 
-def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Mapping[str, LazyTensor], object]:
+def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, object]:
     """The tensors by name and the tree, from what is stored and what was noted.
 
     Raises `HeaderError` where the notes name tensors that are not there, `MetadataError` where they cannot be true.
@@ -276,7 +276,7 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Mapping[
     for name in tensors:
         if name not in decoded.tensors:
             raise HeaderError(f"at {pointer('tree')}: the tensor {quoted(name)} is missing", tensor=name)
-    return tabulated(decoded.tensors), decoded.tree
+    return ViewTable(decoded.tensors), decoded.tree
 
 
 def _check_view(tensor: LazyTensor, view: AliasView) -> None:

@@ -21,7 +21,6 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dotted, leaf_paths, refilled
 from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold, NoSuchTensor, Unsupported
-from holdfast.plan.files import tabulated
 
 NEAR = 10_000
 """Names that are compared with a filter that means nothing."""
@@ -46,7 +45,7 @@ class Side(Value, frozen=True):
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Side:
         """All of a checkpoint. Of a flat one, no lazy tensor stays."""
-        tensors = tabulated(checkpoint.stored)
+        tensors = checkpoint.stored
         tree: object = {} if checkpoint.flat else checkpoint.tree
         flat = checkpoint.flat or _flat(tree, tensors)
         if flat:
@@ -128,7 +127,7 @@ def _renamer(checkpoint: Checkpoint, rename: Renames) -> Callable[[str], str]:
 
 
 def _chosen(checkpoint: Checkpoint, new: Callable[[str], str], wanted: Callable[[str], bool]) -> Side:
-    table = tabulated(checkpoint.stored)
+    table = checkpoint.stored
     rows: dict[str, int] = {}
     twice: dict[str, None] = {}
     for row, name in enumerate(table):

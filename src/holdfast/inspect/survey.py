@@ -17,7 +17,6 @@ from holdfast.core.sharing import shared_rows
 from holdfast.core.table import ODD, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.plan.files import tabulated
 
 
 class Survey(Value, frozen=True):
@@ -36,7 +35,7 @@ class Survey(Value, frozen=True):
 
 def survey(checkpoint: Checkpoint) -> Survey:
     """Look at every tensor once."""
-    table = tabulated(checkpoint.stored)
+    table = checkpoint.stored
     shared = shared_rows([table])
     names, same = table.names, shared.ties()
     ties: dict[str, str] = {}
@@ -57,11 +56,11 @@ class LookAlikes(Mapping[str, LazyTensor]):
     """The tensors of a flat checkpoint, each as one of its kind; odd ones as they are."""
 
     def __init__(self, found: Survey) -> None:
-        self._table = found.tensors
+        self.stored = found.tensors
         self._kinds: dict[int, LazyTensor] = {}
 
     def __getitem__(self, name: str) -> LazyTensor:
-        table = self._table
+        table = self.stored
         row = table.rows[name]
         kind = table.kind[row]
         if table.storage[row] == ODD:
@@ -72,7 +71,7 @@ class LookAlikes(Mapping[str, LazyTensor]):
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.stored)

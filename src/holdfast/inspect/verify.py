@@ -14,7 +14,7 @@ too, each by itself; and where the directory as a whole does not open, all of th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,7 +28,7 @@ from holdfast.core.protocols import Description, Store
 from holdfast.core.quantities import Size
 from holdfast.core.runtime import resting_collector
 from holdfast.core.table import Table
-from holdfast.core.tensor import NO_CRC, LazyTensor
+from holdfast.core.tensor import NO_CRC
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Sweep
 from holdfast.engine.source import OpenSource
@@ -43,9 +43,9 @@ from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
 from holdfast.inspect.sealed import compared, seal_path
 from holdfast.plan.coalesce import Ranges, gaps
-from holdfast.plan.files import tabulated
 from holdfast.plan.stored import Piece, StoredRanges, parts_of, stored_ranges
 from holdfast.plan.stored import store_of as store_of_key
+from holdfast.plan.table import NO_TENSORS
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at
 
@@ -335,7 +335,7 @@ class Verification:
 
     def _content(self, source: OpenSource, path: str) -> set[str]:
         zipped = TorchZip().matches(source)
-        tensors: Mapping[str, LazyTensor] = {}
+        tensors: Table = NO_TENSORS
         kind = "torch-zip"
         archives: tuple[str, ...] = ()
         check: Callable[[], Sequence[str]] | None = None
@@ -368,8 +368,8 @@ class Verification:
             self._tensors += len(tensors)
             self._own_sums |= check is not None
             # Records of archives are read below: by then the tree and its tensors are gone.
-            table = _located(tabulated(tensors).without_views())
-            tensors, description = {}, None
+            table = _located(tensors.without_views())
+            tensors, description = NO_TENSORS, None
             lost: list[tuple[str, HoldfastError]] = []
             stored = stored_ranges(table, _pieces(table, lost))
         for name, broken in lost:

@@ -25,19 +25,17 @@ from holdfast.plan.saves import Data
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
 
-def tabulated(tensors: Mapping[str, LazyTensor]) -> Table:
-    """A table of lazy tensors that are there already. Those in one piece of one range of a file are rows; all others are odd."""
-    return tensors if isinstance(tensors, Table) else ViewTable([*tensors], [*tensors.values()])
-
-
 COLUMNS = ("kinds", "kind", "storage", "storages", "odd")
 
 
 class ViewTable(Table):
-    """A table of lazy tensors that are there already. Its columns are made when one is asked for first."""
+    """A table of lazy tensors that are there already. Its columns are made when one is asked for first.
 
-    def __init__(self, names: Sequence[str], views: Sequence[LazyTensor]) -> None:
-        self.names, self._views = names, views
+    Tensors in one piece of one range of a file are rows over that; all others are odd.
+    """
+
+    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
+        self.names, self._views = [*tensors], [*tensors.values()]
         self._rows = self._apart = None
 
     def __getattr__(self, name: str) -> object:
@@ -66,7 +64,7 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     # No function is called for a row of a column: this is done for each of a million.
     for row, view in enumerate(views):
         place, traits = view.position, view.traits
-        if type(place) is FileRow:
+        if type(place) is FileRow and place.kind.storage_nbytes:
             own = place.kind
             like: object = own if own.traits is traits else (own, id(traits))
             if like not in positions:

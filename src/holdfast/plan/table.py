@@ -5,7 +5,7 @@ stands *apart* (`Table.apart`) and is written by its lazy tensor, which says whe
 row, a tensor in several pieces or one that is computed.
 
 Every layout takes a table (`core/table.py`). Two functions make one to be saved: `rewrite.state.tabulate_state` of a caller's
-memory, `table_of` of lazy tensors.
+memory, `lazy_table` of lazy tensors.
 """
 
 from __future__ import annotations
@@ -106,12 +106,6 @@ class StateStorages:
 def value_state(value: object, metadata: Mapping[str, str] | None = None) -> State:
     """A state without rows: its tensors, if there are some, are lazy ones that are written one by one."""
     return State(value, NO_TENSORS, NO_LEAVES, dict(metadata or {}))
-
-
-def table_of(state: State | Mapping[str, LazyTensor]) -> Table:
-    """The tensors of a state as a table."""
-    tensors = state.tensors if isinstance(state, State) else state
-    return tensors if isinstance(tensors, Table) else lazy_table([*tensors], [*tensors.values()])
 
 
 def lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:

@@ -39,7 +39,6 @@ from holdfast.formats.safetensors.write import RANK, file_order_notes, index_fil
 from holdfast.formats.seal import SEAL
 from holdfast.formats.tree_json.scalars import is_unicode
 from holdfast.plan.saves import FilePlan, Literal
-from holdfast.plan.table import table_of
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
 
@@ -289,7 +288,7 @@ SHOWN = 3
 def unkept_notes(state: State, format: str) -> tuple[str, ...]:
     """Sentences about what does not come back from this format as it was."""
     notes = list(state.notes)
-    table = table_of(state)
+    table = state.tensors
     if format == "safetensors":
         wanted = _marked(table, lambda traits: traits.requires_grad or traits.parameter)
         notes += _said(wanted, "safetensors files of ranks do not say that {} is a Parameter or requires a gradient")

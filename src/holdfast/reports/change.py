@@ -13,7 +13,7 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import Content
 from holdfast.inspect.diff import Comparison, Diff
 from holdfast.inspect.side import Side
-from holdfast.plan.files import tabulated
+from holdfast.plan.files import ViewTable
 from holdfast.reports.document import Document, rounded, short
 from holdfast.reports.structure import Structure, name_of
 
@@ -41,7 +41,7 @@ class Change(Value, frozen=True):
 
 def compare(a: Structure, b: Structure, *, threads: int | None = None) -> Change:
     """What is to be compared: the tensors of both that were chosen, under their names."""
-    sides = [Side(one.checkpoint.path, one.checkpoint.format, tabulated(one.tensors), {}, None, flat=True) for one in (a, b)]
+    sides = [Side(one.checkpoint.path, one.checkpoint.format, ViewTable(one.tensors), {}, None, flat=True) for one in (a, b)]
     union = {**a.tensors, **{name: tensor for name, tensor in b.tensors.items() if name not in a.tensors}}
     return Change(replace(a, tensors=union), name_of(b.checkpoint), Comparison(sides[0], sides[1], threads=threads))
 

@@ -40,7 +40,7 @@ from holdfast.formats.torch.directory import weight_files
 from holdfast.inspect.open import Openable, opened, store_of
 from holdfast.plan.files import BYTES, FileStorages
 from holdfast.plan.saves import FilePlan, LinkedFile, Literal, SavePlan
-from holdfast.plan.table import segments, table_of
+from holdfast.plan.table import segments
 from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, check_target, planned_fields
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of
@@ -173,7 +173,7 @@ class Recorded(Value, frozen=True):
 
 def _recorded(source: Checkpoint) -> Recorded:
     """The storages of a checkpoint, each once."""
-    table = table_of(source.stored)
+    table = source.stored
     found: dict[str, list[Ints]] = {}
     storages, whole = table.storages, 0
     if isinstance(storages, FileStorages):

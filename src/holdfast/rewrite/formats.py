@@ -25,7 +25,6 @@ from holdfast.core.protocols import Description, State, Store
 from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import tied
 from holdfast.core.table import Kind, Table
-from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
@@ -334,15 +333,14 @@ def described(store: Store, formats: Collection[str]) -> Description:
         raise CannotHold(WHAT, [error.message], file=store.name) from error
 
 
-def check_holds(found: Mapping[str, LazyTensor], holds: Mapping[str, Outline], path: str) -> None:
+def check_holds(found: Table, holds: Mapping[str, Outline], path: str) -> None:
     """Raise `CannotHold` where tensors that were found are not those that were to be saved: by name, dtype and shape."""
     there = dict.fromkeys(found)
     problems = [f"{name}: it would not be there" for name in holds if name not in there]
     problems += [f"{name}: nobody has saved it, and it would be there" for name in there if name not in holds]
     if not problems:
-        outline = found.outline if isinstance(found, Table) else lambda name: (found[name].dtype, found[name].shape)
         for name, (dtype, shape) in holds.items():
-            seen = outline(name)
+            seen = found.outline(name)
             if seen[0] is not dtype or seen[1] != shape:
                 problems.append(f"{name}: it would be read as {seen[0]} {list(seen[1])}, and is {dtype} {list(shape)}")
     if problems:

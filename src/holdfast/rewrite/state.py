@@ -40,7 +40,7 @@ from holdfast.engine.arrays import ARRAY_TYPES, Resident, tabulate_arrays
 from holdfast.errors import Unsupported
 from holdfast.formats.tree_json.encode import is_marked
 from holdfast.plan.files import FileStorages
-from holdfast.plan.table import StateStorages, Tabulated, as_written, lazy_table, table_of, tabulate_lazy
+from holdfast.plan.table import StateStorages, Tabulated, as_written, lazy_table, tabulate_lazy
 from holdfast.stores.paths import content_and_path
 
 LAZY_TYPES = (LazyTensor,)
@@ -70,7 +70,7 @@ def tabulate_state(
     if state.flat:
         from holdfast.rewrite.rows import flat_state
 
-        return flat_state(as_written(table_of(state.stored)), texts)
+        return flat_state(as_written(state.stored), texts)
     tree, left = model_of(state, whole=whole)
     made = tabulate_tree(tree, metadata=texts, limits=limits)
     return replace(made, notes=(*left, *made.notes))

@@ -65,7 +65,6 @@ from holdfast.formats.torch.write import archive_name
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import SavePlan
-from holdfast.plan.table import table_of
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import programs_of, weights_of
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
@@ -207,7 +206,7 @@ def alias_graph(
         for model, state in given.items():
             if isinstance(state, str | os.PathLike | bytes | bytearray | memoryview):
                 state = stack.enter_context(open_checkpoint(state, limits=limits, threads=threads))
-            models[model] = table_of(state.stored) if isinstance(state, Checkpoint) else tabulate_state(state).tensors
+            models[model] = state.stored if isinstance(state, Checkpoint) else tabulate_state(state).tensors
         if by == "storage":
             return ModelRows(models, stored_aliases=True).by_storage()
         if by != "content":

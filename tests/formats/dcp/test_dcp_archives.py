@@ -11,7 +11,6 @@ from holdfast.engine.stream import write_stream
 from holdfast.formats.dcp.write import lay_out_items, tensor_pickle
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.plan.saves import FilePlan, Memory
-from holdfast.plan.table import table_of
 from holdfast.rewrite.state import tabulate_state
 
 DESCRIPTOR = np.frombuffer(struct.pack("<4sIII", b"PK\7\x08", 0x12345678, 5, 5), np.uint8)
@@ -47,7 +46,7 @@ def alone(array: np.ndarray) -> bytes:
 
 @pytest.mark.parametrize("names", [[*ARRAYS], ["floats"], ["empty"]])
 def test_each_archive_is_the_one_of_its_tensor(names):
-    table = table_of(tabulate_state(ARRAYS))
+    table = tabulate_state(ARRAYS).tensors
     plan, lengths = lay_out_items("file", [b"a value", b"another"], table, [table.rows[name] for name in names])
     expected = [b"a value", b"another", *(alone(ARRAYS[name]) for name in names)]
     assert lengths.tolist() == [*map(len, expected)]

@@ -22,7 +22,7 @@ from holdfast.errors import CannotHold, HeaderError, MetadataError
 from holdfast.formats.recorded import share
 from holdfast.formats.safetensors.write import ORDER, is_flat, lay_out_safetensors
 from holdfast.formats.strict_json import seal
-from holdfast.plan.table import table_of
+from holdfast.plan.table import lazy_table
 from holdfast.torch import versions
 
 CODED = [row for row in DTYPES.rows if row.safetensors is not None]
@@ -265,7 +265,8 @@ def test_sharing_needs_one_storage_and_one_source():
     first, second = Memory(), Memory()
     same = np.arange(4)
     empty = {"e": first.raw("float32", (0,)), "f": first.raw("int8", (0,))}
-    found = share(table_of({"a": first.array(same), "b": second.array(same), **empty}))
+    tensors = {"a": first.array(same), "b": second.array(same), **empty}
+    found = share(lazy_table([*tensors], [*tensors.values()]))
     assert (list(found.rows), found.aliases, list(found.groups)) == ([0, 1, 2, 3], {}, [])
 
 

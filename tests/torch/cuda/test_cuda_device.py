@@ -423,12 +423,11 @@ def test_several_gpus(tmp_path):
 
 
 def test_sums_of_what_is_on_a_gpu():
-    from holdfast.plan.table import table_of
     from holdfast.rewrite.state import tabulate_state
     from holdfast.torch.ranks.replica_sums import replica_sums
 
     def sums(tensor: torch.Tensor) -> bytes:
-        return replica_sums(table_of(tabulate_state({"t": tensor})), threads=1)
+        return replica_sums(tabulate_state({"t": tensor}).tensors, threads=1)
 
     for shape in ((3,), (1000, 7), (4096, 1 << 12)):
         for dtype in (torch.float32, torch.int8, torch.bool):

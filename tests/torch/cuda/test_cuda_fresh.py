@@ -45,7 +45,8 @@ def many(name: str) -> dict[str, torch.Tensor]:
 
 
 def read_fresh(checkpoint, names, most=None) -> dict[str, torch.Tensor]:
-    table, rows, kinds = fresh_rows(checkpoint.stored, checkpoint, names, device=CPU)
+    table = checkpoint.stored
+    rows, kinds = fresh_rows(table, names, device=CPU)
     found = row_ranges(table, rows, kinds, [CPU] * len(rows))
     load_rows(found, most=most)
     return {one.name(number): tensor for one in found for number, tensor in enumerate(one.tensors)}
@@ -124,7 +125,8 @@ def shared() -> dict[str, torch.Tensor]:
 def test_what_shares_a_storage_is_no_fresh_row(tmp_path, name):
     holdfast.save(shared(), tmp_path / name)
     with holdfast.open(tmp_path / name) as checkpoint:
-        table, rows, _ = fresh_rows(checkpoint.stored, checkpoint, list(checkpoint), device=CPU)
+        table = checkpoint.stored
+        rows, _ = fresh_rows(table, list(checkpoint), device=CPU)
     assert {table.names[row] for row in rows} == {f"own{i}" for i in range(80)} - {"own3"}
 
 

@@ -14,7 +14,7 @@ from holdfast.core.protocols import Request
 from holdfast.core.tensor import Traits
 from holdfast.engine.blocks import slabs
 from holdfast.errors import Closed, StoreError, Truncated
-from holdfast.plan.table import table_of
+from holdfast.plan.table import lazy_table
 from holdfast.torch.cuda import gather, host, memory
 from holdfast.torch.cuda.memory import GpuMemory, GpuSource
 from holdfast.torch.cuda.stage import Copies, Room
@@ -255,7 +255,7 @@ def test_sums_do_not_depend_on_how_a_tensor_lies(monkeypatch, name, block, short
     monkeypatch.setattr(replica_sums, "SMALL_ROW_NBYTES", short)
 
     def sums(tensor: torch.Tensor) -> bytes:
-        return replica_sums.replica_sums(table_of({"t": described(source(), tensor)}), threads=1)
+        return replica_sums.replica_sums(lazy_table(["t"], [described(source(), tensor)]), threads=1)
 
     tensor = VIEWS[name]
     copy = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -276,6 +276,6 @@ def test_sums_of_many_are_those_of_each(monkeypatch, short):
 
     gpus = source()
     lazies = {name: described(gpus, tensor) for name, tensor in VIEWS.items() if tensor.numel()}
-    each = {name: decode(replica_sums(table_of({name: lazy}), threads=1))[name] for name, lazy in lazies.items()}
-    assert decode(replica_sums(table_of(lazies), threads=1)) == each
+    each = {name: decode(replica_sums(lazy_table([name], [lazy]), threads=1))[name] for name, lazy in lazies.items()}
+    assert decode(replica_sums(lazy_table([*lazies], [*lazies.values()]), threads=1)) == each
     assert len({found[0] for found in each.values()}) == len(each)

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.engine import source
 from holdfast.engine.arrays import Resident
-from holdfast.plan.table import table_of
+from holdfast.plan.table import lazy_table
 from holdfast.torch.cuda import gather, stage
 from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.ranks import staging
@@ -39,7 +39,7 @@ def test_every_layout(monkeypatch, piece, threads):
     before = source.OpenSource.read
     monkeypatch.setattr(source.OpenSource, "read", lambda self, requests: planned.append(len(requests)) or before(self, requests))
     convert = torch_leaf(Resident())
-    table = table_of({name: convert(tensor, (name,)) for name, tensor in TENSORS.items()})
+    table = lazy_table([*TENSORS], [convert(tensor, (name,)) for name, tensor in TENSORS.items()])
     staged = staging.stage(table, staging.Versions(), "path", threads=threads)
     assert planned == [5], "what lies in memory as it is wanted is copied without a plan"
     for tensor, copy in zip(TENSORS.values(), staged.table.values(), strict=True):

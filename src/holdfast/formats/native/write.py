@@ -31,7 +31,6 @@ from holdfast.formats.recorded import Shared, order_fields, share, sharing_field
 from holdfast.formats.safetensors.write import is_flat, metadata_problems
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.plan.saves import SavePlan
-from holdfast.plan.table import table_of
 
 SHARD_NBYTES = 5 << 30
 """Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""
@@ -57,7 +56,7 @@ def lay_out_native(
 
     Raises `CannotHold` with every problem: Python objects that have no form in the manifest, names that are no Unicode.
     """
-    table = table_of(state)
+    table = state.tensors
     kept = what_is_kept(state, table)
     rows = kept.sharing.rows
     reuse = take_over(table, rows) if take_over else NOTHING
@@ -103,7 +102,7 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str
 
     Tensors that share memory are stored once, under the first of their names; boxes of the others are left out.
     """
-    table = table_of(state)
+    table = state.tensors
     kept = what_is_kept(state, table)
     written = {*kept.sharing.rows}
     rank = max((len(kind.shape) for kind in table.kinds), default=0)

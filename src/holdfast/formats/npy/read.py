@@ -6,7 +6,7 @@ elements together; what the elements alone sum to follows from it and from the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
@@ -14,7 +14,7 @@ from holdfast.core.crc import crc32, rest_of
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import name_tensors
+from holdfast.core.tree import LONE_TENSOR_NAME
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, Unsupported, ZipError, located
 from holdfast.formats.npy.archive import EMPTY, MAGIC, SUFFIX
@@ -22,6 +22,7 @@ from holdfast.formats.npy.inflated import InflatedMembers, inflate_head
 from holdfast.formats.npy.schema import NEAR_NBYTES, Layout, read_layout
 from holdfast.formats.zip.layout import ZipRecord
 from holdfast.formats.zip.reader import read_archive
+from holdfast.plan.files import ViewTable
 
 TORCH_NAMES = ("data.pkl", "constants.pkl")
 """Records by which torch knows an archive of its own."""
@@ -35,15 +36,16 @@ def describe_npy(source: Source) -> Description:
         layout, _ = _understood(lambda most: source.bytes(key, 0, min(most, nbytes)), nbytes, source)
     storage = Storage(key, layout.data_start, layout.nbytes, layout.byteorder, home=source.store)
     chunk = Chunk(Box.whole(layout.shape), storage, 0, _strides(layout))
-    named = name_tensors(LazyTensor("", layout.dtype, layout.shape, (chunk,), source), source.limits, nbytes)
-    (tensor,) = named.tensors.values()
-    return Description("npy", named.tensors, tensor, notes=_guesses([layout]))
+    tensor = LazyTensor(LONE_TENSOR_NAME, layout.dtype, layout.shape, (chunk,), source)
+    return Description("npy", ViewTable({tensor.name: tensor}), tensor, notes=_guesses([layout]))
 
 
 def describe_npz(source: Source) -> Description:
     """A zip of arrays."""
     (key,) = source.store.list()
-    return Description("npz", {}, {}) if source.store.size(key) == len(EMPTY) else Members(source, key).describe()
+    if source.store.size(key) == len(EMPTY):
+        return Description("npz", ViewTable({}), {})
+    return Members(source, key).describe()
 
 
 class Head(Value, frozen=True):
@@ -94,8 +96,8 @@ class Members:
         compressed = sum(not record.stored for record in self._records)
         if compressed:
             notes.append(f"{compressed:,} members are compressed: reading any part of one inflates all of it")
-        flat: Mapping[str, LazyTensor] | dict[object, object] = tensors if len(tensors) == len(tree) else tree
-        return Description("npz", tensors, flat, notes=tuple(notes))
+        table = ViewTable(tensors)
+        return Description("npz", table, table if len(tensors) == len(tree) else tree, notes=tuple(notes))
 
     def _refuse_torch(self) -> None:
         """An archive of which torch would load something else than we show."""

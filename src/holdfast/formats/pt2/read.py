@@ -44,6 +44,7 @@ from holdfast.formats.torch.tensors import beyond, checked_shape, reach, strided
 from holdfast.formats.torch.zip import Payloads, PickleReader, record_bytes
 from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
+from holdfast.plan.files import ViewTable
 
 VERSION_RECORD, VERSION = "archive_version", "0"
 MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (
@@ -114,7 +115,8 @@ def describe_pt2(source: Source) -> Description:
         tree = {name: model.tree() for name, model in models.items()}
     named = name_tensors(tree, source.limits, reader.nbytes)
     notes = (*_programs(models), *reader.notes, *named.notes)
-    return Description("pt2", named.tensors, tree, tuple(reader.payloads.foreign), notes, _metadata(models, reader.texts))
+    metadata = _metadata(models, reader.texts)
+    return Description("pt2", ViewTable(named.tensors), tree, tuple(reader.payloads.foreign), notes, metadata)
 
 
 def program_names(source: Source) -> list[str]:

@@ -25,6 +25,7 @@ from holdfast.errors import LimitExceeded, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.rank_files.replicas import Copy, Replicas
 from holdfast.formats.torch.zip import PickleReader, saved_archive
+from holdfast.plan.files import ViewTable
 
 EXPLAINED = 1024
 """Parts of which two are looked for that overlap; the search is quadratic where all of them do."""
@@ -232,7 +233,7 @@ def described(
     refused = [f"the ranks have different values for {some(differ)}; reading {'it' if len(differ) == 1 else 'them'} is refused"]
     archives = tuple(file.key for file in files)
     told = (*notes, *(refused if differ else []), *named.notes)
-    return Description(format, named.tensors, tree, foreign, told, metadata or {}, archives=archives)
+    return Description(format, ViewTable(named.tensors), tree, foreign, told, metadata or {}, archives=archives)
 
 
 def _once(found: Iterable[Foreign]) -> Iterator[Foreign]:

@@ -43,7 +43,7 @@ from holdfast.formats.strict_json import as_keys
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.plan.saves import BATCH, FilePlan, Hashing, Late, Literal, SavePlan
-from holdfast.plan.table import segments, table_of
+from holdfast.plan.table import segments
 
 METADATA = "__metadata__"
 
@@ -261,7 +261,7 @@ def lay_out_safetensors(
 
     Raises `CannotHold` with every problem.
     """
-    table = table_of(state)
+    table = state.tensors
     sharing = share(table)
     problems = metadata_problems(state, table)
     known = [_header_kind(kind) for kind in table.kinds]

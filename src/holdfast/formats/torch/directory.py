@@ -41,6 +41,7 @@ from holdfast.formats.index_file import (
 )
 from holdfast.formats.torch.legacy import TorchLegacy, TorchTar
 from holdfast.formats.torch.zip import SavedFile, SavedFormat, TorchZip
+from holdfast.plan.files import ViewTable
 
 FORMAT = "torch-dir"
 
@@ -71,7 +72,7 @@ class TorchDirectory:
         notes += other_copies(source.store.list(), chosen.files)
         named = name_tensors(tree, source.limits, sum(one.nbytes for one in saved.values()))
         archives = tuple(key for key, one in saved.items() if one.format in ("torch-zip", "torchscript"))
-        return Description(self.name, named.tensors, tree, _foreign(saved), (*notes, *named.notes), archives=archives)
+        return Description(self.name, ViewTable(named.tensors), tree, _foreign(saved), (*notes, *named.notes), archives=archives)
 
 
 class Chosen(Value, frozen=True):

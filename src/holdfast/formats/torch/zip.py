@@ -27,7 +27,7 @@ from holdfast.formats.torch.storages import ArchiveStorages, FoundStorages, Reco
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
-from holdfast.plan.files import tabulated
+from holdfast.plan.files import ViewTable
 
 TEXT_NBYTES = 64
 """The longest of the small text records is the serialization id with 40 digits."""
@@ -70,7 +70,7 @@ class SavedFormat:
         saved = self.read(source, key)
         named = name_tensors(saved.tree, source.limits, saved.nbytes)
         notes = (*saved.notes, *named.notes)
-        return Description(saved.format, tabulated(named.tensors), saved.tree, saved.foreign, notes, saved.metadata)
+        return Description(saved.format, ViewTable(named.tensors), saved.tree, saved.foreign, notes, saved.metadata)
 
 
 class TorchZip(SavedFormat):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -93,7 +94,7 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
     Anything else (another alignment, zip64 fields, another writer, a lie, a limit) is `None`: the strict reader decides.
     """
     size, limits = stop - start, source.limits
-    if not TAIL <= size < MAX32:
+    if not TAIL <= size < MAX32 or limits.zip_directory_nbytes < WHOLE_NBYTES:
         return None
     near = size if size <= WHOLE_NBYTES else TAIL_NBYTES
     last = source.bytes(key, stop - near, stop)
@@ -108,6 +109,13 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
     return found.archive() if found.walk(last[-TAIL - nbytes : -TAIL], count, directory) else None
 
 
+@lru_cache(maxsize=4096)
+def _frame(name_nbytes: int, at: int, filled: bool) -> tuple[bytes, bytes, int]:
+    """What stands before and behind a name of such a length in the header of a record, and the length of the header."""
+    head, begin = header(bytes(name_nbytes), int(filled), at, alignment=ALIGNMENT)
+    return head[: LOCAL.itemsize], head[LOCAL.itemsize + name_nbytes :], begin - at
+
+
 class _Canonical:
     """The records of an archive that is as torch writes it, as far as it was compared."""
 
@@ -120,8 +128,6 @@ class _Canonical:
     def walk(self, entries: bytes, count: int, directory: int) -> bool:
         """Compare the entries of the directory, and the records that they tell of; whether all are as they should be."""
         unpack, fixed_nbytes, last = SHORT_ENTRY.unpack_from, SHORT_ENTRY.size, len(entries) - SHORT_ENTRY.size
-        frames: dict[tuple[int, int, bool], tuple[bytes, bytes, int]] = {}
-        """What stands before and behind the name in a header, and its length: by length of the name, place and content."""
         at = place = 0
         before = b""
         """The descriptor of the record before."""
@@ -142,11 +148,7 @@ class _Canonical:
                 name = entries[behind : behind + length]
                 if fixed != (FILLED if nbytes else EMPTY) or nbytes != content or blank != BLANK or offset != place:
                     return False
-                like = length, place % ALIGNMENT, nbytes > 0
-                if like not in frames:
-                    head, begin = header(name, nbytes, place, alignment=ALIGNMENT)
-                    frames[like] = head[: LOCAL.itemsize], head[LOCAL.itemsize + length :], begin - place
-                opening, padding, head_nbytes = frames[like]
+                opening, padding, head_nbytes = _frame(length, place % ALIGNMENT, nbytes > 0)
                 begin = place + head_nbytes
                 if begin > directory or (crc and not nbytes):
                     return False

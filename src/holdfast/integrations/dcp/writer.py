@@ -45,7 +45,6 @@ from holdfast.formats.dcp.write import lay_out_items
 from holdfast.formats.seal import SEAL
 from holdfast.integrations.dcp.reader import Where, finished, is_place, named
 from holdfast.plan.saves import FilePlan, Literal
-from holdfast.plan.table import table_of
 from holdfast.ranks.files import is_part
 from holdfast.ranks.write import open_together
 from holdfast.rewrite.renewal import NOTHING
@@ -372,7 +371,7 @@ def _lay_out(key: str, items: Sequence[WriteItem], planner: SavePlanner) -> tupl
             tensors.append((item, data.detach()))
         else:
             values.append((item, _bytes(data, item.index.fqn)))
-    table = table_of(tabulate_state({f"{number}": tensor for number, (_, tensor) in enumerate(tensors)}))
+    table = tabulate_state({f"{number}": tensor for number, (_, tensor) in enumerate(tensors)}).tensors
     plan, lengths = lay_out_items(key, [archive for _, archive in values], table, range(len(table)))
     return plan, [*zip([item for item, _ in (*values, *tensors)], lengths.tolist(), strict=True)]
 

@@ -33,7 +33,6 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path
 from holdfast.core.value import Value, replace
 from holdfast.errors import DoesNotFit, Unsupported
-from holdfast.plan.table import table_of
 from holdfast.torch.tensors.fill import Fills
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.to_lazy import memory_of
@@ -76,14 +75,8 @@ class Names:
         self.left = dict.fromkeys(name[len(prefix) :] for name in checkpoint.model_names(prefix))
         """Those that nobody asked for yet; nobody has to ask for what stands beside a model."""
         self._all = frozenset(name[len(prefix) :] for name in self.offered)
-        self._table: Table | None = None
-
-    @property
-    def table(self) -> Table:
+        self.table: Table = checkpoint.stored
         """The tensors of the checkpoint as rows."""
-        if self._table is None:
-            self._table = table_of(self.checkpoint.stored)
-        return self._table
 
     def __contains__(self, name: object) -> bool:
         return name in self._all

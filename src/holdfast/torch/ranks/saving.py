@@ -42,7 +42,7 @@ from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
 from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.plan.table import table_of, value_state
+from holdfast.plan.table import NO_TENSORS, value_state
 from holdfast.ranks.files import NOTHING, RankOutput, Receipt, rank_files, unkept_notes
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
@@ -74,7 +74,7 @@ THREADS_A_FILE, THREADS_A_FILE_BEHIND, FILE_NBYTES = 4, 2, 256 << 20
 kernel lets one thread at a time write to a file: beside it others can sum, and no more."""
 
 NO_COLUMNS = RankState.of([])
-NO_BOXES = Boxes(table_of({}), np.zeros((0, 0), np.int64), ())
+NO_BOXES = Boxes(NO_TENSORS, np.zeros((0, 0), np.int64), ())
 
 Copy = Callable[[Table, Sequence[object]], Staged]
 """Copies the tensors of a table into memory of our own; the caller's own tensors, a row each, where they are known."""
@@ -143,7 +143,7 @@ class Described(Value, frozen=True):
     @property
     def stages_first(self) -> bool:
         """Whether to copy before it is planned: where ranks have little in common, of which each would copy all."""
-        return self.job.ranks.size == 1 or little_in_common(table_of(self.state))
+        return self.job.ranks.size == 1 or little_in_common(self.state.tensors)
 
 
 class Planned(Value, frozen=True):
@@ -211,7 +211,7 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
         with resting_collector():
             found = tabulate_tree(raw, metadata=job.asked.metadata, arrays="tensors")
             flat = flatten(found, raw) if job.asked.format != "native" else FlatState()
-            table = table_of(found)
+            table = found.tensors
             if flat.pickled:
                 table = table.with_entries([row for row, name in enumerate(table.names) if name not in flat.pickled], {})
             found, format = replace(found, tensors=table), job.asked.format
@@ -258,7 +258,7 @@ def stage_described(described: Described, copy: Copy) -> Described:
         # Before any copy is under way: a value may refuse to be pickled.
         archives = {name: value.archive() for name, value in described.flat.values.items()}
         with resting_collector():
-            table = table_of(described.state)
+            table = described.state.tensors
             staged = copy(table, described.values)
         return replace(described, state=replace(described.state, tensors=staged.table), archives=archives, staged=staged)
     except Exception as error:
@@ -294,7 +294,7 @@ def plan(described: Described) -> Planned:
     try:
         task = TASKS.decode(answer)
         numbers = as_column(task.boxes)
-        boxes = _boxes(table_of(described.state), columns, numbers)
+        boxes = _boxes(described.state.tensors, columns, numbers)
         given = described.values
         own = [given[row] for row in columns.tensors[numbers].tolist()] if given else []
         values = {name: described.archives.get(name) or described.flat.values[name].archive() for name in task.values}
@@ -325,7 +325,7 @@ def _columns(described: Described) -> tuple[RankState, bytes | Exception]:
         return columns, described.told
     try:
         with resting_collector():
-            table = table_of(described.state)
+            table = described.state.tensors
             columns = RankState.of_table(table, values=described.digests, aliases=described.aliases)
             told = message(described.told, None if job.ranks.first else columns)
         if job.asked.check_replicas and job.ranks.size > 1:

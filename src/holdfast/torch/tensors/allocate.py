@@ -18,7 +18,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, Unsupported, located
-from holdfast.plan.files import FileStorages, tabulated
+from holdfast.plan.files import FileStorages
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.fill import CPU, NO_FILLS, Fills, Progress, fill, row_ranges
@@ -98,16 +98,16 @@ def read_tensors(
 
 
 def read_rows(
-    stored: Mapping[str, LazyTensor],
+    table: Table,
     views: Mapping[str, LazyTensor],
     names: Sequence[str],
     device: torch.device,
     *,
     max_host_memory: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read tensors of these names, in one pass over the files: rows of what is `stored`, and of the others `views`."""
+    """Read tensors of these names, in one pass over the files: rows of the table, and of the others `views`."""
     with resting_collector():
-        table, rows, kinds = fresh_rows(stored, views, names, device=device)
+        rows, kinds = fresh_rows(table, names, device=device)
         done = [table.names[row] for row in rows]
         known = {*done}
         others = {name: views[name] for name in names if name not in known}
@@ -127,25 +127,21 @@ def read_rows(
     return fresh.tensors
 
 
-def fresh_rows(
-    stored: Mapping[str, LazyTensor], views: Mapping[str, LazyTensor], names: Sequence[str], *, device: torch.device
-) -> tuple[Table, list[int], list[ByteKind]]:
-    """Which tensors become fresh ones without an object each: rows of a table, and as what each is copied. `views` has all names.
+def fresh_rows(table: Table, names: Sequence[str], *, device: torch.device) -> tuple[list[int], list[ByteKind]]:
+    """Which tensors become fresh ones without an object each: rows of the table, and as what each is copied.
 
     Those are all of a storage that no other of these tensors has. What shares a storage is tied again by its regions
     (shared_regions.py), and what has another order, dtype or several pieces is copied element by element.
     """
-    known = isinstance(stored, Table) and all(name in stored for name in names)
-    table = stored if known and isinstance(stored, Table) else tabulated({name: views[name] for name in names})
     if not isinstance(table.storages, FileStorages):
-        return table, [], []
+        return [], []
     own = [row for name in names if table.storage[row := table.rows[name]] != ODD]
     numbers = np.array([table.storage[row] for row in own], np.int64)
     suited = np.array([_suits(place.source, device) for place in table.storages.files], np.bool_)
     alone = (np.bincount(numbers)[numbers] == 1) & suited[table.storages.file[numbers]] if own else []
     kinds = [_byte_kind(kind) if kind.whole and kind.traits.alias is None else None for kind in table.kinds]
     chosen = [(row, kind) for row in compress(own, alone) if (kind := kinds[table.kind[row]]) is not None]
-    return table, [row for row, _ in chosen], [kind for _, kind in chosen]
+    return [row for row, _ in chosen], [kind for _, kind in chosen]
 
 
 def _suits(source: Source, device: torch.device) -> bool:
