@@ -108,12 +108,12 @@ def _read(ckpt):
         return type(error), str(error), error.tensor, error.offset
 
 
-def loaded(raw: bytes):
+def loaded(raw: bytes, map_location: str | None = None):
     """The same of `holdfast.torch.load`."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            value = holdfast.torch.load(io.BytesIO(raw))
+            value = holdfast.torch.load(io.BytesIO(raw), map_location=map_location)
         except Exception as error:  # torch's, Holdfast's, Python's: the same one
             return type(error), str(error), _told(said)
     return _shown(value, {}, 0), _told(said)
@@ -147,19 +147,29 @@ def _shown(value, seen, depth):
 
 def assert_same(raw: bytes, limits: Limits | None = None):
     with alone():
-        slow, slowly = outcome(raw, limits), loaded(raw)
+        slow, slowly, to_cpu = outcome(raw, limits), loaded(raw), loaded(raw, "cpu")
     assert outcome(raw, limits) == slow
     assert loaded(raw) == slowly
+    assert loaded(raw, "cpu") == to_cpu
     for count in (1, 2):
         with at_most(count):
             assert outcome(raw, limits) == slow
     return slow
 
 
-def saved(state) -> bytes:
+def saved(state, on: str = "cpu") -> bytes:
+    """As torch saves it. It says `cuda:0` anew for each storage, and `cpu` is always the same text."""
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+
+    def tag(storage: torch.UntypedStorage) -> str:
+        return on if on == "cpu" else "".join([*on])
+
+    with mock.patch.object(torch.serialization, "location_tag", tag):
+        torch.save(state, buffer)
     return buffer.getvalue()
+
+
+devices = st.sampled_from(["cpu", "cuda:0", "privateuseone:1"])
 
 
 KINDS = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64, torch.uint16]
@@ -199,10 +209,10 @@ def states(draw):
 
 
 @settings(max_examples=60)
-@given(states())
-def test_templates_see_what_the_machine_sees(state):
-    assert_same(with_pickle(saved(state), stretched))
-    assert_same(saved(state))
+@given(states(), devices)
+def test_templates_see_what_the_machine_sees(state, on):
+    assert_same(with_pickle(saved(state, on), stretched))
+    assert_same(saved(state, on))
 
 
 def test_messages_call_a_tensor_the_same():
@@ -217,14 +227,14 @@ def test_messages_call_a_tensor_the_same():
 
 
 @settings(max_examples=100)
-@given(states(), edits)
-def test_damage_means_the_same_by_templates(state, changes):
-    assert_same(with_pickle(saved(state), lambda pickled: apply(stretched(pickled), changes)))
+@given(states(), devices, edits)
+def test_damage_means_the_same_by_templates(state, on, changes):
+    assert_same(with_pickle(saved(state, on), lambda pickled: apply(stretched(pickled), changes)))
 
 
 @settings(max_examples=60)
-@given(states(), st.data())
-def test_what_was_left_out_of_the_memo_is_there_when_it_is_asked_for(state, data):
+@given(states(), devices, st.data())
+def test_what_was_left_out_of_the_memo_is_there_when_it_is_asked_for(state, on, data):
     """Entries are got again, and some are written a second time, between tensors and behind them."""
 
     def change(pickled: bytes) -> bytes:
@@ -238,7 +248,7 @@ def test_what_was_left_out_of_the_memo_is_there_when_it_is_asked_for(state, data
             pickled = pickled[:at] + b"X\4\0\0\0late" + b"j" + struct.pack("<I", index) + again + pickled[at:]
         return pickled
 
-    assert_same(with_pickle(saved(state), change))
+    assert_same(with_pickle(saved(state, on), change))
 
 
 @pytest.mark.parametrize("name", ZIPS)
@@ -267,11 +277,12 @@ def test_limits_are_met_at_the_same_place(containers, marks, rank):
         assert_same(with_pickle(saved(state), stretched), Limits(marks=marks, rank=rank))
 
 
-def test_most_tensors_are_taken_by_templates():
+@pytest.mark.parametrize("on", ["cpu", "cuda:0"])
+def test_most_tensors_are_taken_by_templates(on: str):
     """So that the comparisons above compare something, and no object is made that nobody asked for."""
     state = {f"t.{number}": torch.full((2, 3), number) for number in range(200)}
     state |= {f"cuda.{number}": torch.zeros(3) for number in range(3)}
-    with counting(LazyTensor) as taken, holdfast.open(saved(state)) as ckpt:
+    with counting(LazyTensor) as taken, holdfast.open(saved(state, on)) as ckpt:
         assert len(taken) == 201
         ckpt.read()
         assert not any(tensor.made for tensor in ckpt.values())
@@ -292,10 +303,11 @@ def counting(kind: type):
         yield taken
 
 
-def test_most_tensors_are_loaded_by_templates():
+@pytest.mark.parametrize("on", ["cpu", "cuda:0"])
+def test_most_tensors_are_loaded_by_templates(on: str):
     state = {f"t.{number}": torch.full((2, 3), number) for number in range(200)}
     with counting(torch.Tensor) as taken:
-        found = holdfast.torch.load(io.BytesIO(saved(state)))
+        found = holdfast.torch.load(io.BytesIO(saved(state, on)), map_location="cpu")
     assert len(taken) == 199
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 

@@ -57,23 +57,29 @@ PUT = rb"(?:r(....)|q(.))"
 LENGTHS = rb"(\)|\(?%b{1,64}[\x85\x86\x87t])(?:(?<=\))|(?<!\))%b)" % (INT, PUT)
 """A tuple of integers, and its PUT. The empty one has none."""
 
+LOCATION = rb"X(.)\0\0\0([a-z0-9:]{1,32}?)%b" % PUT
+"""Where the storage was: torch writes `cuda:0` anew for each tensor, and `cpu` once."""
+
 
 @cache
 def _pattern() -> re.Pattern[bytes]:
     """A tensor behind its opener. Compiled when a file has the first: that takes as long as to open ten small ones."""
     parts = [
-        rb"\(\((%b)(%b)X(.)\0\0\0([0-9]{1,19})" % (GET, GET), PUT, rb"(%b)(%b)t" % (GET, INT), PUT, rb"Q(%b)" % INT,
-        LENGTHS, LENGTHS, rb"([\x88\x89])(%b)\)R" % GET, PUT, rb"t", PUT, rb"R", PUT,
+        rb"\(\((%b)(%b)X(.)\0\0\0([0-9]{1,19})" % (GET, GET), PUT, rb"(?:(%b)|%b)(%b)t" % (GET, LOCATION, INT), PUT,
+        rb"Q(%b)" % INT, LENGTHS, LENGTHS, rb"([\x88\x89])(%b)\)R" % GET, PUT, rb"t", PUT, rb"R", PUT,
     ]  # fmt: skip
     return re.compile(b"".join(parts), re.DOTALL)
 
 
-VALUES = (1, 2, 7, 8, 11, 12, 15, 18, 19)
+VALUES = (1, 2, 7, 12, 15, 16, 19, 22, 23)
 """Groups of `_pattern` that say something: class and kind of the storage, location, elements, offset, size, stride, grad, hooks."""
 
 KEY_NBYTES, KEY = 3, 4
 
-PUTS = (5, 6, 9, 10, 13, 14, 16, 17, 20, 21, 22, 23, 24, 25)
+LOCATION_NBYTES, LOCATION_TEXT = 8, 9
+"""Groups of a location that is written there."""
+
+PUTS = (5, 6, 10, 11, 13, 14, 17, 18, 20, 21, 24, 25, 26, 27, 28, 29)
 """Groups that are memo numbers, in their order: of four bytes or of one."""
 
 
@@ -91,6 +97,13 @@ class TensorArguments(NamedTuple):
     grad: bool
     hooks: object
     """What is called for its hooks."""
+    own_location: bool = False
+    """Whether the location is written for each of them, and has a place in the memo."""
+
+    @property
+    def values(self) -> int:
+        """Entries of the memo between the key and the tensor: persistent id, hooks and arguments; an empty tuple has none."""
+        return 3 + self.own_location + bool(self.size) + bool(self.stride)
 
 
 Make = Callable[[str], object]
@@ -132,8 +145,7 @@ class TensorTemplate:
         """What stands behind the key, as a number, is `base` and the entries of the memo so far times `step`."""
         self.arguments, self.make, self.opcodes = arguments, make, opcodes
         """`make` is the table's: what makes them; None where they are left to the machine."""
-        # The persistent id, hooks and arguments; a tuple without members has no entry.
-        self.stubs = tuple([Stub(self, at) for at in range(1, 4 + bool(arguments.size) + bool(arguments.stride))])
+        self.stubs = tuple([Stub(self, at) for at in range(1, 1 + arguments.values)])
         self.blank = (None, *self.stubs, None)
         """What the memo gets, without the key and the tensor."""
         self.entries = 2 + len(self.stubs)
@@ -356,6 +368,8 @@ class TensorTemplates:
         found = _pattern().match(data, pos, limit)
         if found is None or found[KEY_NBYTES][0] != len(found[KEY]):
             return None
+        if found[LOCATION_TEXT] is not None and found[LOCATION_NBYTES][0] != len(found[LOCATION_TEXT]):
+            return None
         start, stop, end = found.start(KEY), found.end(KEY), found.end()
         puts = [group for group in PUTS if found[group] is not None]
         if [int.from_bytes(found[group], "little") for group in puts] != [*range(first, first + len(puts))]:
@@ -373,13 +387,17 @@ class TensorTemplates:
         """The kind of tensors like this one."""
         storage, kind, location, elements, offset, size_of, stride_of, grad, hooks = found.group(*VALUES)
         size, stride = _tuple(size_of), _tuple(stride_of)
-        named, place = self._got(storage), self._got(location)
+        named, own = self._got(storage), found[LOCATION_TEXT]
+        place = self._got(location) if own is None else own.decode()
         if type(named) is not str or named != "storage" or type(place) is not str or size is None or stride is None:
             return TensorTemplate(head, tail, NOTHING, make=None, opcodes=0)
         (count,), (begin,) = _ints(elements), _ints(offset)
-        given = TensorArguments(self._got(kind), place, count, begin, size, stride, grad == b"\x88", self._got(hooks))
+        of = self._got(kind), place, count, begin, size, stride, grad == b"\x88", self._got(hooks)
+        given = TensorArguments(*of, own_location=own is not None)
         tuples = [raw.startswith(b"(") + len(one) + 1 + bool(one) for raw, one in ((size_of, size), (stride_of, stride))]
-        return TensorTemplate(head, tail, given, make=self._state.table.kind(given), opcodes=FIXED_OPCODES + sum(tuples))
+        return TensorTemplate(
+            head, tail, given, make=self._state.table.kind(given), opcodes=FIXED_OPCODES + (own is not None) + sum(tuples)
+        )
 
     def _got(self, raw: bytes) -> object:
         """What a GET gives; a `Stub` where nothing was made for it."""
@@ -416,7 +434,8 @@ def _values(state: State, given: TensorArguments, key: str) -> list[object]:
     hooks: OrderedDict[object, object] = OrderedDict()
     identity = ("storage", given.storage, key, given.location, given.elements)
     args = (state.table.persistent(identity), given.offset, given.size, given.stride, given.grad, hooks)
-    return [identity, *(lengths for lengths in (given.size, given.stride) if lengths), hooks, args]
+    own = [given.location] if given.own_location else []
+    return [*own, identity, *(lengths for lengths in (given.size, given.stride) if lengths), hooks, args]
 
 
 def _tuple(raw: bytes) -> tuple[int, ...] | None:
