@@ -94,6 +94,11 @@ def tensors(n: int) -> dict[str, object]:
     return {name: torch.from_numpy(array) for name, array in arrays(n).items()}
 
 
+def lent(n: int) -> dict[str, object]:
+    """Arrays over the memory of tensors."""
+    return {name: tensor.numpy() for name, tensor in tensors(n).items()}  # type: ignore[attr-defined]
+
+
 def nested(n: int) -> dict[str, object]:
     """An optimizer's state: two tensors and a number for each parameter, in dicts of their own."""
     flat = iter(tensors(n).values())
@@ -254,6 +259,7 @@ CASES = [
         for format, suffix in SUFFIXES.items()
         for make, option in ((nested, {"keep_tree": True} if format == "safetensors" else {}), (tied, {}))
     ),
+    *(Case(f"save {format}, lent", format, saving(suffix, lent)) for format, suffix in SUFFIXES.items()),
     *(Case(f"save {format}, bucket", format, in_a_bucket(suffix)) for format, suffix in SUFFIXES.items()),
     Case("save safetensors, max_shard_size", "safetensors", in_shards),
     Case("save native, hashes", "native", saving(hashes=True)),

@@ -22,6 +22,8 @@ def views(draw):
     """Tensors over a few buffers, numpy's and torch's: whole, slices, transposes, conjugates, empty ones, the same ones twice."""
     array = np.arange(12, dtype="f4")
     buffers = [torch.arange(12.0), torch.arange(12.0).to(torch.complex64), array, torch.from_numpy(array), torch.zeros(0)]
+    lent = torch.arange(12.0)
+    buffers += [lent, lent.numpy(), lent.numpy(), lent[4:].numpy(), np.frombuffer(bytes(48), "f4"), torch.zeros(0).numpy()]
     found = {}
     for number in range(draw(st.integers(1, 12))):
         one = draw(st.sampled_from([*buffers, *found.values()]))

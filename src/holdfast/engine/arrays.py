@@ -2,8 +2,9 @@
 
 A numpy buffer is a chunk like any other, and arrays over one buffer are aliases.
 
-An array of numpy's own class and of a dtype that a file may have is a row of a table where it owns its memory, or is a view of one
-that does: what owns its memory shares it with no other that does.
+An array of numpy's own class and of a dtype that a file may have is a row of a table where it is no view of another array, or is a
+view of such a one. What owns its memory shares it with no other that does. An array may also have the memory of something else, a
+tensor or a buffer; two of these are one storage where they begin in one place and are of one length.
 """
 
 from __future__ import annotations
@@ -58,14 +59,16 @@ class ArrayStorages:
 
 
 def tabulate_arrays(values: list[object]) -> Tabulated:
-    """The arrays among some that are views of an array which owns its memory, or own it themselves."""
+    """The arrays among some that are views of an array, or have memory of their own, of a tensor or of a buffer."""
     arrays = cast("list[np.ndarray]", values)
     rows: Sequence[int] = range(len(arrays))
     flags = list(map(FLAGS, arrays))
     plain = {*map(id, map(BASE, arrays))} == {id(None)} and all(map(IN_ORDER, flags)) and all(map(OWNED, flags))
     roots = arrays
     if not plain:
-        roots = [one if one.base is None else one.base for one in arrays]
+        bases = [*map(BASE, arrays)]
+        viewed = {kind for kind in {*map(type, bases)} if issubclass(kind, np.ndarray)}
+        roots = [base if kind in viewed else one for one, base, kind in zip(arrays, bases, map(type, bases), strict=True)]
         known_roots = {id(root): root for root in roots}
         good = {place for place, root in known_roots.items() if _is_root(root)}
         fine = [place in good for place in map(id, roots)]
@@ -80,28 +83,30 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
         kind = [positions.setdefault(one, len(positions)) for one in zip(dtypes, map(SHAPE, arrays), strict=True)]
         kinds = [Kind.plain(known[dtype], shape) for dtype, shape in positions]
     else:
-        offsets = [
-            one.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-            for one, root in zip(arrays, roots, strict=True)
-        ]
+        starts = [root.__array_interface__["data"][0] for root in roots]
+        each = zip(arrays, roots, starts, strict=True)
+        offsets = [0 if one is root else one.__array_interface__["data"][0] - start for one, root, start in each]
         asked = zip(dtypes, map(SHAPE, arrays), map(STRIDES, arrays), offsets, map(NBYTES, roots), strict=True)
         kind = [positions.setdefault(one, len(positions)) for one in asked]
         kinds = [_view_kind(known[dtype], *rest) for dtype, *rest in positions]  # type: ignore[arg-type]
     storage: Sequence[int] = range(len(arrays))
-    numbers = dict(zip(map(id, reversed(roots)), reversed(storage), strict=True))
+    keys: list[object] = [*map(id, roots)]
+    if not plain:
+        # Two arrays may be over the memory of one tensor. What has no bytes shares them with nobody.
+        places = zip(starts, map(NBYTES, roots), strict=True)
+        keys = [place if place[1] else key for place, key in zip(places, keys, strict=True)]
+    numbers = dict(zip(reversed(keys), reversed(storage), strict=True))
     if len(numbers) < len(roots):
         firsts = sorted(numbers.values())
-        numbers = {id(roots[first]): number for number, first in enumerate(firsts)}
-        storage, roots = [*map(numbers.__getitem__, map(id, roots))], [roots[first] for first in firsts]
+        numbers = {keys[first]: number for number, first in enumerate(firsts)}
+        storage, roots = [*map(numbers.__getitem__, keys)], [roots[first] for first in firsts]
     held = ArrayStorages(roots)
     return Tabulated(rows, kinds, kind, storage, held, held.addresses)
 
 
 def _is_root(array: object) -> bool:
-    """Whether an array owns its memory, and all bytes of it are its own."""
-    return (
-        type(array) is np.ndarray and array.base is None and array.flags.owndata and array.flags.forc and not array.dtype.hasobject
-    )
+    """Whether an array is no view of another one, and all bytes from its first to its last are its own."""
+    return type(array) is np.ndarray and not isinstance(array.base, np.ndarray) and array.flags.forc and not array.dtype.hasobject
 
 
 def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, nbytes: int) -> Kind:
