@@ -51,7 +51,6 @@ GROWTH = 1.1
 OPEN: dict[str, tuple[float, ...]] = {
     # case: times the calls of the plain save, with 64 and 2,000 tensors and for each more
     "convert pt to safetensors": (3.7, 1.4, 1.0),
-    "tie pt": (2.5, 2.9, 3.4),
 }
 """Cases that make more calls than they may; those of ranks without the figure for 64."""
 

@@ -319,7 +319,12 @@ class TensorTemplates:
                 if op == 0x58 and data[end + 2 : end + 5] == b"\0\0\0":
                     put = end + 5 + data[end + 1]
                     stop = put + (5 if put < limit and data[put] == 0x72 else 2)
-                    if stop > limit or data[put] not in PUT_OPCODES or number(data[put + 1 : stop], "little") != entries:
+                    if stop > limit or data[put] not in PUT_OPCODES:
+                        break
+                    index = data[put + 1]
+                    if stop - put == 5:
+                        index |= data[put + 2] << 8 | data[put + 3] << 16 | data[put + 4] << 24
+                    if index != entries:
                         break
                     try:
                         text = (data[end + 5 : put].decode(),)
@@ -334,7 +339,9 @@ class TensorTemplates:
                     if stop > limit or raw == opener:
                         pos = stop if stop <= limit else 0
                         break
-                    index = number(raw[1:], "little")
+                    index = raw[1]
+                    if op == 0x6A:
+                        index |= raw[2] << 8 | raw[3] << 16 | raw[4] << 24
                     value = known[index] if index < first else memo[index - first] if index < entries else UNKNOWN
                     if type(value) is Stub:
                         break

@@ -88,7 +88,7 @@ class Storages:
         self.source, self.lengths = source, lengths
         self.known: dict[str, StorageId] = {}
         """What was said first of the storage of each key."""
-        self._wholes: dict[tuple[str, DType], LazyTensor] = {}
+        self._wholes: dict[str, LazyTensor] = {}
         """Storages that were asked for by themselves."""
 
     def persistent(self, pid: object) -> LazyTensor:
@@ -103,9 +103,9 @@ class Storages:
                 expected=(first.dtype.name, first.count),
                 found=(asked.dtype.name, asked.count),
             )
-        whole = self._wholes.get((asked.key, asked.dtype))
-        if whole is None:
-            whole = self._wholes[asked.key, asked.dtype] = self.whole(asked)
+        whole = self._wholes.get(asked.key)
+        if whole is None or whole.dtype is not asked.dtype:
+            whole = self._wholes[asked.key] = self.whole(asked)
             self.known[asked.key] = first
         if asked.view is None:
             return whole
@@ -173,15 +173,16 @@ class ArchiveStorages(Storages):
         self._storages, self._folder, self._byteorder = storages, folder, byteorder
 
     def whole(self, asked: StorageId) -> LazyTensor:
-        stored = self._storages.archive.get(self._folder + asked.key)
-        if stored is None:
+        (rows, _, packed, _, methods), archive = self._storages.records, self._storages.archive
+        name, dtype = archive.below(self._folder) + asked.key, asked.dtype
+        if name not in rows:
             raise MetadataError(f"the pickle points at {self._folder}{asked.key}, which is not in the archive")
-        if not stored.stored:
-            raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
-        check_nbytes(asked, stored.nbytes)
-        dtype, shape = asked.dtype, (asked.count,)
-        kind = strided_kind(dtype, shape, (dtype.bits,), 0, asked.nbytes, PLAIN, self._byteorder, asked.location)
-        return self._storages.view(self._storages.records.rows[stored.name], kind, "")
+        row = rows[name]
+        if methods[row] != STORED:
+            raise ZipError(f"the storage {name!r} is compressed", offset=archive.records[name].header)
+        check_nbytes(asked, packed[row])
+        kind = strided_kind(dtype, (asked.count,), (dtype.bits,), 0, packed[row], PLAIN, self._byteorder, asked.location)
+        return self._storages.view(row, kind, "")
 
     def kind(self, claim: TensorArguments) -> RecordKind | None:
         """A kind of ordinary tensors; None where they are left to `persistent`."""
