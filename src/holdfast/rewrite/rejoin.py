@@ -9,8 +9,8 @@ From the copies the storage is computed again, range by range:
     storage     │ a a a b b b b c c · · │       b over a: the copies hold the same bytes where they meet
     copies        [a a a]  [b b b b]  [c c]
 
-1. The elements of a copy that touch a range of the storage are found as boxes: with the dimensions in the order of their strides,
-   those elements are an interval of the outermost dimension, of which all but the two ends lie inside whole.
+1. The elements of a copy that touch a range of the storage are found as boxes: they are an interval of the dimension that reaches
+   furthest, of which all but the two ends lie inside whole.
 2. Each box is read from its copy and put where it lay. When every byte of the range has come, the other copies are not read.
 3. What no copy covers is zero.
 
@@ -19,8 +19,10 @@ From the copies the storage is computed again, range by range:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -98,7 +100,8 @@ class Assembled(Sourced):
             padded = _padded(copies, start, stop)
             for copy in copies:
                 for placed in _boxes(copy, start, stop):
-                    if not _holds(padded, start - WIDEST_NBYTES, copy, placed):
+                    values = _values(copy, placed)
+                    if not np.array_equal(values, _window(padded, start - WIDEST_NBYTES, copy, placed, values.shape)):
                         return False
         return True
 
@@ -137,50 +140,29 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
 
     With `once`, of elements that lie in one place because of a stride of 0 the first is enough.
     """
-    shape, strides, width = copy.tensor.shape, copy.strides, copy.width
-    if not copy.tensor.size:
-        return
-    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
-    spans = [width]  # of one element, of the innermost dimension, of the two innermost, …
-    counts = [1]
-    for d in reversed(order):
-        spans.append(spans[-1] + (shape[d] - 1) * strides[d])
-        counts.append(counts[-1] * (1 if once and not strides[d] else shape[d]))
-    index = [slice(0, n) for n in shape]
-    first, last = start - width + 1, stop + width - 1  # where an element that touches the range may begin and end
-
-    def descend(depth: int, at: int, again: Callable[..., Iterator[PlacedBox]]) -> Iterator[PlacedBox]:
-        rest = len(order) - depth
-        if at + spans[rest] <= start or at >= stop:
-            return
-        if first <= at and at + spans[rest] <= last and counts[rest] * width <= BLOCK_NBYTES:
-            for d in order[depth:]:
-                index[d] = slice(0, 1 if once and not strides[d] else shape[d])
-            yield PlacedBox(tuple(index), at)
-            return
-        d, below = order[depth], rest - 1
-        stride, low, high = strides[d], 0, 1 if once and not strides[d] else shape[d]
-        if stride:
-            low = max(0, -(-(start - at - spans[below] + 1) // stride))
-            high = min(high, -(-(stop - at) // stride))
-        rows = max(1, BLOCK_NBYTES // (counts[below] * width))
-        i = low
-        while i < high:
-            # Rows that lie inside whole are taken together.
-            inside = min(high, i + rows, (last - at - spans[below]) // stride + 1 if stride else high)
-            if at + i * stride >= first and inside > i and counts[below] * width <= BLOCK_NBYTES:
-                index[d] = slice(i, inside)
-                for e in order[depth + 1 :]:
-                    index[e] = slice(0, 1 if once and not strides[e] else shape[e])
-                yield PlacedBox(tuple(index), at + i * stride)
-                i = inside
-            else:
-                index[d] = slice(i, i + 1)
-                yield from again(depth + 1, at + i * stride, again)
-                i += 1
-
-    # Given to itself, and not known to itself: functions that know each other stay until the collector comes.
-    yield from descend(0, copy.offset, descend)
+    strides, width = copy.strides, copy.width
+    shape = [1 if once and not stride else n for n, stride in zip(copy.tensor.shape, strides, strict=True)]
+    waiting = [tuple(slice(0, n) for n in shape)] if copy.tensor.size else []
+    while waiting:
+        index = waiting.pop()
+        reach = [(one.stop - one.start - 1) * stride for one, stride in zip(index, strides, strict=True)]
+        at = copy.offset + sum(one.start * stride for one, stride in zip(index, strides, strict=True))
+        end = at + sum(reach) + width
+        if end <= start or at >= stop:
+            continue
+        inside = start - width < at and end < stop + width
+        if inside and math.prod(one.stop - one.start for one in index) * width <= BLOCK_NBYTES:
+            yield PlacedBox(index, at)
+            continue
+        # The dimension that reaches furthest is cut: to its rows that touch the range, then to those that lie inside whole.
+        d = max(range(len(index)), key=lambda d: (reach[d], index[d].stop - index[d].start))
+        own, stride, row = index[d], strides[d], end - at - reach[d]
+        edges = {own.start, (own.start + own.stop) // 2, own.stop}
+        if not inside:
+            low = max(own.start + (start - at - row) // stride + 1, own.start)
+            high = min(own.start - (at - stop) // stride, own.stop)
+            edges = {low, high} if high - low < own.stop - own.start else {low, low + 1, high - 1, high}
+        waiting += [(*index[:d], slice(*pair), *index[d + 1 :]) for pair in pairwise(sorted(edges))]
 
 
 def _values(copy: Copy, placed: PlacedBox) -> np.ndarray:
@@ -194,11 +176,6 @@ def _values(copy: Copy, placed: PlacedBox) -> np.ndarray:
 def _window(block: np.ndarray, begin: int, copy: Copy, placed: PlacedBox, shape: tuple[int, ...]) -> np.ndarray:
     """The bytes of a box's elements inside of a block that begins with byte `begin` of the storage."""
     return np.ndarray(shape, block.dtype, block.data, placed.at - begin, (*copy.strides, 1))
-
-
-def _holds(block: np.ndarray, begin: int, copy: Copy, placed: PlacedBox) -> bool:
-    values = _values(copy, placed)
-    return np.array_equal(values, _window(block, begin, copy, placed, values.shape))
 
 
 class Rejoined(Value, frozen=True):
