@@ -76,16 +76,10 @@ class SharedRows(Value, frozen=True, eq=False):
 
     def pieces(self) -> tuple[Ints, Ints]:
         """Rows and their storages: a pair for each storage of each row, in order."""
-        several = np.isin(self.storage, [*self.parts]).nonzero()[0] if self.parts else ()
-        if not len(several):
+        if not self.parts:
             return self.rows, self.storage
-        each = [self.parts[number] for number in self.storage[several].tolist()]
-        pairs = self.rows[several].repeat([*map(len, each)]), np.array([number for one in each for number in one], np.int64)
-        rows, storage = (
-            np.append(np.delete(own, several), more) for own, more in zip((self.rows, self.storage), pairs, strict=True)
-        )
-        order = rows.argsort(kind="stable")
-        return rows[order], storage[order]
+        each = [self.parts.get(number, (number,)) for number in self.storage.tolist()]
+        return self.rows.repeat([*map(len, each)]), np.array([*chain.from_iterable(each)], np.int64)
 
     def groups(self) -> list[tuple[int, list[int]]]:
         """Storages that several rows share, each with its rows; in the order of first rows."""
@@ -279,6 +273,16 @@ def disjoint_groups(spans: Iterable[Span[T]], *, touching: bool = False) -> list
         else:
             found.append(SpanGroup(start, stop, [member]))
     return found
+
+
+def reached_spans(tensors: Iterable[LazyTensor], *, aligned: int = 1) -> dict[Storage, list[SpanGroup[None]]]:
+    """The bytes of storages that tensors reach: what overlaps or touches is one span, which begins at a multiple of `aligned`."""
+    found: dict[Storage, list[Span[None]]] = {}
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            start, stop = chunk.extent(tensor.dtype)
+            found.setdefault(chunk.storage, []).extend([(start - start % aligned, stop, None)] if start < stop else ())
+    return {storage: disjoint_groups(spans, touching=True) for storage, spans in found.items()}
 
 
 def overlaps(spans: Iterable[Span[T]]) -> Iterator[tuple[T, T]]:

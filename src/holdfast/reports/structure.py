@@ -32,7 +32,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage, in_c_order
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
-from holdfast.core.sharing import Span, disjoint_groups
+from holdfast.core.sharing import reached_spans
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, nbytes, percent, plural
 from holdfast.core.value import Value
@@ -177,16 +177,15 @@ def file_of(key: str, known: Container[str]) -> str:
 
 def dead(found: Survey) -> int:
     """Bytes of storages that no tensor reaches, as `compact` would drop them."""
-    reached: dict[Storage, list[Span[None]]] = {}
-    whole = 0
-    for tensor in found.tensors.values():
-        for chunk in tensor.chunks:
-            # An item of a distributed checkpoint is asked where its elements lie when it is read; there are no others in it.
-            if type(chunk) is Chunk and type(chunk.storage) is Storage and not tensor.traits.meta:
-                if chunk.storage not in reached:
-                    whole += chunk.storage.nbytes
-                reached.setdefault(chunk.storage, []).append((*chunk.extent(tensor.dtype), None))
-    used = sum(group.stop - group.start for spans in reached.values() for group in disjoint_groups(spans, touching=True))
+    # An item of a distributed checkpoint is asked where its elements lie when it is read; there are no others in it.
+    known = [
+        t
+        for t in found.tensors.values()
+        if not t.traits.meta and all(type(c) is Chunk and type(c.storage) is Storage for c in t.chunks)
+    ]
+    reached = reached_spans(known)
+    whole = sum(storage.nbytes for storage in reached)
+    used = sum(span.stop - span.start for spans in reached.values() for span in spans)
     return max(whole - used, 0)
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
-from holdfast.core.sharing import Span, SpanGroup, disjoint_groups
+from holdfast.core.sharing import SpanGroup, reached_spans
 from holdfast.core.table import ODD
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
@@ -105,16 +105,10 @@ def _without_gaps(state: State) -> State:
     parts = {number for number, kind in zip(table.storage, table.kind, strict=True) if kind in views} if views else set()
     # A row that is all of its storage leaves nothing of it, and neither do others over that storage.
     tensors = {row: table.view(row) for row, number in enumerate(table.storage) if number in parts or number == ODD}
-    reached: dict[Storage, list[Span[None]]] = {}
-    for tensor in tensors.values():
-        for chunk in tensor.chunks:
-            start, stop = chunk.extent(tensor.dtype)
-            if start < stop:
-                reached.setdefault(chunk.storage, []).append((start - start % WIDEST_NBYTES, stop, None))
-    found = {storage: disjoint_groups(spans, touching=True) for storage, spans in reached.items()}
+    found = reached_spans(tensors.values(), aligned=WIDEST_NBYTES)
     moved: dict[int, LazyTensor] = {}
     for row, tensor in tensors.items():
-        chunks = tuple(_in_group(chunk, tensor, found.get(chunk.storage, [])) for chunk in tensor.chunks)
+        chunks = tuple(_in_group(chunk, tensor, found[chunk.storage]) for chunk in tensor.chunks)
         if chunks != tensor.chunks:
             moved[row] = replace(tensor, chunks=chunks)
     return with_table(state, with_odd(table, moved)) if moved else state

@@ -34,7 +34,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.order import natural
 from holdfast.core.patterns import matcher, meant, rename_problems, renamed, unmatched
 from holdfast.core.protocols import Source, State
-from holdfast.core.sharing import View, identity
+from holdfast.core.sharing import View, identity, tied
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import AliasView, Composite, LazyTensor
 from holdfast.core.tree import dotted, entered, is_entered, leaf_names, leaf_paths, refilled, step, values_inside
@@ -465,7 +465,13 @@ def _cast_rows(state: State, edits: Edits, problems: list[str], losses: dict[DTy
         chosen = [number if known is None and own else known for known, own in zip(chosen, found, strict=True)]
     _check_casts(casts, names, {*chosen}, problems)
     if len({*chosen}) > 1:
-        _check_agreement(table, rows, [None if number is None else casts[number][1] for number in chosen], problems)
+        wanted = {row: None if number is None else casts[number][1] for row, number in zip(rows, chosen, strict=True)}
+        for row, first in tied(table).items():
+            # Names of one tensor must agree in what it is to be.
+            if row in wanted and wanted[row] is not wanted[first]:
+                both = ["is to stay as it is" if one is None else f"is to be {one}" for one in (wanted[first], wanted[row])]
+                told = f"are one tensor, and under one name it {', the other '.join(both)}"
+                problems.append(f"{table.names[first]} and {table.names[row]} {told}")
     # Quantised tensors stay as they are: their parts mean nothing in another dtype.
     parts = set() if edits.tensors_only else _quantized_parts(state)
     new = {row: number for row, number in zip(rows, chosen, strict=True) if number is not None and row not in parts}
@@ -476,23 +482,6 @@ def _quantized_parts(state: State) -> set[int]:
     """The rows of parts of quantised tensors."""
     parts = {id(part) for one in state.leaves.composites() if one.kind == "quantized" for part in one.parts.values()}
     return {row for row, leaf in enumerate(state.leaves.values) if id(leaf) in parts} if parts else set()
-
-
-def _check_agreement(table: Table, rows: Sequence[int], wanted: Sequence[DType | None], problems: list[str]) -> None:
-    """Names of one tensor must agree in what it is to be."""
-    first: dict[object, tuple[int, DType | None]] = {}
-    for row, dtype in zip(rows, wanted, strict=True):
-        number = table.storage[row]
-        kind = table.kinds[table.kind[row]]
-        key = (number, kind.dtype, kind.shape, kind.offset, kind.strides) if number != ODD else _odd_identity(table.odd[row])
-        other, before = first.setdefault(key, (row, dtype)) if key is not None else (row, dtype)
-        if before is not dtype:
-            wants = ", the other ".join("is to stay as it is" if one is None else f"is to be {one}" for one in (before, dtype))
-            problems.append(f"{table.names[other]} and {table.names[row]} are one tensor, and under one name it {wants}")
-
-
-def _odd_identity(tensor: LazyTensor) -> View | None:
-    return identity(tensor) if tensor.chunks else None
 
 
 class Casting:
