@@ -19,14 +19,12 @@ tensor counts as the view that it was (`LazyTensor.shared_chunks`), and not as t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count
+from itertools import chain, count, repeat
 from typing import Generic, TypeVar
 
-import numpy as np
-
-from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
@@ -54,11 +52,11 @@ def identity(tensor: LazyTensor, *, stored_alias: bool = False) -> View:
 class SharedRows(Value, frozen=True, eq=False):
     """Rows of tables that have bytes, with the storages that they lie in."""
 
-    rows: Ints
+    rows: Sequence[int]
     """Positions, ascending; those of one table behind those of the table before."""
-    storage: Ints
+    storage: Sequence[int]
     """The number of the storage of each; of a row in several storages, a number for all of them together."""
-    view: Ints
+    view: Sequence[int]
     """Rows with one number are the same elements of the same bytes."""
     nbytes: Mapping[int, int]
     """By the number of a storage."""
@@ -69,40 +67,44 @@ class SharedRows(Value, frozen=True, eq=False):
 
     def ties(self) -> dict[int, int]:
         """Rows that are the same view as an earlier row, in order, each with the first such row."""
-        _, first, place = np.unique(self.view, return_index=True, return_inverse=True)
-        firsts = self.rows[first[place]]
-        again = firsts != self.rows
-        return dict(zip(self.rows[again].tolist(), firsts[again].tolist(), strict=True))
+        first: dict[int, int] = {}
+        firsts = map(first.setdefault, self.view, self.rows)
+        return {row: other for row, other in zip(self.rows, firsts, strict=True) if row != other}
 
-    def pieces(self) -> tuple[Ints, Ints]:
+    def pieces(self) -> tuple[Sequence[int], Sequence[int]]:
         """Rows and their storages: a pair for each storage of each row, in order."""
         if not self.parts:
             return self.rows, self.storage
-        each = [self.parts.get(number, (number,)) for number in self.storage.tolist()]
-        return self.rows.repeat([*map(len, each)]), np.array([*chain.from_iterable(each)], np.int64)
+        each = [self.parts.get(number, (number,)) for number in self.storage]
+        rows = [row for row, numbers in zip(self.rows, each, strict=True) for _ in numbers]
+        return rows, [*chain.from_iterable(each)]
 
     def groups(self) -> list[tuple[int, list[int]]]:
         """Storages that several rows share, each with its rows; in the order of first rows."""
         rows, storage = self.pieces()
-        return [(int(storage[places[0]]), rows[places].tolist()) for places in several(storage)]
+        found: dict[int, list[int]] = {number: [] for number, times in Counter(storage).items() if times > 1}
+        for row, number in zip(rows, storage, strict=True) if found else ():
+            if number in found:
+                found[number].append(row)
+        return [*found.items()]
 
     def first_rows(self, count: int) -> list[int]:
         """Of each of so many rows, the first one over its storage, or over one of its storages."""
         rows, storage = self.pieces()
-        _, first, place = np.unique(storage, return_index=True, return_inverse=True)
-        found = np.arange(count)
-        np.minimum.at(found, rows, rows[first[place]])
-        return found.tolist()
+        found, first = [*range(count)], dict[int, int]()
+        for row, other in zip(rows, map(first.setdefault, storage, rows), strict=True):
+            if other < found[row]:
+                found[row] = other
+        return found
 
     def storage_of(self, number: int, tensor: LazyTensor, row: int) -> Storage:
         """The storage of a number that a row lies in; `tensor` is that row."""
         storages = tensor.shared_storages if self.stored_aliases else tensor.storages
-        own = int(self.storage[self.rows.searchsorted(row)])
-        return storages[self.parts[own].index(number) if own in self.parts else 0]
+        return storages[self.parts[self.storage[bisect_left(self.rows, row)]].index(number) if len(storages) > 1 else 0]
 
     def total_nbytes(self) -> int:
         """Bytes of all storages, each once."""
-        return sum([self.nbytes[number] for number in {*self.pieces()[1].tolist()}])
+        return sum([self.nbytes[number] for number in {*self.pieces()[1]}])
 
 
 def shared_rows(tables: Iterable[Table], *, stored_aliases: bool = False, by_place: bool = False) -> SharedRows:
@@ -137,40 +139,44 @@ class _Search:
         self._parts: dict[int, tuple[int, ...]] = {}
         self._views: dict[Hashable, int] = {}
         self._owners: dict[tuple[Source, str], Hashable] = {}
-        self._found: list[Ints] = [np.zeros((3, 0), np.int64)]
-        """Position, number of the storage, number of the way to lie there."""
+        self._rows: list[int] = []
+        self._storage: list[int] = []
+        self._lies: list[int] = []
+        """Of each row that was found, the number of the way to lie in its storage."""
         self._odd: list[tuple[int, int, LazyTensor, Sequence[Chunk]]] = []
         """Rows that are looked at one by one: position, number of the storage, and how it lies there."""
 
     def add(self, table: Table) -> None:
         first, self._first = self._first, self._first + len(table)
-        numbers, kind = np.array(table.storage, np.int64), np.array(table.kind, np.int64)
-        views = np.array([self._view(one) for one in table.kinds], np.int64)
-        apart = numbers == ODD
-        if self._stored_aliases:
-            apart |= np.array([one.traits.alias is not None for one in table.kinds], np.bool_)[kind]
-        rows = (~apart).nonzero()[0]
-        held, example, which = np.unique(numbers[rows], return_index=True, return_inverse=True)
-        known = [*map(self._numbers.setdefault, self._keys(table, held, rows[example]), self._unused)]
-        self._nbytes.update(zip(known, table.storages.nbytes[held].tolist() if len(held) else (), strict=True))
-        self._found.append(np.stack((first + rows, np.array(known, np.int64)[which], views[kind[rows]])))
-        for row in apart.nonzero()[0].tolist():
-            tensor = table.view(row)
-            chunks = tensor.shared_chunks if self._stored_aliases else tensor.chunks
-            if chunks:
-                self._odd.append((first + row, self._number(tensor, chunks), tensor, chunks))
+        kind, storage = table.kind, table.storage
+        aliased = {at for at, one in enumerate(table.kinds) if self._stored_aliases and one.traits.alias is not None}
+        rows: Sequence[int] = range(len(table))
+        if table.odd or aliased:
+            rows = [row for row, number in enumerate(storage) if number != ODD and kind[row] not in aliased]
+            for row in sorted({*range(len(table))}.difference(rows)):
+                tensor = table.view(row)
+                chunks = tensor.shared_chunks if self._stored_aliases else tensor.chunks
+                if chunks:
+                    self._odd.append((first + row, self._number(tensor, chunks), tensor, chunks))
+        numbers = [storage[row] for row in rows]
+        known = [*map(self._numbers.setdefault, self._keys(table, numbers, rows), self._unused)]
+        self._nbytes.update(zip(known, table.storages.nbytes[numbers].tolist(), strict=True))
+        views = [*map(self._view, table.kinds)]
+        self._rows += [first + row for row in rows]
+        self._storage += known
+        self._lies += [views[kind[row]] for row in rows]
 
-    def _keys(self, table: Table, held: Ints, rows: Ints) -> Iterable[Hashable]:
-        """What is equal for equal storages, of storages of these numbers; of each, a row that has it."""
+    def _keys(self, table: Table, numbers: Sequence[int], rows: Sequence[int]) -> Iterable[Hashable]:
+        """What is equal for equal storages, of rows that have storages of these numbers."""
         storages = table.storages
         if isinstance(storages, FileColumns):
             owners = [self._owner(place.source, place.home, place.key) for place in storages.files]
-            columns = storages.start[held], storages.nbytes[held], storages.crc[held]
-            return zip(map(owners.__getitem__, storages.file[held].tolist()), *(column.tolist() for column in columns), strict=True)
+            file, *columns = (column[numbers].tolist() for column in (storages.file, storages.start, storages.nbytes, storages.crc))
+            return zip(map(owners.__getitem__, file), *columns, strict=True)
         if not self._by_place:
-            return [(id(storages), number) for number in held.tolist()]
-        tensors = map(table.view, rows.tolist())
-        return [self._key(tensor, tensor.storages[0]) for tensor in tensors]
+            return zip(repeat(id(storages)), numbers, strict=False)
+        tensors = {number: table.view(row) for number, row in dict(zip(numbers, rows, strict=True)).items()}
+        return map({number: self._key(one, one.storages[0]) for number, one in tensors.items()}.__getitem__, numbers)
 
     def _key(self, tensor: LazyTensor, storage: Storage) -> Hashable:
         owner = self._owner(tensor.source, storage.home, storage.key)
@@ -215,39 +221,21 @@ class _Search:
 
     def found(self) -> SharedRows:
         """All rows that have bytes, in order."""
-        columns = np.concatenate(self._found, axis=1)
+        rows, storage, lies = self._rows, self._storage, self._lies
         if self._odd:
-            numbers = [number for _, number, _, _ in self._odd]
-            times = Counter(chain(columns[1].tolist(), numbers))
+            rows = [*rows, *(position for position, *_ in self._odd)]
+            storage = [*storage, *(number for _, number, *_ in self._odd)]
+            times = Counter(storage)
             # How a tensor lies is asked only where there are others: some have to read that.
-            views = [self._odd_view(tensor, chunks) if times[number] > 1 else -1 for _, number, tensor, chunks in self._odd]
-            odd = np.array([[position for position, *_ in self._odd], numbers, views], np.int64)
-            columns = np.concatenate((columns, odd), axis=1)
-            columns = columns[:, columns[0].argsort(kind="stable")]
-        filled = {number for number, nbytes in self._nbytes.items() if nbytes}
-        if len(filled) < len(self._nbytes):
-            columns = columns[:, np.isin(columns[1], [*filled])]
-        rows, storage, way = columns
-        return SharedRows(rows, storage, storage * (len(self._views) + 1) + way, self._nbytes, self._parts, self._stored_aliases)
-
-
-def numbered(values: Ints) -> Ints:
-    """A number for each value: 0 for the first and those that are equal to it, and so on."""
-    _, first, place = np.unique(values, return_index=True, return_inverse=True)
-    ranks = np.empty(len(first), np.int64)
-    ranks[first.argsort()] = np.arange(len(first))
-    return ranks[place]
-
-
-def several(values: Ints) -> list[Ints]:
-    """Positions of equal values, where there are two or more, by the first of them."""
-    order = values.argsort(kind="stable")
-    ordered = values[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
-    stops = np.append(starts, len(order))[1:]
-    some = np.flatnonzero(stops - starts > 1)
-    some = some[order[starts[some]].argsort()]
-    return [order[start:stop] for start, stop in zip(starts[some].tolist(), stops[some].tolist(), strict=True)]
+            odd = [self._odd_view(tensor, chunks) if times[number] > 1 else -1 for _, number, tensor, chunks in self._odd]
+            lies = [*lies, *odd]
+        order = sorted(range(len(rows)), key=rows.__getitem__) if self._odd else range(len(rows))
+        if self._odd or 0 in self._nbytes.values():
+            order = [at for at in order if self._nbytes[storage[at]]]
+            rows, storage, lies = ([column[at] for at in order] for column in (rows, storage, lies))
+        ways = len(self._views) + 1
+        view = [number * ways + lie for number, lie in zip(storage, lies, strict=True)]
+        return SharedRows(rows, storage, view, self._nbytes, self._parts, self._stored_aliases)
 
 
 class SpanGroup(Value, Generic[T], frozen=True):

@@ -32,6 +32,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
-from holdfast.core.sharing import numbered, several, shared_rows
+from holdfast.core.sharing import shared_rows
 from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value, replace
@@ -226,14 +227,15 @@ class ModelRows:
         self._first = [*accumulate(map(len, self._tables), initial=0)]
         """The position of the first row of each table among the rows of all."""
         found = shared_rows(self._tables, stored_aliases=stored_aliases, by_place=True)
-        some = self._of_kinds(lambda kind: not kind.traits.meta and 0 not in kind.shape)[found.rows].nonzero()[0]
-        self.rows: Ints = found.rows[some]
-        """Positions among the rows of all tables."""
-        self.storages, self.copies = numbered(found.storage[some]), numbered(found.view[some])
+        columns = np.array((found.rows, found.storage, found.view), np.int64)
+        filled = self._of_kinds(lambda kind: not kind.traits.meta and 0 not in kind.shape)
+        self.rows, storage, view = columns[:, filled[columns[0]].nonzero()[0]]
+        """`rows` are positions among the rows of all tables."""
+        self.storages, self.copies = _numbered(storage), _numbered(view)
         self._lengths = np.zeros(self.storages.max(initial=-1) + 1, np.int64)
-        self._lengths[self.storages] = [found.nbytes[number] for number in found.storage[some].tolist()]
+        self._lengths[self.storages] = [found.nbytes[number] for number in storage.tolist()]
         self._order = self.copies.argsort(kind="stable")
-        self._edges = [*np.flatnonzero(np.diff(self.copies[self._order], prepend=-1)).tolist(), len(some)]
+        self._edges = [*np.flatnonzero(np.diff(self.copies[self._order], prepend=-1)).tolist(), len(self.rows)]
         self._firsts: Ints = self._order[self._edges[:-1]]
         """The place of the first row of each copy in these columns."""
 
@@ -283,7 +285,7 @@ class ModelRows:
     def by_storage(self) -> AliasGraph:
         """Groups of rows over one storage."""
         made = []
-        for places in several(self.storages):
+        for places in _several(self.storages):
             members, nbytes = self._members(places), int(self._lengths[self.storages[places[0]]])
             saved = max(sum(member.nbytes for member in members) - nbytes, 0)
             made.append(AliasGroup(members, nbytes, saved, same=len({*self.copies[places].tolist()}) == 1))
@@ -294,7 +296,7 @@ class ModelRows:
         freed = self._freed(classes, self.storages[self._firsts])
         if tied:
             within = {copy for copies in classes for copy in copies}
-            names = [int(self.copies[places[0]]) for places in several(self.copies)]
+            names = [int(self.copies[places[0]]) for places in _several(self.copies)]
             classes = [*classes, *([copy] for copy in names if copy not in within)]
         made = []
         for number, copies in enumerate(classes):
@@ -325,7 +327,7 @@ class ModelRows:
         crcs[[*read]] = tensor_crcs([*read.values()], threads=threads, progress=progress)
         canon: dict[object, int] = {}
         outline = self._of_kinds(lambda kind: canon.setdefault(canonical(kind.dtype, kind.shape), len(canon)))[firsts]
-        alike = several(outline * (1 << 33) + np.where(crcs >= 0, crcs, (1 << 32) + np.arange(len(crcs))))
+        alike = _several(outline * (1 << 33) + np.where(crcs >= 0, crcs, (1 << 32) + np.arange(len(crcs))))
         return _classes([one.tolist() for one in alike], lambda copy: self.tensor(firsts[copy]), threads, progress), notes
 
     def _freed(self, classes: Sequence[Sequence[int]], storages: Ints) -> dict[int, int]:
@@ -338,6 +340,25 @@ class ModelRows:
             left[storage] -= 1
             found.setdefault(storage, moved[copy])
         return {storage: number for storage, number in found.items() if not left[storage]}
+
+
+def _numbered(values: Ints) -> Ints:
+    """A number for each value: 0 for the first and those that are equal to it, and so on."""
+    _, first, place = np.unique(values, return_index=True, return_inverse=True)
+    ranks = np.empty(len(first), np.int64)
+    ranks[first.argsort()] = np.arange(len(first))
+    return ranks[place]
+
+
+def _several(values: Ints) -> list[Ints]:
+    """Positions of equal values, where there are two or more, by the first of them."""
+    order = values.argsort(kind="stable")
+    ordered = values[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    stops = np.append(starts, len(order))[1:]
+    some = np.flatnonzero(stops - starts > 1)
+    some = some[order[starts[some]].argsort()]
+    return [order[start:stop] for start, stop in zip(starts[some].tolist(), stops[some].tolist(), strict=True)]
 
 
 def _classes(
@@ -500,12 +521,12 @@ class _Tying:
     def __init__(self, table: Table) -> None:
         self._table = table
         found = shared_rows([table])
-        self._storage, self._view = np.full(len(table), -1, np.int64), np.full(len(table), -1, np.int64)
-        self._storage[found.rows], self._view[found.rows] = found.storage, found.view
+        self._storage = dict(zip(found.rows, found.storage, strict=True))
+        self._view = dict(zip(found.rows, found.view, strict=True))
         self._parts = found.parts
         rows, storages = found.pieces()
-        pairs = np.unique(np.stack((storages, self._view[rows])), axis=1)
-        self._views = dict(zip(*(one.tolist() for one in np.unique(pairs[0], return_counts=True)), strict=True))
+        views = {*zip(storages, map(self._view.__getitem__, rows), strict=True)}
+        self._views = Counter([storage for storage, _ in views])
         """How many different views each storage has."""
         self._first: dict[int, int] = {}
         """A view, and the row that takes its place."""
@@ -519,11 +540,11 @@ class _Tying:
         first = next((row for row in rows if self._covers(row)), rows[0])
         stays: list[str] = []
         for row in rows:
-            own = int(self._storage[row])
+            own = self._storage[row]
             if own == self._storage[first]:
                 continue
             if all(self._views[storage] == 1 for storage in self._parts.get(own, (own,))):
-                self._first[int(self._view[row])] = first
+                self._first[self._view[row]] = first
             elif self._covers(row) and self._covers(first):
                 if own not in self._onto and self._root(first) != own:
                     self._onto[own] = first
@@ -536,12 +557,12 @@ class _Tying:
 
     def _root(self, row: int) -> int:
         """The storage where the views of a row's storage end up; one that others moved to may move itself."""
-        return int(self._storage[self._holder(row)])
+        return self._storage[self._holder(row)]
 
     def _holder(self, row: int) -> int:
         """A row of the storage that a row ends up in: itself where that does not move."""
-        while int(self._storage[row]) in self._onto:
-            row = self._onto[int(self._storage[row])]
+        while self._storage[row] in self._onto:
+            row = self._onto[self._storage[row]]
         return row
 
     def _kind(self, row: int) -> Kind:
@@ -558,9 +579,8 @@ class _Tying:
         table = self._table
         kinds, kind, storage, odd = [*table.kinds], [*table.kind], [*table.storage], dict(table.odd)
         known: dict[tuple[int, ...], int] = {}
-        moves = np.isin(self._view, [*self._first]) | np.isin(self._storage, [*self._onto])
-        for row in moves.nonzero()[0].tolist():
-            first = self._first.get(int(self._view[row]), row)
+        for row in [row for row, view in self._view.items() if view in self._first or self._storage[row] in self._onto]:
+            first = self._first.get(self._view[row], row)
             holder = self._holder(first)
             like, traits = self._kind(first), table.kind_of(row).traits
             if first != row:
