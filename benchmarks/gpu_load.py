@@ -311,7 +311,7 @@ def watched(clock: Clock) -> Iterator[None]:
     """The functions of a load, with a clock around each."""
     pump = pipeline.pump
     pumping = [module for module in list(sys.modules.values()) if vars(module).get("pump") is pump]
-    places = [(torch_open, "read_rows", "open"), (allocate, "make_fresh", "allocate"), (allocate, "fill", "plan")]
+    places = [(torch_open, "read_tensors", "open"), (allocate, "make_fresh", "allocate"), (allocate, "fill", "plan")]
     before = [getattr(module, name, None) for module, name, _ in places]
 
     def timed_pump(tasks, blocks, *, threads, read, put):

@@ -16,7 +16,7 @@ from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda.load import load_fills, load_rows, views
 from holdfast.torch.tensors import allocate
 from holdfast.torch.tensors import fill as filling
-from holdfast.torch.tensors.allocate import fresh_rows, read_tensors
+from holdfast.torch.tensors.allocate import fresh_kinds, read_tensors
 from holdfast.torch.tensors.fill import fill, row_ranges
 from holdfast.torch.tensors.scratch import Fill
 
@@ -46,10 +46,16 @@ def many(name: str) -> dict[str, torch.Tensor]:
 
 def read_fresh(checkpoint, names, most=None) -> dict[str, torch.Tensor]:
     table = checkpoint.stored
-    rows, kinds = fresh_rows(table, names, device=CPU)
-    found = row_ranges(table, rows, kinds, [CPU] * len(rows))
+    rows = [table.rows[name] for name in names]
+    fresh = [(row, kind) for row, kind in zip(rows, fresh_kinds(table, rows, device=CPU), strict=True) if kind is not None]
+    groups = row_ranges(table, [row for row, _ in fresh], [kind for _, kind in fresh], [CPU] * len(fresh))
+    found = [rows for rows, _ in groups]
     load_rows(found, most=most)
     return {one.name(number): tensor for one in found for number, tensor in enumerate(one.tensors)}
+
+
+def read_by_one(checkpoint) -> dict[str, torch.Tensor]:
+    return {name: lazy.torch() for name, lazy in checkpoint.items()}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -74,7 +80,7 @@ def test_as_to_the_cpu(tmp_path, name, block):
     holdfast.save(state, tmp_path / name)
     with holdfast.open(tmp_path / name) as checkpoint:
         names = list(checkpoint)
-        expected = read_tensors(dict(checkpoint))
+        expected = read_by_one(checkpoint)
         found = read_fresh(checkpoint, names, block)
     check(found, expected)
     assert set(found) >= {f"t{i}" for i in range(300)} | {"zero", "large"}
@@ -96,7 +102,7 @@ def test_drawn_files(tmp_path_factory, data):
     holdfast.save(state, folder / name)
     with holdfast.open(folder / name) as checkpoint:
         names = data.draw(st.permutations(list(checkpoint)))[: data.draw(st.integers(1, count))]
-        expected = read_tensors({name: checkpoint[name] for name in names})
+        expected = read_by_one(checkpoint)
         found = read_fresh(checkpoint, names, 2 << 20)
     check(found, expected)
     assert {name for name in names if state[name].nbytes} <= set(found)
@@ -111,7 +117,7 @@ def test_what_begins_at_odd_places(tmp_path):
     (tmp_path / "odd.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + content)
     with holdfast.open(tmp_path / "odd.safetensors") as checkpoint:
         found = read_fresh(checkpoint, list(checkpoint))
-        check(found, read_tensors(dict(checkpoint)))
+        check(found, read_by_one(checkpoint))
     assert len(found) == 101
 
 
@@ -126,8 +132,9 @@ def test_what_shares_a_storage_is_no_fresh_row(tmp_path, name):
     holdfast.save(shared(), tmp_path / name)
     with holdfast.open(tmp_path / name) as checkpoint:
         table = checkpoint.stored
-        rows, _ = fresh_rows(table, list(checkpoint), device=CPU)
-    assert {table.names[row] for row in rows} == {f"own{i}" for i in range(80)} - {"own3"}
+        kinds = fresh_kinds(table, range(len(table)), device=CPU)
+    fresh = {name for name, kind in zip(table.names, kinds, strict=True) if kind is not None}
+    assert fresh == {f"own{i}" for i in range(80)} - {"own3"}
 
 
 @pytest.mark.parametrize("count", [1, 100])
@@ -144,7 +151,7 @@ def test_damage_is_named(tmp_path, name, count):
         with pytest.raises(Corrupted) as fast:
             read_fresh(checkpoint, list(checkpoint))
         with pytest.raises(Corrupted) as plain:
-            read_tensors(dict(checkpoint))
+            read_by_one(checkpoint)
         assert (fast.value.tensor, fast.value.file, fast.value.offset) == (hurt, plain.value.file, plain.value.offset)
         assert str(fast.value) == str(plain.value)
     with holdfast.open(tmp_path / name, verify=False) as checkpoint:
@@ -162,18 +169,17 @@ def test_a_checkpoint_is_read_in_one_pass_and_in_order(tmp_path, monkeypatch):
 
     from holdfast.torch.tensors import open as opened
 
-    def small(stored, views, names, device, *, max_host_memory):
-        return allocate.read_rows(stored, views, names, CPU, max_host_memory=max_host_memory)
+    def small(tensors, *, names, device, dtype, max_host_memory):
+        return read_tensors(tensors, names=names, device=CPU, dtype=dtype, max_host_memory=max_host_memory)
 
     def loaded(groups, **more):
         passes.append(len(groups))
         return load_rows(groups, **more)
 
-    monkeypatch.setattr(opened, "read_rows", small)
+    monkeypatch.setattr(opened, "read_tensors", small)
     monkeypatch.setattr(allocate, "_in_memory", lambda device: False)
     monkeypatch.setattr(gpu_load, "load_rows", loaded)
     monkeypatch.setattr(opened, "_device", lambda device: Device())
-    monkeypatch.setattr(opened, "read_tensors", lambda others, *, device, dtype, max_host_memory: read_tensors(others, dtype=dtype))
     monkeypatch.setattr(filling, "_sorted_out", lambda fills: ([], fills, []))
     with torch_open(tmp_path / "a.pt") as checkpoint:
         found = checkpoint.read(device="cpu")

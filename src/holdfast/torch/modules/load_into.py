@@ -51,7 +51,7 @@ from holdfast.torch.modules.fit import (
 )
 from holdfast.torch.modules.match import Match, Names, meet_places, shaped
 from holdfast.torch.modules.wrappers import names_put_back, plain_name, renamed
-from holdfast.torch.tensors.allocate import Want, make_fresh, read_tensors
+from holdfast.torch.tensors.allocate import Want, make_fresh, read_lazies
 from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
@@ -202,11 +202,10 @@ class Load:
         return version == module._version
 
     def _read_extras(self, found: Fit) -> dict[nn.Module, object]:
-        lazies = {str(id(lazy)): lazy for value in found.extras.values() for lazy in lazy_tensors(value)}
-        made = read_tensors(lazies)
+        made = read_lazies([*found.extras.values()])
 
         def tensor(value: LazyTensor | Composite) -> torch.Tensor:
-            return value.torch() if isinstance(value, Composite) else made[str(id(value))]
+            return value.torch() if isinstance(value, Composite) else made[id(value)]
 
         return {module: torch_tree(value, tensor) for module, value in found.extras.items()}
 
@@ -428,12 +427,11 @@ def _state(checkpoint: Checkpoint, prefix: str, *, own: Own, choice: Choice, pro
             for part in [other for other in state if other.startswith(f"{name}.")]:
                 del state[part]
             state[name] = value
-    lazies = {str(id(lazy)): lazy for lazy in lazy_tensors(state)}
-    own.nbytes += sum(lazy.nbytes for lazy in lazies.values())
-    made = read_tensors(lazies, device=choice.device, progress=progress)
+    own.nbytes += sum(lazy.nbytes for lazy in lazy_tensors(state))
+    made = read_lazies(state, device=choice.device, progress=progress)
 
     def tensor(value: LazyTensor | Composite) -> torch.Tensor:
-        return value.torch() if isinstance(value, Composite) else made[str(id(value))].detach()
+        return value.torch() if isinstance(value, Composite) else made[id(value)].detach()
 
     filled = torch_tree(state, tensor)
     return filled if isinstance(filled, OrderedDict) else state

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import compress
 
-import numpy as np
 import torch
 from msgspec import Struct, field
 
@@ -18,13 +17,14 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, Unsupported, located
-from holdfast.plan.files import FileStorages
+from holdfast.plan.files import FileStorages, tabulate
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.fill import CPU, NO_FILLS, Fills, Progress, fill, row_ranges
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
+from holdfast.torch.tensors.tree import lazy_tensors
 
 
 class Want(Value, frozen=True):
@@ -80,68 +80,78 @@ def make_fresh(wants: Mapping[str, Want]) -> Fresh:
 def read_tensors(
     tensors: Mapping[str, LazyTensor],
     *,
+    names: Sequence[str] | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     max_host_memory: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read many lazy tensors as torch tensors, together. `dtype` is for floating-point tensors; the others keep theirs.
+    """Read many tensors, all or those of these names, as torch tensors: together, in one pass over the files.
 
-    `max_host_memory` is for GPUs, as in `fill`; what it has to say is a warning here.
+    `dtype` is for floating-point tensors; the others keep theirs. `max_host_memory` is for GPUs, as in `fill`; what it has to
+    say is a warning here.
     """
+    place, keys = device or CPU, [*dict.fromkeys(tensors if names is None else names)]
     with resting_collector():
-        wants = {name: Want(lazy, wanted_dtype(lazy, dtype), device or CPU) for name, lazy in tensors.items()}
-        fresh = make_fresh(wants)
-    for note in fill(_in_large_pages(NO_FILLS.with_more(fresh.fills)), progress, max_host_memory=max_host_memory):
-        warnings.warn(note, HoldfastWarning, stacklevel=3)
-    return fresh.tensors
-
-
-def read_rows(
-    table: Table,
-    views: Mapping[str, LazyTensor],
-    names: Sequence[str],
-    device: torch.device,
-    *,
-    max_host_memory: int | None = None,
-) -> dict[str, torch.Tensor]:
-    """Read tensors of these names, in one pass over the files: rows of the table, and of the others `views`."""
-    with resting_collector():
-        rows, kinds = fresh_rows(table, names, device=device)
-        done = [table.names[row] for row in rows]
-        known = {*done}
-        others = {name: views[name] for name in names if name not in known}
-        fresh = make_fresh({name: Want(lazy, wanted_dtype(lazy, None), device) for name, lazy in others.items()})
-        wanted, on_gpu = NO_FILLS, list[DeviceRows]()
-        if _in_memory(device):
-            made = [torch.empty(kind.shape, dtype=kind.dtype) for kind in kinds]
-            fresh.tensors.update(zip(done, made, strict=True))
-            wanted = Fills(table, rows, {}, made)
-        elif rows:
-            on_gpu = row_ranges(table, rows, kinds, [device] * len(rows))
-    notes = fill(_in_large_pages(wanted.with_more(fresh.fills)), fresh=on_gpu, max_host_memory=max_host_memory)
+        if isinstance(tensors, Table):
+            rows = [tensors.rows[key] for key in keys]
+            table = tensors.located(rows)
+        else:
+            views = [tensors[key] for key in keys]
+            table, rows = tabulate([view.name for view in views], views), [*range(len(views))]
+        kinds = fresh_kinds(table, rows, device=place, dtype=dtype)
+        found = [(key, row, kind) for key, row, kind in zip(keys, rows, kinds, strict=True) if kind is not None]
+        others = {key: table.view(row) for key, row, kind in zip(keys, rows, kinds, strict=True) if kind is None}
+        fresh = make_fresh({key: Want(lazy, wanted_dtype(lazy, dtype), place) for key, lazy in others.items()})
+        chosen, wanted, on_gpu = [row for _, row, _ in found], NO_FILLS, list[tuple[DeviceRows, list[int]]]()
+        if _in_memory(place):
+            own = [torch.empty(kind.shape, dtype=kind.dtype) for _, _, kind in found]
+            fresh.tensors.update(zip([key for key, _, _ in found], own, strict=True))
+            wanted = Fills(table, chosen, {}, own)
+        elif found:
+            on_gpu = row_ranges(table, chosen, [kind for _, _, kind in found], [place] * len(found))
+    loads = [one for one, _ in on_gpu]
+    notes = fill(_in_large_pages(wanted.with_more(fresh.fills)), progress, fresh=loads, max_host_memory=max_host_memory)
     for note in notes:
-        warnings.warn(note, HoldfastWarning, stacklevel=4)
-    for one in on_gpu:
-        fresh.tensors |= {one.name(number): tensor for number, tensor in enumerate(one.tensors) if tensor is not None}
+        warnings.warn(note, HoldfastWarning, stacklevel=3)
+    for one, members in on_gpu:
+        fresh.tensors |= {found[at][0]: tensor for at, tensor in zip(members, one.tensors, strict=True) if tensor is not None}
     return fresh.tensors
 
 
-def fresh_rows(table: Table, names: Sequence[str], *, device: torch.device) -> tuple[list[int], list[ByteKind]]:
-    """Which tensors become fresh ones without an object each: rows of the table, and as what each is copied.
+def read_lazies(
+    tree: object,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    max_host_memory: int | None = None,
+) -> dict[int, torch.Tensor]:
+    """Read all lazy tensors in a tree, by their identities, as `read_tensors` does."""
+    lazies = {str(id(lazy)): lazy for lazy in lazy_tensors(tree)}
+    made = read_tensors(lazies, device=device, dtype=dtype, progress=progress, max_host_memory=max_host_memory)
+    return {int(key): tensor for key, tensor in made.items()}
 
-    Those are all of a storage that no other of these tensors has. What shares a storage is tied again by its regions
+
+def fresh_kinds(
+    table: Table, rows: Sequence[int], *, device: torch.device, dtype: torch.dtype | None = None
+) -> list[ByteKind | None]:
+    """As what rows of a table become fresh tensors without an object each; None for a row that does not.
+
+    Those are all of a storage that no other of these rows has. What shares a storage is tied again by its regions
     (shared_regions.py), and what has another order, dtype or several pieces is copied element by element.
     """
-    if not isinstance(table.storages, FileStorages):
-        return [], []
-    own = [row for name in names if table.storage[row := table.rows[name]] != ODD]
-    numbers = np.array([table.storage[row] for row in own], np.int64)
-    suited = np.array([_suits(place.source, device) for place in table.storages.files], np.bool_)
-    alone = (np.bincount(numbers)[numbers] == 1) & suited[table.storages.file[numbers]] if own else []
-    kinds = [_byte_kind(kind) if kind.whole and kind.traits.alias is None else None for kind in table.kinds]
-    chosen = [(row, kind) for row in compress(own, alone) if (kind := kinds[table.kind[row]]) is not None]
-    return [row for row, _ in chosen], [kind for _, kind in chosen]
+    storages = table.storages
+    if not isinstance(storages, FileStorages):
+        return [None] * len(rows)
+    suited = [_suits(place.source, device) for place in storages.files]
+    kinds = [_byte_kind(kind, dtype) if kind.whole and kind.traits.alias is None else None for kind in table.kinds]
+    numbers = [table.storage[row] for row in rows]
+    counts, file = Counter(numbers), storages.file
+    return [
+        kinds[table.kind[row]] if number != ODD and counts[number] == 1 and suited[file[number]] else None
+        for row, number in zip(rows, numbers, strict=True)
+    ]
 
 
 def _suits(source: Source, device: torch.device) -> bool:
@@ -149,17 +159,19 @@ def _suits(source: Source, device: torch.device) -> bool:
     content has requests of its own."""
     store = source.store
     apart = source.mapped or store.requests or store.in_order or store.block_nbytes
-    return source.limits.expansion >= 1 and not (device.type == "cpu" and apart)
+    return source.limits.expansion >= 1 and (not apart if device.type == "cpu" else device.type == "cuda")
 
 
-def _byte_kind(kind: Kind) -> ByteKind | None:
-    """As what rows of a kind are copied; None where torch has no such elements. Of quantised ones a scale is missing."""
+def _byte_kind(kind: Kind, cast: torch.dtype | None) -> ByteKind | None:
+    """As what rows of a kind are copied; None where they are cast, or torch has no such elements. Of quantised ones a scale is
+    missing."""
     dtype = kind.dtype
     try:
-        usual = dtype.kind != "quantized" and not dtype.packed and torch_dtype(dtype).itemsize * 8 == dtype.bits
-        return ByteKind.of(torch_dtype(dtype), kind.shape) if usual else None
+        own = torch_dtype(dtype)
     except Unsupported:
         return None
+    usual = dtype.kind != "quantized" and not dtype.packed and own.itemsize * 8 == dtype.bits
+    return ByteKind.of(own, kind.shape) if usual and (cast in (None, own) or dtype.kind != "float") else None
 
 
 def _in_large_pages(fills: Fills) -> Fills:

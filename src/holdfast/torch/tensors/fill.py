@@ -104,11 +104,16 @@ class Fills(Value, frozen=True, eq=False):
     def ranges(self) -> list[DeviceRows]:
         """All of them, which are rows."""
         targets = [target if target.is_cpu else target.detach() for target in self.targets]
-        return row_ranges(self.table, self.rows, targets, [target.device for target in targets])
+        return [rows for rows, _ in row_ranges(self.table, self.rows, targets, [target.device for target in targets])]
 
     def objects(self, positions: Iterable[int]) -> list[Fill]:
-        """Those at these positions, an object each."""
-        return [Fill(self.lazy(at), self.targets[at].detach()) for at in positions]
+        """Those at these positions that have elements, an object each. Refuses targets on a GPU that cannot be filled."""
+        found = [Fill(self.lazy(at), self.targets[at].detach()) for at in positions]
+        for one in found:
+            target = one.target
+            if target.is_cuda and not target.is_contiguous() and repeats(target.shape, target.stride()):
+                raise BadTarget("the target is expanded: several of its elements are one place on the GPU", tensor=one.lazy.name)
+        return [one for one in found if one.lazy.size]
 
 
 NO_FILLS = Fills(Table((), (), (), (), NO_FILES, {}), (), {}, ())
@@ -122,8 +127,8 @@ def files_of(table: Table) -> FileStorages:
 
 def row_ranges(
     table: Table, rows: Sequence[int], destinations: Sequence[torch.Tensor | ByteKind], devices: Sequence[torch.device]
-) -> list[DeviceRows]:
-    """Where rows lie and what they become, those of one source and device together."""
+) -> list[tuple[DeviceRows, list[int]]]:
+    """Where rows lie and what they become, those of one source and device together; and which of them these are."""
     storages, storage = files_of(table), table.storage
     keys = [file.key for file in storages.files]
     numbers = np.array([storage[row] for row in rows], np.int64)
@@ -139,7 +144,8 @@ def row_ranges(
         verify = isinstance(source, OpenSource) and source.verify
         crcs = storages.crc[chosen] if verify else np.full(len(own), UNKNOWN, np.int64)
         names, targets = [table.names[row] for row in own], [destinations[at] for at in members]
-        found.append(DeviceRows(source, device, ranges, crcs, targets, names.__getitem__, partial(_damaged, table, own)))
+        made = DeviceRows(source, device, ranges, crcs, targets, names.__getitem__, partial(_damaged, table, own))
+        found.append((made, members))
     return found
 
 
@@ -172,8 +178,10 @@ def fill(
     """
     fills = wanted if isinstance(wanted, Fills) else NO_FILLS.with_more(wanted)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        rows, others = _by_range(fills)
-        direct, on_gpu, staged = _sorted_out([one for one in fills.objects(others) if one.lazy.size])
+        behind = _overlapping(fills)
+        rows = [at for at, row in enumerate(fills.rows) if row != ODD and at not in behind]
+        direct, on_gpu, staged = _sorted_out(fills.objects(at for at in fills.lazies if at not in behind))
+        staged += fills.objects(sorted(behind))
         in_rows = fills.only(rows).ranges() if rows else []
         _read_ranges([one for one in in_rows if one.device.type == "cpu"], progress)
         _read_in_place(direct, progress)
@@ -188,34 +196,25 @@ def fill(
     return notes
 
 
-def _by_range(fills: Fills) -> tuple[list[int], Iterable[int]]:
-    """Positions of rows that are read as ranges, and all others: lazy tensors, and rows whose targets share memory with another."""
-    if len(fills.lazies) == len(fills):
-        return [], range(len(fills))
-    apart = {*fills.lazies, *_sharing(fills)}
-    if not apart:
-        return [*range(len(fills))], ()
-    return [at for at in range(len(fills)) if at not in apart], sorted(apart)
+def _overlapping(fills: Fills) -> set[int]:
+    """Positions of fills whose targets reach into the memory of one before them; those that only lie between count, too.
 
-
-def _sharing(fills: Fills) -> list[int]:
-    """Positions of fills whose targets have memory in common with that of another."""
-    nbytes = fills.nbytes
+    Of all that hang together, the one that comes first may begin; the others wait, and keep their order.
+    """
+    reach = fills.nbytes
     for position in fills.lazies:
-        nbytes[position] = reach_nbytes(fills.targets[position])
-    (filled,) = nbytes.nonzero()
-    order, groups = _overlaps([fills.targets[at] for at in filled.tolist()], nbytes[filled])
-    return filled[order[np.bincount(groups)[groups] > 1]].tolist() if len(groups) else []
-
-
-def _overlaps(targets: Sequence[torch.Tensor], nbytes: Ints) -> tuple[Ints, Ints]:
-    """Tensors in the order of their memory, as positions; and for each of these the number of what hangs together with it."""
+        reach[position] = reach_nbytes(fills.targets[position])
+    (filled,) = reach.nonzero()
     # Addresses of GPUs and of the host are never the same. Other devices have none that say anything.
-    starts = np.fromiter((target.data_ptr() for target in targets), np.int64, len(targets))
+    starts = np.array([fills.targets[at].data_ptr() for at in filled.tolist()], np.int64)
     order = np.argsort(starts, kind="stable")
-    first = starts[order]
-    reach = np.maximum.accumulate(first + nbytes[order])
-    return order, np.cumsum(np.concatenate(([True], first[1:] >= reach[:-1]))[: len(order)]) - 1
+    members, starts = filled[order], starts[order]
+    ends = np.maximum.accumulate(starts + reach[members])
+    groups = np.cumsum(np.concatenate(([True], starts[1:] >= ends[:-1]))[: len(order)]) - 1
+    if not len(groups) or groups[-1] == len(groups) - 1:
+        return set()
+    first = np.minimum.reduceat(members, np.flatnonzero(np.diff(groups, prepend=-1)))
+    return {*members[members != first[groups]].tolist()}
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -247,35 +246,16 @@ def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> Non
 
 def _sorted_out(fills: list[Fill]) -> tuple[list[Fill], list[Fill], list[Fill]]:
     """Those that can be read straight into their targets, those on GPUs, and the others."""
-    behind = _overlapping(fills)
     direct, on_gpu, staged = list[Fill](), list[Fill](), list[Fill]()
-    for number, one in enumerate(fills):
+    for one in fills:
         target = one.target
-        if target.is_cuda and not target.is_contiguous() and repeats(target.shape, target.stride()):
-            raise BadTarget("the target is expanded: several of its elements are one place on the GPU", tensor=one.lazy.name)
-        if number in behind:
-            staged.append(one)
-        elif target.is_cuda:
+        if target.is_cuda:
             on_gpu.append(one)
         elif target.is_cpu and target.dtype == torch_dtype(one.lazy.dtype) and not target.is_conj() and not target.is_neg():
             direct.append(one)
         else:
             staged.append(one)
     return direct, on_gpu, staged
-
-
-def _overlapping(fills: list[Fill]) -> set[int]:
-    """Numbers of the fills whose targets reach into the memory of one before them; those that only lie between count, too.
-
-    Of all that hang together, the one that comes first may begin; the others wait, and keep their order.
-    """
-    reach = np.array([reach_nbytes(one.target) for one in fills], np.int64)
-    (numbers,) = reach.nonzero()
-    order, groups = _overlaps([fills[number].target for number in numbers.tolist()], reach[numbers])
-    members = numbers[order]
-    first = np.full(len(numbers), len(fills), np.int64)
-    np.minimum.at(first, groups, members)
-    return {*members[members != first[groups]].tolist()}
 
 
 def _read_in_place(fills: list[Fill], progress: Progress | None) -> None:

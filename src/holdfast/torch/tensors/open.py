@@ -25,16 +25,16 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import renewed
-from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.tensor import Composite
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
-from holdfast.torch.tensors.allocate import Fresh, Want, make_storage, read_rows, read_tensors
-from holdfast.torch.tensors.fill import CPU, fill
+from holdfast.torch.tensors.allocate import Fresh, Want, make_storage, read_lazies, read_tensors
+from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
-from holdfast.torch.tensors.tree import find_value, lazy_tensors, torch_tree
+from holdfast.torch.tensors.tree import find_value, torch_tree
 
 PARTS = frozenset(
     (
@@ -137,19 +137,12 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
                 plain.append(name)
             else:
                 wholes[name] = whole
-        made = self._read_plain(plain, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
+        for name in plain:
+            if name not in self.lazy:
+                self.lazy[name]  # raises, and says which names are like it
+        made = read_tensors(self.lazy.stored, names=plain, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
         made |= {name: _moved(whole.torch(), device, dtype) for name, whole in wholes.items()}
         return {name: made[name] for name in order}
-
-    def _read_plain(
-        self, names: list[str], *, device: torch.device | None, dtype: torch.dtype | None, max_host_memory: int | None
-    ) -> dict[str, torch.Tensor]:
-        """Tensors by their names, all of them together."""
-        place = device or CPU
-        if place.type not in ("cpu", "cuda") or dtype is not None:
-            lazies = {name: self.lazy[name] for name in names}
-            return read_tensors(lazies, device=device, dtype=dtype, max_host_memory=max_host_memory)
-        return read_rows(self.lazy.stored, self.lazy, names, place, max_host_memory=max_host_memory)
 
     @property
     def tree(self) -> AnyValue:
@@ -164,15 +157,9 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
 
         Objects of classes that are not built stay `Opaque`; tensors inside of them stay lazy. `max_host_memory` is as in `read`.
         """
-        lazies = list(lazy_tensors(self.lazy.tree))
-        numbered = {str(i): lazy for i, lazy in enumerate(lazies)}
-        made = read_tensors(numbered, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
-        by_identity = {id(lazy): made[str(i)] for i, lazy in enumerate(lazies)}
-
-        def tensor(value: LazyTensor | Composite) -> torch.Tensor:
-            return _moved(value.torch(), device, dtype) if isinstance(value, Composite) else by_identity[id(value)]
-
-        return torch_tree(self.lazy.tree, tensor)
+        tree, how = self.lazy.tree, (device, dtype)
+        made = read_lazies(tree, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
+        return torch_tree(tree, lambda value: _moved(value.torch(), *how) if isinstance(value, Composite) else made[id(value)])
 
     def __reduce__(self) -> tuple[object, ...]:
         return TorchCheckpoint, (self.lazy,)
