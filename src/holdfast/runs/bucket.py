@@ -237,7 +237,7 @@ class RunBucket(BucketSteps):
     def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
         return attributes_of(says, files)
 
-    def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
+    def published(self, planned: Planned[Saved], says: Stamp) -> Step:
         """As it was laid out: no request can fail that would make a failure of a save that is done."""
         name = step_name(says.step)
         self._lengths[name] = {self.key(*(beside(file) or (name, file))): nbytes for file, nbytes in planned.report.files}

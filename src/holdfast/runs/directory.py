@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from holdfast.core.value import replace
 from holdfast.engine.commit.target import refusing
+from holdfast.formats.seal import SEAL
 from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.step_seal import Stamp, with_seal
 from holdfast.runs.delete import Hidden, clean, forget_replaced, hide
@@ -29,7 +30,7 @@ from holdfast.runs.record import (
     write_proofs,
     write_receipts,
 )
-from holdfast.runs.steps import RunFolder, Step
+from holdfast.runs.steps import RunFolder, Step, step_name
 from holdfast.stores.files import FileEntry, make_parents
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.place import place_at
@@ -167,8 +168,12 @@ class RunDirectory(RunFolder):
     def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
         return None
 
-    def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
-        return self.get(says.step)
+    def published(self, planned: Planned[Saved], says: Stamp) -> Step:
+        """The step as it was laid out, and as its seal has it: no look can make a failure of a save that is done."""
+        files = sorted([(key, nbytes) for key, nbytes in planned.report.files if key != SEAL])
+        name, nbytes = step_name(says.step), sum([nbytes for _, nbytes in files])
+        path, names = os.path.join(self.path, name), tuple([key for key, _ in files])
+        return Step(says.step, path, says.saved, says.metrics, nbytes, name, names, says.ran)
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
         notes: list[str] = []

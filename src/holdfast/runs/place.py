@@ -126,8 +126,8 @@ class RunPlace(Protocol):
     def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
         """What the manifest of a step with this data says of itself, where that makes a step of it; None where a seal does."""
 
-    def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
-        """The step that was just saved; None where it is not there any more."""
+    def published(self, planned: Planned[Saved], says: Stamp) -> Step:
+        """The step that was just saved."""
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
         """Delete what is chosen, while nobody pins. What went, and what stood in the way of others."""

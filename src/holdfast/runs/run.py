@@ -362,7 +362,8 @@ class Run(RunView):
             try:
                 report = planned.report if free is None else replace(planned.report, free_nbytes=free)
                 replace(planned, report=report).run(progress)
-                return self._saved(planned, says)
+                self._sure.discard(says.step)
+                return self._folder.published(planned, says)
             except NotCommitted as error:
                 if error.errno not in FULL or not self._relieve(coming, error):
                     raise
@@ -475,14 +476,6 @@ class Run(RunView):
 
     def _step_path(self, step: int) -> str:
         return join(self._folder.path, step_name(step))
-
-    def _saved(self, planned: Planned[Saved], says: Stamp) -> Step:
-        found = self._folder.published(planned, says)
-        if found is None:
-            gone = "the step was published and is not there any more: somebody removed it"
-            raise SaveError(gone, file=self._step_path(says.step))
-        self._sure.discard(says.step)
-        return found
 
     def _note(self, saved: Step, *, stalled_s: float, took_s: float) -> None:
         self._last_s = time.monotonic() - took_s
