@@ -145,7 +145,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
         return rehearse(plan, path)
     leaves, table = state.leaves, state.tensors
     alike = _of_each_kind(table)
-    if _near_limits(plan, table):
+    if _near_limits(plan, table, flat=leaves.flat):
         return rehearse(plan, path)
     # One pair of rows that are tied, if some are.
     tie = next(iter(tied(table).items()), ())
@@ -215,9 +215,12 @@ def _likeness(kind: Kind) -> tuple[object, ...]:
 WITH_DATA = (Data, Memory, Gathered)
 
 
-def _near_limits(plan: SavePlan, table: Table) -> bool:
+def _near_limits(plan: SavePlan, table: Table, *, flat: bool) -> bool:
     """Whether a plan has so many files, or so long a text, that a reader may refuse it."""
     limits = DEFAULTS
+    if flat and plan.format != "torch-zip":
+        # No tree is written out. The layout has compared headers and manifests; an index it has not.
+        return len(plan.listed) > limits.files or any(file.nbytes > limits.index_nbytes for file in plan.index)
     data = sum([segment.nbytes for file in plan.files for segment in file.segments if isinstance(segment, WITH_DATA)])
     text, count = plan.nbytes - data, len(table)
     if plan.format == "torch-zip":

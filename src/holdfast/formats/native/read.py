@@ -68,11 +68,10 @@ class NativeDirectory:
 
     def describe(self, source: Source) -> Description:
         """Read the manifest and check everything that it says; only lengths are asked of the files."""
-        manifest = read_manifest(source)
-        stored = stored_tensors(manifest, source)
+        stored = stored_tensors(read_manifest(source), source)
         with located(file=MANIFEST):
-            tensors, tree = restore(stored.table, manifest.recorded, source)
-        return Description(self.name, tensors, tree, metadata=manifest.metadata, check=partial(check_files, stored))
+            tensors, tree = restore(stored.table, stored.recorded, source)
+        return Description(self.name, tensors, tree, metadata=stored.metadata, check=partial(check_files, stored))
 
 
 def read_manifest(source: Source) -> Parsed:
@@ -85,9 +84,8 @@ def read_manifest(source: Source) -> Parsed:
             expected=source.limits.index_nbytes,
             found=size,
         )
-    raw = source.bytes(MANIFEST, 0, size)
     with located(file=MANIFEST):
-        manifest = parse_manifest(raw, source.limits)
+        manifest = parse_manifest(source.bytes(MANIFEST, 0, size), source.limits)
         check_names(manifest.files, "files", reaches=source.store.reaches if manifest.version >= BESIDE_VERSION else None)
         check_names((*manifest.files, *manifest.others), "others", first=len(manifest.files))
         near = [file for file in manifest.files if not source.store.expect(file.name, file.nbytes)]
@@ -134,7 +132,8 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
     """Check every tensor, and that no two lie over each other. Written for the honest file; `_explain` says what is wrong."""
     ends = [file.nbytes for file in manifest.files]
     count_files = len(ends)
-    ranges: list[tuple[int, int, int]] = []
+    ranges: list[int] = []
+    """A file, a first byte and the byte after the last, of one part after the other."""
     judged: dict[str, dict[tuple[int, ...], int | None]] = {}
     # All digits at once; where some are wrong, the loop says which.
     every = [chunk for stored in manifest.tensors.values() for chunk in stored.chunks]
@@ -170,7 +169,7 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
                 _explain_chunk(name, number, chunk, ends=ends, whole=whole)
             if not sums_fine and not CRC.match(chunk.crc32):
                 _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
-            ranges += ((file, start, stop),)
+            ranges += (file, start, stop)
         if several and not tiles(Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)):
             _lie(name, f"{len(chunks):,} chunks do not cover {list(shape)} exactly once", "chunks")
     _check_apart(ranges, manifest)
@@ -216,7 +215,7 @@ def _explain_hash(name: str, manifest: Parsed, number: int) -> NoReturn:
     _refuse(name, f"{quoted(chunk.head or '')} is no CRC-32 in eight digits", "chunks", number, "head")
 
 
-def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -> list[tuple[int, int, int]]:
+def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -> list[int]:
     """Check a chunk that is stored packed; the ranges of its parts."""
     stored, ends = manifest.tensors[name], [file.nbytes for file in manifest.files]
     chunk = stored.chunks[number]
@@ -234,7 +233,7 @@ def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -
         error.message = f"at {pointer('tensors', name, 'chunks', number, 'sparse')}: {error.message}"
         error.args, error.tensor = (error.message,), name
         raise
-    return [(part.file, *part.bytes) for part in parts]
+    return [one for part in parts for one in (part.file, *part.bytes)]
 
 
 def _check_place(name: str, part: StoredPart, ends: list[int], *, number: int) -> None:
@@ -247,7 +246,7 @@ def _check_place(name: str, part: StoredPart, ends: list[int], *, number: int) -
         _refuse(name, f"{quoted(part.crc32)} is no CRC-32 in eight digits", "chunks", number, "sparse")
 
 
-def _check_apart(ranges: list[tuple[int, int, int]], manifest: Parsed) -> None:
+def _check_apart(ranges: list[int], manifest: Parsed) -> None:
     """Refuse byte ranges that overlap: what is shared is said by `aliases`, and everything else has bytes of its own."""
     places = np.array(ranges, np.int64).reshape(-1, 3)
     files, starts, stops = places[places[:, 1] < places[:, 2]].T

@@ -17,12 +17,14 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
+from holdfast.core.runtime import copied_together
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError
 from holdfast.formats.native.chunks import UnpackedStore, sparse_storage
 from holdfast.formats.native.schema import DataFile, OtherFile, Parsed, StoredChunk, StoredTensor
+from holdfast.formats.recorded import Recorded
 from holdfast.formats.strict_json import quoted
 from holdfast.plan.files import FileStorages
 
@@ -40,6 +42,8 @@ class Stored(Value, frozen=True, eq=False):
     storages: FileStorages
     odd: Mapping[str, StoredTensor]
     """The entries of odd rows."""
+    recorded: Recorded
+    metadata: dict[str, str]
     files: Sequence[DataFile]
     others: Sequence[OtherFile]
     version: int
@@ -47,8 +51,9 @@ class Stored(Value, frozen=True, eq=False):
 
 
 def stored_tensors(manifest: Parsed, source: Source) -> Stored:
-    """The rows of a manifest that was checked."""
-    names, tensors = [*manifest.tensors], [*manifest.tensors.values()]
+    """The rows of a manifest that was checked, which is let go."""
+    # While all else is there: what is freed later has gaps, and the copies are not to lie in these.
+    names, tensors = copied_together([*manifest.tensors]), [*manifest.tensors.values()]
     # The manifest was checked: a chunk that has no box is the whole tensor, and has as many bytes as its elements take.
     chunks = [stored.chunks[0] for stored in tensors]
     rows = [
@@ -59,11 +64,6 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     entries = {names[row]: tensors[row] for row in rows}
     made = OddTensors(manifest, source)
     odd = {row: made.tensor(names[row], tensors[row]) for row in rows}
-    labels, storage = names, array("q", range(len(names)))
-    if odd:
-        labels, chunks = [name for name in names if name not in entries], [one for at, one in enumerate(chunks) if at not in odd]
-        counter = count()
-        storage = array("q", [ODD if row in odd else next(counter) for row in range(len(names))])
     dtypes, shapes = [stored.dtype for stored in tensors], [stored.shape for stored in tensors]
     positions = dict(zip(dict.fromkeys(zip(dtypes, shapes, strict=True)), count()))
     kinds = [Kind.plain(dtype_named(dtype), shape) for dtype, shape in positions]
@@ -71,12 +71,21 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     for row, tensor in odd.items():
         kind[row] = len(kinds)
         kinds.append(Kind.of(tensor))
-    starts, stops = np.fromiter(chain.from_iterable(map(BYTES_OF, chunks)), np.int64, 2 * len(chunks)).reshape(-1, 2).T
+    if odd:
+        chunks = [one for row, one in enumerate(chunks) if row not in odd]
+    edges = np.fromiter(chain.from_iterable(map(BYTES_OF, chunks)), np.int64, 2 * len(chunks)).reshape(-1, 2)
+    starts, lengths = edges[:, 0].copy(), edges[:, 1] - edges[:, 0]
     crcs = np.frombuffer(bytes.fromhex("".join(map(CRC_OF, chunks))), ">u4").astype(np.int64)
+    files = array("q", map(FILE_OF, chunks))
     places = [FilePlace(source, file.name, source.store) for file in manifest.files]
-    storages = FileStorages(places, array("q", map(FILE_OF, chunks)), starts, stops - starts, crcs, names=labels)
-    table = Table(names, kinds, kind, storage, storages, odd)
-    return Stored(table, storages, entries, manifest.files, manifest.others, manifest.version, source)
+    rest = manifest.recorded, manifest.metadata, manifest.files, manifest.others, manifest.version, source
+    labels: Sequence[str] = names
+    storage: Sequence[int] = range(len(names))
+    if odd:
+        labels, counter = [name for row, name in enumerate(names) if row not in odd], count()
+        storage = array("q", [ODD if row in odd else next(counter) for row in range(len(names))])
+    storages = FileStorages(places, files, starts, lengths, crcs, names=labels)
+    return Stored(Table(names, kinds, kind, storage, storages, odd), storages, entries, *rest)
 
 
 class OddTensors:

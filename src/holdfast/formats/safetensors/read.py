@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Description, Source, Store
+from holdfast.core.runtime import copied_together
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
@@ -146,7 +147,7 @@ def read_header(source: Source, key: str) -> Header:
         record = read_record(document.metadata.get(RECORD), about, source.limits, start=PREFIX_NBYTES)
         if record.changed is not None:
             record.changed.file = key
-    return Header(key, data_start, [*document.entries], metadata, columns, record)
+    return Header(key, data_start, copied_together([*document.entries]), metadata, columns, record)
 
 
 def begins_like_safetensors(source: Source, key: str) -> bool:
