@@ -6,6 +6,7 @@ The pickle is also compared with that of CPython's own pickler, with torch's per
 import copyreg
 import io
 import pickle
+import weakref
 from collections import OrderedDict, defaultdict
 from unittest import mock
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast.torch as ht
+from holdfast.core.runtime import resting_collector
 from holdfast.formats.torch.writer import TorchPickle
 from holdfast.torch import versions
 from holdfast.torch.serialization import pickling
@@ -140,6 +142,26 @@ def test_what_the_pickler_is_left_with_is_pickled_as_torch_pickles(state):
     assert_as_torch(state)
 
 
+class Holder:
+    """An object with whatever in it."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+@settings(max_examples=40, deadline=None)
+@given(states())
+def test_states_with_objects_are_pickled_as_torch_pickles(state):
+    """Objects with tensors and storages in them stand between the tensors of the state."""
+    made = {}
+    for number, (key, value) in enumerate(state.items()):
+        made[key] = value
+        if number % 7 == 3 and isinstance(value, torch.Tensor):
+            made[f"{key}, held"] = Holder([value, torch.ones(2), value.untyped_storage()])
+    made["last"] = Holder(state)
+    assert_as_torch(made)
+
+
 class Odd(torch.Tensor):
     """A class of somebody's."""
 
@@ -197,6 +219,19 @@ ODD = {
     "a storage": lambda: torch.ones(3).untyped_storage(),
 }
 WRITTEN_AS_ROWS = {"two storages over one memory", "inside itself"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=40, deadline=None)
+@given(
+    states(),
+    st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["an attribute", "a hook", "conjugate", "sparse"])), max_size=6),
+)
+def test_odd_tensors_among_others_are_pickled_as_torch_pickles(state, odd):
+    made = [*state.values()]
+    for at, kind in odd:
+        made.insert(at, ODD[kind]())
+    assert_as_torch(made)
 
 
 def many(count=60):
@@ -275,3 +310,23 @@ def test_a_template_is_used():
     with mock.patch.object(TorchPickle, "_by_opcodes", autospec=True, side_effect=TorchPickle._by_opcodes) as one_by_one:
         assert outcome(ht.save, state) == outcome(torch.save, state)
     assert one_by_one.call_count < 60
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_protocols(protocol):
+    state = many(300) | {"parameter": torch.nn.Parameter(torch.ones(3)), "nested": [many(3), {"a": torch.ones(2, 3).T}]}
+    ours, theirs = io.BytesIO(), io.BytesIO()
+    ht.save(state, ours, pickle_protocol=protocol)
+    torch.save(state, theirs, pickle_protocol=protocol)
+    assert ours.getvalue() == theirs.getvalue()
+
+
+@pytest.mark.parametrize("count", [0, 60])
+def test_no_tensor_is_kept(count):
+    """The collector rests: what is kept by a cycle would stay."""
+    tensor = torch.ones(3)
+    held = weakref.ref(tensor)
+    with resting_collector():
+        ht.save(many(count) | {"a": tensor, "b": torch.nn.Parameter(torch.ones(2)), "c": [tensor]}, io.BytesIO())
+        del tensor
+        assert held() is None

@@ -91,13 +91,11 @@ def serialization_id(names: Sequence[str], crcs: Iterable[int]) -> bytes:
 
 
 def _fold_names(names: Sequence[str]) -> int:
-    if len(names) < BUCKETS[0]:
-        return fold(few_in_order([_hash_text(name) for name in names]))
     hashes = hash_texts([name.encode("utf-8") for name in names])
     return fold(hashes[set_order(hashes)].tolist())
 
 
-@lru_cache(8)
+@lru_cache(32)
 def _fold_numbered(names: tuple[str | tuple[str, int], ...]) -> int:
     """The same of names among which stand a folder and how many numbers are in it: a state is saved again and again."""
     texts = [name for name in names if isinstance(name, str)]
@@ -171,25 +169,6 @@ def by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
         end = min(10**digits, stop)
         yield first, end, digits
         first = end
-
-
-@lru_cache(256)
-def _hash_text(text: str) -> int:
-    """One at a time: the names in a small file are the same ones every time."""
-    return int(hash_texts([text.encode("utf-8")])[0])
-
-
-def few_in_order(hashes: Sequence[int]) -> list[int]:
-    """As `set_order`, for fewer elements than the first number of buckets: nothing is ever moved."""
-    rows: list[list[int]] = []
-    for value in hashes:
-        for row in rows:
-            if row[0] % BUCKETS[0] == value % BUCKETS[0]:
-                row.insert(0, value)
-                break
-        else:
-            rows.insert(0, [value])
-    return [value for row in rows for value in row]
 
 
 def _hash_rows(words: Words, length: int) -> Words:
@@ -298,7 +277,7 @@ def pickled_rows(state: State) -> PickledRows:
     return PickledRows(leaves.values, kinds, table.kind, storage, leaves.kinds, view, leaves.described, others)
 
 
-class RecordStorages:
+class RecordContents:
     """The bytes of the records of a file: storages of a table, and what lazy tensors by themselves reach."""
 
     def __init__(self, numbers: Sequence[int], records: Sequence[StorageRecord], storages: RecordBytes) -> None:
@@ -344,7 +323,7 @@ class RecordStorages:
 
 def record_folder(pickled: TorchPickle, storages: RecordBytes, *, reads: Ints | None = None) -> RecordFolder:
     """The records of a pickle, in their order; `storages` are those of its rows, `reads` what is read for each of these."""
-    content = RecordStorages(pickled.sources, pickled.storages.records, storages)
+    content = RecordContents(pickled.sources, pickled.storages.records, storages)
     return RecordFolder("data", content, content.apart, None if reads is None else content.of_records(reads))
 
 
