@@ -34,6 +34,7 @@ from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 View = tuple[DType, tuple[int, ...], tuple[Chunk, ...], bool, bool]
 """What all names of one and the same view have in common, and no other view: dtype, shape, chunks, and whether the elements are the
@@ -47,6 +48,15 @@ def identity(tensor: LazyTensor, *, stored_alias: bool = False) -> View:
     """What tells a view from all others. Two tensors with one identity hold the same, whatever becomes of the bytes."""
     chunks = tensor.shared_chunks if stored_alias else tensor.chunks
     return tensor.dtype, tensor.shape, chunks, tensor.traits.conj, tensor.traits.neg
+
+
+def several(keys: Sequence[K], values: Sequence[T]) -> dict[K, list[T]]:
+    """The values of each key that has two or more, in their order."""
+    found: dict[K, list[T]] = {key: [] for key, times in Counter(keys).items() if times > 1}
+    for key, value in zip(keys, values, strict=True) if found else ():
+        if key in found:
+            found[key].append(value)
+    return found
 
 
 class SharedRows(Value, frozen=True, eq=False):
@@ -82,11 +92,7 @@ class SharedRows(Value, frozen=True, eq=False):
     def groups(self) -> list[tuple[int, list[int]]]:
         """Storages that several rows share, each with its rows; in the order of first rows."""
         rows, storage = self.pieces()
-        found: dict[int, list[int]] = {number: [] for number, times in Counter(storage).items() if times > 1}
-        for row, number in zip(rows, storage, strict=True) if found else ():
-            if number in found:
-                found[number].append(row)
-        return [*found.items()]
+        return [*several(storage, rows).items()]
 
     def first_rows(self, count: int) -> list[int]:
         """Of each of so many rows, the first one over its storage, or over one of its storages."""

@@ -43,7 +43,7 @@ def survey(checkpoint: Checkpoint) -> Survey:
         for row in rows[1:]:
             ties.setdefault(names[row], f"= {names[same[row]]}" if row in same else f"in {names[rows[0]]}")
     counts = np.bincount(np.asarray(table.kind, np.int64), minlength=len(table.kinds)).tolist()
-    elements: dict[DType, int] = {kind.dtype: 0 for kind, count in zip(table.kinds, counts, strict=True) if count}
+    elements: dict[DType, int] = {table.kinds[number].dtype: 0 for number in dict.fromkeys(table.kind)}
     for row in same:
         counts[table.kind[row]] -= 1
     for kind, count in zip(table.kinds, counts, strict=True):

@@ -36,22 +36,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Literal
 
-import numpy as np
-
 from holdfast.core.arguments import understood
-from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import canonical
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
-from holdfast.core.sharing import shared_rows
+from holdfast.core.sharing import several, shared_rows
 from holdfast.core.table import Kind, Table
-from holdfast.core.tensor import NO_CRC, LazyTensor
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import read_slab, slabs
 from holdfast.engine.budget import reading_threads
@@ -227,37 +224,38 @@ class ModelRows:
         self._first = [*accumulate(map(len, self._tables), initial=0)]
         """The position of the first row of each table among the rows of all."""
         found = shared_rows(self._tables, stored_aliases=stored_aliases, by_place=True)
-        columns = np.array((found.rows, found.storage, found.view), np.int64)
         filled = self._of_kinds(lambda kind: not kind.traits.meta and 0 not in kind.shape)
-        self.rows, storage, view = columns[:, filled[columns[0]].nonzero()[0]]
+        some = [at for at, row in enumerate(found.rows) if filled[row]]
+        self._rows, storages, views = ([column[at] for at in some] for column in (found.rows, found.storage, found.view))
         """`rows` are positions among the rows of all tables."""
-        self.storages, self.copies = _numbered(storage), _numbered(view)
-        self._lengths = np.zeros(self.storages.max(initial=-1) + 1, np.int64)
-        self._lengths[self.storages] = [found.nbytes[number] for number in storage.tolist()]
-        self._order = self.copies.argsort(kind="stable")
-        self._edges = [*np.flatnonzero(np.diff(self.copies[self._order], prepend=-1)).tolist(), len(self.rows)]
-        self._firsts: Ints = self._order[self._edges[:-1]]
-        """The place of the first row of each copy in these columns."""
+        self._storage, self._view = dict(zip(self._rows, storages, strict=True)), dict(zip(self._rows, views, strict=True))
+        self._nbytes = found.nbytes
+        self._numbers = dict(zip(dict.fromkeys(storages), count(), strict=False))
+        """Of each storage the number that people see."""
+        self._copies = dict(zip(reversed(views), reversed(self._rows), strict=True))
+        """Of each view its first row, which stands for the copy."""
+        self._names = {rows[0]: rows for rows in several(views, self._rows).values()}
+        """The rows of copies that have several."""
 
-    def _of_kinds(self, value: Callable[[Kind], int]) -> Ints:
+    def _of_kinds(self, value: Callable[[Kind], int]) -> list[int]:
         """A number for each row of all tables, by its kind."""
-        found = [np.array([*map(value, table.kinds)], np.int64)[np.array(table.kind, np.int64)] for table in self._tables]
-        return np.concatenate([np.zeros(0, np.int64), *found])
+        by_kind = [([*map(value, table.kinds)], table.kind) for table in self._tables]
+        return [numbers[one] for numbers, kind in by_kind for one in kind]
 
-    def places(self, copy: int) -> Ints:
-        """The places of the rows that are a copy."""
-        return self._order[self._edges[copy] : self._edges[copy + 1]]
+    def rows_of(self, copies: Sequence[int]) -> list[int]:
+        """All rows that are one of these copies."""
+        return sorted([row for copy in copies for row in self._names.get(copy, (copy,))])
 
     def _at(self, position: int) -> tuple[int, int]:
         """The number of the table and the row there of a position."""
         number = bisect_right(self._first, position) - 1
-        return number, int(position) - self._first[number]
+        return number, position - self._first[number]
 
     def tensor(self, position: int) -> LazyTensor:
         number, row = self._at(position)
         return self._tables[number].view(row)
 
-    def member(self, position: int, storage: int) -> AliasMember:
+    def member(self, position: int) -> AliasMember:
         number, row = self._at(position)
         table = self._tables[number]
         kind = table.kind_of(row)
@@ -270,95 +268,68 @@ class ModelRows:
         if place is not None:
             place = None if any(step % bits for step in place) else tuple([step // bits for step in place])
         offset, strides = (None, None) if place is None else (place[0], place[1:])
-        return AliasMember(
-            self._models[number], table.names[row], kind.dtype.name, kind.shape, kind.nbytes, storage, offset, strides
-        )
-
-    def _members(self, places: Ints) -> tuple[AliasMember, ...]:
-        return tuple(map(self.member, self.rows[places].tolist(), self.storages[places].tolist()))
+        storage = self._numbers[self._storage[position]]
+        name, dtype = table.names[row], kind.dtype.name
+        return AliasMember(self._models[number], name, dtype, kind.shape, kind.nbytes, storage, offset, strides)
 
     def _graph(self, by: By, groups: Sequence[AliasGroup], notes: Sequence[str] = ()) -> AliasGraph:
         index = {(member.model, member.name): group for group in groups for member in group.members}
-        nbytes = int(self._lengths.sum())
-        return AliasGraph(by, tuple(self._models), self._first[-1], len(self._lengths), nbytes, tuple(groups), tuple(notes), index)
+        nbytes = sum([self._nbytes[storage] for storage in self._numbers])
+        return AliasGraph(by, tuple(self._models), self._first[-1], len(self._numbers), nbytes, tuple(groups), tuple(notes), index)
 
     def by_storage(self) -> AliasGraph:
         """Groups of rows over one storage."""
         made = []
-        for places in _several(self.storages):
-            members, nbytes = self._members(places), int(self._lengths[self.storages[places[0]]])
+        for storage, rows in several([*self._storage.values()], self._rows).items():
+            members, nbytes = tuple(map(self.member, rows)), self._nbytes[storage]
             saved = max(sum(member.nbytes for member in members) - nbytes, 0)
-            made.append(AliasGroup(members, nbytes, saved, same=len({*self.copies[places].tolist()}) == 1))
+            made.append(AliasGroup(members, nbytes, saved, same=len({self._view[row] for row in rows}) == 1))
         return self._graph("storage", made)
 
     def by_content(self, classes: Sequence[Sequence[int]], notes: Sequence[str], *, tied: bool) -> AliasGraph:
         """Groups of copies that hold the same; `tied` says whether names of one copy are a group where it has no other."""
-        freed = self._freed(classes, self.storages[self._firsts])
+        freed = self._freed(classes)
         if tied:
             within = {copy for copies in classes for copy in copies}
-            names = [int(self.copies[places[0]]) for places in _several(self.copies)]
-            classes = [*classes, *([copy] for copy in names if copy not in within)]
-        made = []
+            classes = [*classes, *([copy] for copy in self._names if copy not in within)]
+        made = {}
         for number, copies in enumerate(classes):
-            own = [*map(self.places, copies)]
-            held = {int(self.storages[places[0]]) for places in own}
-            members = self._members(np.sort(np.concatenate(own)))
-            again = sum(members[0].nbytes * (len(places) - 1) for places in own)
-            savable = sum(int(self._lengths[storage]) for storage in held if freed.get(storage) == number)
-            group = AliasGroup(members, sum(int(self._lengths[storage]) for storage in held), again, savable)
-            made.append((min(int(places[0]) for places in own), group))
-        return self._graph("content", [group for _, group in sorted(made, key=lambda one: one[0])], notes)
+            held = {self._storage[copy] for copy in copies}
+            members = tuple(map(self.member, self.rows_of(copies)))
+            again = members[0].nbytes * (len(members) - len(copies))
+            savable = sum([self._nbytes[storage] for storage in held if freed.get(storage) == number])
+            made[min(copies)] = AliasGroup(members, sum([self._nbytes[storage] for storage in held]), again, savable)
+        return self._graph("content", [made[first] for first in sorted(made)], notes)
 
     def equal_copies(self, threads: int | None, progress: Progress | None) -> tuple[list[list[int]], list[str]]:
         """Copies that hold the same, two or more each; and why some were not compared. Reads what looks equal."""
-        firsts = self.rows[self._firsts]
-        recorded = np.full(self._first[-1], NO_CRC, np.int64)
+        firsts, notes, read = sorted(self._copies.values()), list[str](), dict[int, LazyTensor]()
+        sums: dict[int, int] = {}
         for first, table in zip(self._first, self._tables, strict=False):
-            known = table.recorded_crcs()
-            recorded[first + np.array([*known], np.int64)] = [*known.values()]
-        crcs, notes, read = recorded[firsts], list[str](), dict[int, LazyTensor]()
-        for copy in np.flatnonzero(crcs == NO_CRC).tolist():
-            tensor = self.tensor(firsts[copy])
+            sums |= {first + row: crc for row, crc in table.recorded_crcs().items()}
+        for copy in [copy for copy in firsts if copy not in sums]:
+            tensor = self.tensor(copy)
             try:
                 tensor.check_expansion()
                 read[copy] = tensor
             except LimitExceeded as error:
-                notes.append(f"{self.member(firsts[copy], 0)}: not compared: {error.message}")
-        crcs[[*read]] = tensor_crcs([*read.values()], threads=threads, progress=progress)
-        canon: dict[object, int] = {}
-        outline = self._of_kinds(lambda kind: canon.setdefault(canonical(kind.dtype, kind.shape), len(canon)))[firsts]
-        alike = _several(outline * (1 << 33) + np.where(crcs >= 0, crcs, (1 << 32) + np.arange(len(crcs))))
-        return _classes([one.tolist() for one in alike], lambda copy: self.tensor(firsts[copy]), threads, progress), notes
+                notes.append(f"{self.member(copy)}: not compared: {error.message}")
+        sums |= zip(read, tensor_crcs([*read.values()], threads=threads, progress=progress), strict=True)
+        known: dict[object, int] = {}
+        outline = self._of_kinds(lambda kind: known.setdefault(canonical(kind.dtype, kind.shape), len(known)))
+        compared = [copy for copy in firsts if copy in sums]
+        alike = several([(outline[copy], sums[copy]) for copy in compared], compared)
+        return _classes([*alike.values()], self.tensor, threads, progress), notes
 
-    def _freed(self, classes: Sequence[Sequence[int]], storages: Ints) -> dict[int, int]:
+    def _freed(self, classes: Sequence[Sequence[int]]) -> dict[int, int]:
         """The storages of which no copy is the first of its class, each with the class of its first copy."""
         moved = {copy: number for number, copies in enumerate(classes) for copy in copies[1:]}
-        left = np.bincount(storages, minlength=len(self._lengths))
+        left = Counter(map(self._storage.__getitem__, self._copies.values()))
         found: dict[int, int] = {}
         for copy in sorted(moved):
-            storage = int(storages[copy])
-            left[storage] -= 1
-            found.setdefault(storage, moved[copy])
+            left[self._storage[copy]] -= 1
+            found.setdefault(self._storage[copy], moved[copy])
         return {storage: number for storage, number in found.items() if not left[storage]}
-
-
-def _numbered(values: Ints) -> Ints:
-    """A number for each value: 0 for the first and those that are equal to it, and so on."""
-    _, first, place = np.unique(values, return_index=True, return_inverse=True)
-    ranks = np.empty(len(first), np.int64)
-    ranks[first.argsort()] = np.arange(len(first))
-    return ranks[place]
-
-
-def _several(values: Ints) -> list[Ints]:
-    """Positions of equal values, where there are two or more, by the first of them."""
-    order = values.argsort(kind="stable")
-    ordered = values[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
-    stops = np.append(starts, len(order))[1:]
-    some = np.flatnonzero(stops - starts > 1)
-    some = some[order[starts[some]].argsort()]
-    return [order[start:stop] for start, stop in zip(starts[some].tolist(), stops[some].tolist(), strict=True)]
 
 
 def _classes(
@@ -502,16 +473,15 @@ def tie_state(
     """Tie what holds the same, of tensors `among` these names. Reads what has no checksum in a file, and all that looks equal."""
     rejoined = rejoin(state)
     table = rejoined.state.tensors
-    chosen = np.array([row for row, name in enumerate(table.names) if among is None or name in among], np.int64)
-    found = ModelRows({"": table if among is None else table.select(chosen.tolist())})
+    chosen = [row for row, name in enumerate(table.names) if among is None or name in among]
+    found = ModelRows({"": table if among is None else table.select(chosen)})
     classes, unread = found.equal_copies(threads, progress)
     graph = found.by_content(classes, unread, tied=False)
     if not classes:
         return TiedState(rejoined.state, graph, (*rejoined.notes, *unread))
-    groups = [np.sort(np.concatenate([*map(found.places, copies)])) for copies in classes]
     tying = _Tying(table)
-    for places in sorted(groups, key=lambda places: int(places[0])):
-        tying.add(chosen[found.rows[places]].tolist())
+    for copies in sorted(classes):
+        tying.add([chosen[row] for row in found.rows_of(copies)])
     return TiedState(with_table(rejoined.state, tying.table()), graph, (*rejoined.notes, *unread, *tying.notes))
 
 
