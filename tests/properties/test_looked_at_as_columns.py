@@ -187,8 +187,8 @@ def test_no_tensor_is_made_of_what_is_the_same(kind, tmp_path, monkeypatch):
     found = holdfast.diff(tmp_path / kind, tmp_path / "other" / kind, exact=True)
     assert ([change.name for change in found.changed], found.same) == (["layers.7"], 99)
     # Of each kind one is made, to tell how a header has it; of the first of a pickle, storages are tensors without a name.
-    # A storage of a pickle has its key for a name.
-    assert set(made) <= {"layers.7", "layers.0", "", "7"}
+    # A storage of a pickle has its record for a name.
+    assert set(made) <= {"layers.7", "layers.0", "", "data/7"}
 
 
 def peak(job) -> int:
