@@ -102,9 +102,9 @@ def test_auto(device: str, machines: bool, nbytes: int, handed: bool):
 
 
 def test_bytes_of_every_dtype_are_sent():
-    from holdfast.torch.ranks.load_sharded import _octets
+    from holdfast.torch.ranks.load_sharded import _as_bytes
 
     for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int64):
         for shape in ((), (3,), (2, 3)):
-            octets = _octets(torch.zeros(shape, dtype=dtype))
+            octets = _as_bytes(torch.zeros(shape, dtype=dtype))
             assert (octets.dtype, octets.numel()) == (torch.uint8, torch.zeros(shape, dtype=dtype).nbytes)

@@ -281,7 +281,7 @@ def archived(value: object, name: str, path: str) -> bytes:
 
 
 def _with_buffers(value: object) -> object:
-    """The same with `io.BytesIO` built where one was pickled, as an element of lists, tuples and mappings."""
+    """A value with `io.BytesIO` built where one was pickled, as an element of lists, tuples and mappings."""
     if not any(_is_buffer(inner) for inner, _ in levels(value)) or any(depth > DEEPEST for _, depth in levels(value)):
         return value
     return _Buffers().walk(value)
@@ -364,7 +364,7 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The same, as torch's own storage calls it."""
+        """Where the checkpoint is, as torch's own storage calls it."""
         return self._path
 
     def reset(self, checkpoint_id: Where | None = None) -> None:

@@ -120,7 +120,7 @@ def module_slots(module: nn.Module, prefix: str) -> Iterator[Slot]:
 
 
 def all_slots(module: nn.Module) -> Iterator[Slot]:
-    """The same, with those of its children, however they load."""
+    """The parameters and persistent buffers of a module and of its children, however they load."""
     for name, child in module.named_modules(remove_duplicate=False):
         yield from module_slots(child, f"{name}." if name else "")
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.notebook import Shown
 from holdfast.core.table import Table
@@ -37,6 +38,7 @@ from holdfast.stores.paths import content_and_path
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
+from holdfast.torch.cuda.plan import ByteKind
 from holdfast.torch.modules.fit import (
     EXTRA,
     Choice,
@@ -51,7 +53,7 @@ from holdfast.torch.modules.fit import (
 )
 from holdfast.torch.modules.match import Match, Names, meet_places, shaped
 from holdfast.torch.modules.wrappers import names_put_back, plain_name, renamed
-from holdfast.torch.tensors.allocate import Want, make_fresh, read_lazies
+from holdfast.torch.tensors.allocate import Want, empty_tensors, fresh_kinds, make_fresh, read_lazies
 from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
@@ -216,10 +218,12 @@ class Load:
         choice, names = self._choice, self._names
         there = [match for match in matches if id(match.places[0].tensor) not in replaced]
         anew = [match for match in there if choice.fresh(match.places[0].tensor)]
-        fresh = make_fresh({match.places[0].name: self._want(match) for match in anew})
+        made = self._make(anew)
+        fresh = make_fresh({match.places[0].name: self._want(match) for match in anew if match.number not in made})
         found.notes += fresh.notes
         in_place = [match for match in there if not choice.fresh(match.places[0].tensor)] if anew else there
-        fills, _ = meet_places(names, in_place, SlotRules(self._targets, names, choice, found))
+        filled = [*in_place, *(match for match in anew if match.number in made)]
+        fills, _ = meet_places(names, filled, SlotRules(self._targets, names, choice, found), made)
         try:
             more = fill(fills.with_more(fresh.fills), progress, max_host_memory=self._max_host_memory)
             found.notes += [note for note in more if note not in found.notes]
@@ -229,10 +233,29 @@ class Load:
             raise
         for match in anew:
             target = match.places[0].tensor
-            replaced[id(target)] = _like(target, fresh.tensors[match.places[0].name])
+            new = made[match.number] if match.number in made else fresh.tensors[match.places[0].name]
+            replaced[id(target)] = _like(target, new)
         for slot in [*(slot for match in found.matches for slot in match.places), *found.followers] if replaced else []:
             if id(slot.tensor) in replaced:
                 slot.put(replaced[id(slot.tensor)])
+
+    def _make(self, anew: Sequence[Match[Slot]]) -> dict[int, torch.Tensor]:
+        """Fresh tensors that take rows of the checkpoint just as they are, by the numbers of their matches."""
+        table, rows = self._names.table, [match for match in anew if match.other is None]
+        devices = [self._choice.device_for(match.places[0].tensor) for match in rows]
+        made: dict[int, torch.Tensor] = {}
+        for device in dict.fromkeys(devices):
+            kinds = fresh_kinds(table, [match.row for match in rows], device=device)
+            own = [(match, kind) for match, kind, place in zip(rows, kinds, devices, strict=True) if kind and place == device]
+            chosen = {match.number: kind for match, kind in own if self._suits(match, kind)}
+            made |= dict(zip(chosen, empty_tensors([*chosen.values()], device), strict=True))
+        return made
+
+    def _suits(self, match: Match[Slot], kind: ByteKind) -> bool:
+        """Whether a fresh tensor has the dtype, the shape and the order of elements that a row has."""
+        choice, target = self._choice, match.places[0].tensor
+        ordered = choice.assign or target.stride() == c_strides(kind.shape, 1)
+        return ordered and kind.shape == target.shape and choice.dtype_for(target, kind.dtype) == kind.dtype
 
     def _want(self, match: Match[Slot]) -> Want:
         """The fresh tensor that takes the place of some slots."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -53,7 +54,7 @@ class Fillable(Protocol):
 
     @property
     def name(self) -> str:
-        """Its dotted name."""
+        """The dotted name of the tensor."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -86,7 +87,7 @@ class Names:
 
     @property
     def unexpected(self) -> list[str]:
-        """Those that nobody asked for, as the checkpoint calls them."""
+        """Names that nobody asked for, as the checkpoint calls them."""
         return [self.prefix + name for name in self.left]
 
     def find(self, name: str, path: Path | None = None) -> object:
@@ -314,23 +315,26 @@ def _match_tied(
     return taken
 
 
-def meet_places(names: Names, matches: Sequence[Match[PlaceT]], rules: Rules[PlaceT]) -> tuple[Fills, list[int]]:
-    """What is read to where; and of each fill the position of its match. Composites are not filled."""
+def meet_places(
+    names: Names, matches: Sequence[Match[PlaceT]], rules: Rules[PlaceT], fresh: Mapping[int, torch.Tensor] = MappingProxyType({})
+) -> tuple[Fills, list[int]]:
+    """What is read to where; and of each fill the position of its match. Composites are not filled.
+
+    `fresh` tensors, by the numbers of matches, are filled in the place of their places, and take rows just as they are.
+    """
     table = names.table.located([one.row for one in matches if one.row != ODD])
     given: dict[int, LazyTensor] = {}
     boxes: list[list[Box] | None] = [None] * len(matches)
     targets: dict[int, Sequence[tuple[Box, torch.Tensor]]] = {}
     for pair, one in enumerate(matches):
-        if not one.exact:
+        if not one.exact and one.number not in fresh:
             targets[pair] = rules.parts(one.places[0])
             given[pair] = shaped(one, table, rules.kind(one.places[0])[1])
             boxes[pair] = [box for box, _ in targets[pair]]
     met = meet(table, [one.row for one in matches], boxes, given)
     rows = [matches[pair].row if at not in met.parts else ODD for at, pair in enumerate(met.pairs)]
-    tensors = [
-        targets[pair][box][1] if pair in targets else matches[pair].places[0].tensor
-        for pair, box in zip(met.pairs, met.boxes, strict=True)
-    ]
+    whole = [fresh[one.number] if one.number in fresh else one.places[0].tensor for one in matches]
+    tensors = [targets[pair][box][1] if pair in targets else whole[pair] for pair, box in zip(met.pairs, met.boxes, strict=True)]
     return Fills(table, rows, met.parts, tensors), met.pairs
 
 

@@ -101,7 +101,7 @@ class LoadedShards(Shown):
         return "\n".join(lines)
 
 
-class Told(msgspec.Struct):
+class RankMatch(msgspec.Struct):
     """What a rank tells the others before anything is changed."""
 
     checkpoint: bytes
@@ -272,8 +272,8 @@ def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> Agreed:
             seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
             # One rank alone has nobody to hand anything on to.
-            told = Told(seen, _bits(names), fits, strict, offers(wanted, asked.group) if ranks.size > 1 else [])
-            local = marked(checkpoint, msgspec.msgpack.encode(told), alone=ranks.size == 1)
+            message = RankMatch(seen, _bits(names), fits, strict, offers(wanted, asked.group) if ranks.size > 1 else [])
+            local = marked(checkpoint, msgspec.msgpack.encode(message), alone=ranks.size == 1)
     except Exception as error:
         local = error
     answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), asked.replicated, far=far or ranks.apart()))
@@ -299,7 +299,7 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
 def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> list[bytes]:
     """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
     with resting_collector():
-        told = [TOLD.decode(message) for message in messages]
+        told = [RANK_MATCHES.decode(message) for message in messages]
     used: dict[bytes, np.ndarray] = {}
     for one in told:
         bits = np.frombuffer(one.used, np.uint8)
@@ -363,7 +363,7 @@ class Offer(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-TOLD, VERDICTS = msgspec.msgpack.Decoder(Told), msgspec.msgpack.Decoder(Verdict)
+RANK_MATCHES, VERDICTS = msgspec.msgpack.Decoder(RankMatch), msgspec.msgpack.Decoder(Verdict)
 
 
 def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:
@@ -396,11 +396,11 @@ def hand_on(shares: Mapping[str, int], wanted: Wanted, group: dist.ProcessGroup 
     """Broadcast every tensor from the rank that has read it. Every rank calls it, when all have read."""
     for name, owner in shares.items():
         target = wanted.fills.targets[wanted.whole[name]].detach()
-        dist.broadcast(_octets(target), owner if group is None else dist.get_global_rank(group, owner), group)
+        dist.broadcast(_as_bytes(target), owner if group is None else dist.get_global_rank(group, owner), group)
         versions.mark_changed([target])
 
 
-def _octets(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor: there are dtypes that no backend sends."""
     return tensor.view(-1).view(torch.uint8) if tensor.dtype != torch.uint8 else tensor.view(-1)
 

@@ -373,7 +373,7 @@ def make_state(optimizer: torch.optim.Optimizer, state: object, checkpoint: Chec
 
 
 def _by_names(checkpoint: Checkpoint, under: str) -> dict[object, object]:
-    """The same of a checkpoint that has names and no tree."""
+    """The state of an optimizer by number, of a checkpoint that has names and no tree."""
     found: dict[object, object] = {}
     for name in checkpoint:
         number, dot, key = name[len(under) :].partition(".")

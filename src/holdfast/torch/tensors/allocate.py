@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -105,7 +106,7 @@ def read_tensors(
         fresh = make_fresh({key: Want(lazy, wanted_dtype(lazy, dtype), place) for key, lazy in others.items()})
         chosen, wanted, on_gpu = [row for _, row, _ in found], NO_FILLS, list[tuple[DeviceRows, list[int]]]()
         if _in_memory(place):
-            own = [torch.empty(kind.shape, dtype=kind.dtype) for _, _, kind in found]
+            own = empty_tensors([kind for _, _, kind in found], place)
             fresh.tensors.update(zip([key for key, _, _ in found], own, strict=True))
             wanted = Fills(table, chosen, {}, own)
         elif found:
@@ -154,11 +155,16 @@ def fresh_kinds(
     ]
 
 
+def empty_tensors(kinds: Sequence[ByteKind], device: torch.device) -> list[torch.Tensor]:
+    """Tensors of these kinds, to be filled."""
+    reserve((device, math.prod(kind.shape) * kind.dtype.itemsize) for kind in kinds)
+    return [torch.empty(kind.shape, dtype=kind.dtype, device=device) for kind in kinds]
+
+
 def _suits(source: Source, device: torch.device) -> bool:
-    """Whether whole storages of a source are read as they are. To the CPU a mapped file gives views, and far away or computed
-    content has requests of its own."""
-    store = source.store
-    apart = source.mapped or store.requests or store.in_order or store.block_nbytes
+    """Whether whole storages of a source are read as they are. To the CPU a mapped file gives views, and computed content has
+    blocks of its own."""
+    apart = source.mapped or source.store.block_nbytes
     return source.limits.expansion >= 1 and (not apart if device.type == "cpu" else device.type == "cuda")
 
 

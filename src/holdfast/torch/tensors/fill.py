@@ -89,14 +89,14 @@ class Fills(Value, frozen=True, eq=False):
         return own | {lazy.source for lazy in self.lazies.values()}
 
     def only(self, positions: Sequence[int]) -> Fills:
-        """Those at these positions, in order."""
+        """The fills at these positions, in order."""
         if len(positions) == len(self):
             return self
         lazies = {at: self.lazies[position] for at, position in enumerate(positions) if position in self.lazies}
         return Fills(self.table, [self.rows[at] for at in positions], lazies, [self.targets[at] for at in positions])
 
     def with_more(self, more: Sequence[Fill]) -> Fills:
-        """These, and then others."""
+        """All of these fills, and then others."""
         lazies = {len(self) + at: one.lazy for at, one in enumerate(more)}
         rows, targets = [*self.rows, *[ODD] * len(more)], [*self.targets, *(one.target for one in more)]
         return Fills(self.table, rows, {**self.lazies, **lazies}, targets)
@@ -107,7 +107,7 @@ class Fills(Value, frozen=True, eq=False):
         return [rows for rows, _ in row_ranges(self.table, self.rows, targets, [target.device for target in targets])]
 
     def objects(self, positions: Iterable[int]) -> list[Fill]:
-        """Those at these positions that have elements, an object each. Refuses targets on a GPU that cannot be filled."""
+        """The fills at these positions that have elements, an object each. Refuses targets on a GPU that cannot be filled."""
         found = [Fill(self.lazy(at), self.targets[at].detach()) for at in positions]
         for one in found:
             target = one.target
@@ -245,7 +245,7 @@ def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> Non
 
 
 def _sorted_out(fills: list[Fill]) -> tuple[list[Fill], list[Fill], list[Fill]]:
-    """Those that can be read straight into their targets, those on GPUs, and the others."""
+    """Sort fills: what can be read straight into its target, what is on GPUs, and the others."""
     direct, on_gpu, staged = list[Fill](), list[Fill](), list[Fill]()
     for one in fills:
         target = one.target
