@@ -89,7 +89,9 @@ def header_table(headers: Sequence[Header], source: Source, places: Mapping[str,
     kind = array("q")
     for header in headers:
         own = [positions.setdefault(outline, len(positions)) for outline in header.columns.outlines]
-        kind.extend([own[number] for number in header.columns.outline])
+        # Those of the first file count alike.
+        outline = header.columns.outline
+        kind += array("q", outline if own == [*range(len(own))] else [*map(own.__getitem__, outline)])
     kinds = [Kind.plain(ROWS[code], shape) for code, shape in positions]
     storages = _storages(headers, source)
     if places is None:
@@ -111,8 +113,8 @@ def _storages(headers: Sequence[Header], source: Source) -> FileStorages:
         columns, first, count = header.columns, header.data_start, len(header.names)
         names += header.names
         file += array("q", [number]) * count
-        start.extend([first + begin for begin in columns.begins])
-        nbytes.extend([columns.nbytes[outline] for outline in columns.outline])
+        start += array("q", [first + begin for begin in columns.begins])
+        nbytes += array("q", [*map(columns.nbytes.__getitem__, columns.outline)])
         crcs.extend(header.record.crcs or array("q", [NO_CRC]) * count)
     return FileStorages([FilePlace(source, one.key, source.store) for one in headers], file, start, nbytes, crcs, names=names)
 
