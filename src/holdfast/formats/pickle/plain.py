@@ -11,11 +11,11 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from types import MethodType
 from typing import cast
 from weakref import proxy
 
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.runtime import weakly
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.arrays import numpy_calls, numpy_values
 from holdfast.formats.pickle.table import Name, ReducerTable, Row
@@ -79,26 +79,26 @@ class PlainTable(ReducerTable):
         calls: Mapping[Name, Row] | None = None,
         news: Mapping[Name, Row] | None = None,
     ) -> None:
+        own, weak = type(self), proxy(self)
         plain: dict[Name, Row] = {
-            ("collections", "OrderedDict"): weakly(self.ordered_dict),
-            ("collections", "Counter"): weakly(self.counter),
-            ("collections", "defaultdict"): weakly(self.default_dict),
-            (BUILTINS, "set"): weakly(self.set),
-            (BUILTINS, "frozenset"): weakly(self.frozenset),
-            (BUILTINS, "bytearray"): weakly(self.bytearray),
-            (BUILTINS, "bytes"): weakly(self.bytes),
+            ("collections", "OrderedDict"): MethodType(own.ordered_dict, weak),
+            ("collections", "Counter"): MethodType(own.counter, weak),
+            ("collections", "defaultdict"): MethodType(own.default_dict, weak),
+            (BUILTINS, "set"): MethodType(own.set, weak),
+            (BUILTINS, "frozenset"): MethodType(own.frozenset, weak),
+            (BUILTINS, "bytearray"): MethodType(own.bytearray, weak),
+            (BUILTINS, "bytes"): MethodType(own.bytes, weak),
             (BUILTINS, "complex"): complex_number,
             (BUILTINS, "range"): range_of,
             (BUILTINS, "slice"): slice_of,
-            ("_codecs", "encode"): weakly(self.encode),
-            ("copyreg", "_reconstructor"): weakly(self.reconstruct),
-            ("copyreg", "__newobj__"): weakly(self.newobj),
+            ("_codecs", "encode"): MethodType(own.encode, weak),
+            ("copyreg", "_reconstructor"): MethodType(own.reconstruct, weak),
+            ("copyreg", "__newobj__"): MethodType(own.newobj, weak),
         }
         for name, kind in PATHS.items():
-            for module in ("pathlib", "pathlib._local"):
-                plain[module, name] = path_row(proxy(self), kind)
+            plain["pathlib", name] = plain["pathlib._local", name] = path_row(weak, kind)
         empty: dict[Name, Row] = {
-            ("collections", "OrderedDict"): weakly(self.ordered_dict),
+            ("collections", "OrderedDict"): MethodType(own.ordered_dict, weak),
             (BUILTINS, "dict"): nothing_given(dict),
             (BUILTINS, "list"): nothing_given(list),
             (BUILTINS, "set"): nothing_given(set),

@@ -222,7 +222,7 @@ class TensorRun:
 class TensorTemplates:
     """Looks at what follows the opener, and takes as many ordinary tensors as there are."""
 
-    __slots__ = ("_expected", "_kinds", "_left", "_most", "_opener", "_state", "made", "opcodes", "repeated")
+    __slots__ = ("_expected", "_kinds", "_left", "_most", "_opener", "_said", "_state", "made", "opcodes", "repeated")
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -232,6 +232,8 @@ class TensorTemplates:
         """Tensors that are looked for next."""
         self._expected = START
         self._kinds: dict[tuple[bytes, int, int], TensorTemplate] = {}
+        self._said: dict[tuple[bytes | None, ...], tuple[TensorArguments, object, int]] = {}
+        """What is known of tensors by the bytes that say it: arguments, what makes them, and the number of opcodes."""
         self._opener = b""
         """The GET of the opener."""
         self.made: Sequence[object] = ()
@@ -360,6 +362,7 @@ class TensorTemplates:
         for kind in self._kinds.values():
             kind.following, kind.stubs, kind.blank, kind.make = START, (), (), None
         self._kinds.clear()
+        self._said.clear()
 
     def _made(self, run: TensorRun) -> Sequence[object]:
         """The tensors of a run, up to the first that is left to the machine."""
@@ -378,10 +381,10 @@ class TensorTemplates:
         if found[LOCATION_TEXT] is not None and found[LOCATION_NBYTES][0] != len(found[LOCATION_TEXT]):
             return None
         start, stop, end = found.start(KEY), found.end(KEY), found.end()
-        puts = [group for group in PUTS if found[group] is not None]
-        if [int.from_bytes(found[group], "little") for group in puts] != [*range(first, first + len(puts))]:
+        puts = [found.regs[group] for group in PUTS if found.regs[group][0] >= 0]
+        if [int.from_bytes(data[begin:behind], "little") for begin, behind in puts] != [*range(first, first + len(puts))]:
             return None
-        step = sum(1 << 8 * (found.start(group) - stop) for group in puts)
+        step = sum([1 << 8 * (begin - stop) for begin, _ in puts])
         base = int.from_bytes(data[stop:end], "little") - first * step
         like = data[pos : start - 4], base, end - stop
         if like not in self._kinds:
@@ -391,20 +394,27 @@ class TensorTemplates:
         return self._kinds[like], start, stop, end
 
     def _kind(self, found: re.Match[bytes], head: bytes, tail: tuple[int, int, int]) -> TensorTemplate:
-        """The kind of tensors like this one."""
-        storage, kind, location, elements, offset, size_of, stride_of, grad, hooks = found.group(*VALUES)
+        """The kind of tensors like this one. Where only memo numbers became longer, what they say is known."""
+        values = found.group(*VALUES, LOCATION_TEXT)
+        if values not in self._said:
+            self._said[values] = self._arguments(*values)
+        given, make, opcodes = self._said[values]
+        return TensorTemplate(head, tail, given, make=make, opcodes=opcodes)
+
+    def _arguments(
+        self, storage: bytes, kind: bytes, location: bytes, elements: bytes, offset: bytes, size_of: bytes, stride_of: bytes,
+        grad: bytes, hooks: bytes, own: bytes | None,
+    ) -> tuple[TensorArguments, object, int]:  # fmt: skip
+        """What tensors of a kind say of themselves, what makes them, and how many opcodes each has."""
         size, stride = _tuple(size_of), _tuple(stride_of)
-        named, own = self._got(storage), found[LOCATION_TEXT]
-        place = self._got(location) if own is None else own.decode()
+        named, place = self._got(storage), self._got(location) if own is None else own.decode()
         if type(named) is not str or named != "storage" or type(place) is not str or size is None or stride is None:
-            return TensorTemplate(head, tail, NOTHING, make=None, opcodes=0)
+            return NOTHING, None, 0
         (count,), (begin,) = _ints(elements), _ints(offset)
         of = self._got(kind), place, count, begin, size, stride, grad == b"\x88", self._got(hooks)
         given = TensorArguments(*of, own_location=own is not None)
         tuples = [raw.startswith(b"(") + len(one) + 1 + bool(one) for raw, one in ((size_of, size), (stride_of, stride))]
-        return TensorTemplate(
-            head, tail, given, make=self._state.table.kind(given), opcodes=FIXED_OPCODES + (own is not None) + sum(tuples)
-        )
+        return given, self._state.table.kind(given), FIXED_OPCODES + (own is not None) + sum(tuples)
 
     def _got(self, raw: bytes) -> object:
         """What a GET gives; a `Stub` where nothing was made for it."""
