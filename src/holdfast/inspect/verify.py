@@ -38,6 +38,7 @@ from holdfast.formats.detect import describe, detect
 from holdfast.formats.npy.inflated import member_key
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.seal import SEAL, SUFFIX, Seal
+from holdfast.formats.torch.storages import RecordStorages
 from holdfast.formats.torch.zip import TorchZip
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
@@ -515,7 +516,12 @@ class CheckpointBytes:
         A tensor of an .npz ends its record, and its checksum covers that. One that is compressed is a file of its own.
         """
         store, stored = self.source.store, self.stored
-        archive = read_archive(self.source, key, fold_case=not arrays)
+        held = self.table.storages
+        # An archive that was read when it was opened is not read again.
+        if isinstance(held, RecordStorages) and held.files[0].key == key:
+            archive = held.archive
+        else:
+            archive = read_archive(self.source, key, fold_case=not arrays)
         cut = len(archive.prefix) + 1 if archive.prefix and not arrays else 0
         ranges = stored.ranges
         own = stored.in_store(store)
