@@ -46,7 +46,11 @@ def strict(raw: bytes, *, before: int = 0, behind: int = 0):
 def assert_nothing_else(raw: bytes, **around: int) -> bool:
     """What is taken at a glance is what the strict reader finds; whether it was taken."""
     found = glance(raw, **around)
+    with mock.patch.object(reader, "TOGETHER", 2):
+        by_two = glance(raw, **around)
+    assert (by_two is None) == (found is None)
     if found is not None:
+        assert list(found.records.items()) == list(by_two.records.items())
         expected = strict(raw, **around)
         assert expected is not None
         assert found.prefix == expected.prefix

@@ -129,7 +129,8 @@ def _run(state: State) -> object:
     if tolerant:
         marks = len(data)  # one byte each, so no more than that can be open
     table, memo, marked, watched = state.table, state.memo, state.marked, state.watched
-    call, persistent, fill = table.call, table.persistent, table.spending.fill
+    spending = table.spending
+    call, persistent, fill = table.call, table.persistent, spending.fill
     uint16, uint32, int32, float64 = UINT16, UINT32, INT32, FLOAT64
     opener = repeated = NEVER
     templates = table.templates(state)
@@ -297,6 +298,10 @@ def _run(state: State) -> object:
                     else:
                         table.offset = state.at = pos - 1
                         table.append(target, above)
+                elif op == 0x7D:  # EMPTY_DICT
+                    state.at = pos - 1
+                    spending.container()
+                    stack.append({})
                 elif op == 0x2E:  # STOP
                     state.at, state.pos, state.count = pos - 1, pos, count
                     if marked or len(stack) != 1:

@@ -115,11 +115,6 @@ def empty_list(s: State) -> None:
     s.stack.append([])
 
 
-def empty_dict(s: State) -> None:
-    s.table.spending.container()
-    s.stack.append({})
-
-
 def list_(s: State) -> None:
     s.table.spending.container()
     above = s.pop_mark()
@@ -288,7 +283,6 @@ RARE: dict[int, Callable[[State], None]] = {
     ord("1"): pop_mark,
     ord("2"): dup,
     ord("]"): empty_list,
-    ord("}"): empty_dict,
     ord("l"): list_,
     ord("d"): dict_,
     0x85: tuple1,

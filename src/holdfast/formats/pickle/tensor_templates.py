@@ -249,13 +249,13 @@ class TensorTemplates:
         With a tensor as `value`, which the memo gave again: where that ends which begins behind it. 0, and nothing done, where
         there is none.
         """
+        if self._left:
+            self._left -= 1
+            return 0
         state, again = self._state, value is not None
         if len(state.marked) + MARKS > state.limits.marks or state.settled:
             return 0
         if not again:
-            if self._left:
-                self._left -= 1
-                return 0
             data, index = state.data, state.data[pos - 1]
             short = data[pos - 2] == 0x68 and index < len(state.memo) and state.memo[index] is state.opener
             self._opener = data[pos - (2 if short else 5) : pos]

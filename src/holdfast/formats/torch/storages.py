@@ -171,15 +171,18 @@ class ArchiveStorages(Storages):
         (place,) = storages.files
         super().__init__(place.source)
         self._storages, self._folder, self._byteorder = storages, folder, byteorder
+        rows, _, packed, _, methods = storages.records
+        self._records = storages.archive.below(folder), rows, packed, methods
+        """What the names of records in the folder begin with, and where they lie."""
 
     def whole(self, asked: StorageId) -> LazyTensor:
-        (rows, _, packed, _, methods), archive = self._storages.records, self._storages.archive
-        name, dtype = archive.below(self._folder) + asked.key, asked.dtype
+        below, rows, packed, methods = self._records
+        name, dtype = below + asked.key, asked.dtype
         if name not in rows:
             raise MetadataError(f"the pickle points at {self._folder}{asked.key}, which is not in the archive")
         row = rows[name]
         if methods[row] != STORED:
-            raise ZipError(f"the storage {name!r} is compressed", offset=archive.records[name].header)
+            raise ZipError(f"the storage {name!r} is compressed", offset=self._storages.archive.records[name].header)
         check_nbytes(asked, packed[row])
         kind = strided_kind(dtype, (asked.count,), (dtype.bits,), 0, packed[row], PLAIN, self._byteorder, asked.location)
         return self._storages.view(row, kind, "")
@@ -200,12 +203,12 @@ class ArchiveStorages(Storages):
 
     def tensors(self, kinds: Sequence[RecordKind], keys: Sequence[str]) -> list[LazyTensor]:
         """Ordinary tensors of these kinds. They end before the first whose storage is not what its kind says."""
-        known, source, folder, storages = self.known, self.source, self._storages.archive.below(self._folder), self._storages
-        rows, _, packed, _, methods = storages.records
+        known, source, storages = self.known, self.source, self._storages
+        below, rows, packed, methods = self._records
         made: list[LazyTensor] = []
         # No function is called for a tensor: this is done for each of a million, and for runs of two.
         for record, key in zip(kinds, keys, strict=False):
-            name, kind, asked = folder + key, record.kind, record.storage
+            name, kind, asked = below + key, record.kind, record.storage
             if name not in rows:
                 break
             row = rows[name]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
@@ -82,7 +81,8 @@ class TorchTable(PlainTable):
         return None if self._storages is None or claim.hooks != HOOKS else self._storages.kind(claim)
 
     def tensors(self, makers: Sequence[object], keys: Sequence[str]) -> Sequence[object]:
-        return () if self._storages is None else self._storages.tensors(cast("Sequence[RecordKind]", makers), keys)
+        # What makes them is what `kind` gave.
+        return () if self._storages is None else self._storages.tensors(makers, keys)  # type: ignore[arg-type]
 
     def persistent(self, pid: object) -> object:
         return self._persistent(pid)

@@ -90,7 +90,7 @@ def unsafe(text: str) -> bool:
     """
     padded = f"\0{text}\0"
     parts = padded.replace("/\0", "\0").replace("\0", "/")
-    if any(odd in parts for odd in ("//", "/./", "/../", "\\")):
+    if "//" in parts or "/./" in parts or "/../" in parts or "\\" in parts:
         return True
     return ":" in parts and DRIVE.search(padded) is not None
 

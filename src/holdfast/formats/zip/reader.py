@@ -17,7 +17,6 @@ to nothing.
 
 from __future__ import annotations
 
-import struct
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -76,9 +75,6 @@ BLANK = bytes(12)
 
 DESCRIPTOR = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
 
-NAME_NBYTES_AT = 28
-"""Where in an entry the length of its name stands."""
-
 TOGETHER = 4096
 """Records whose headers are compared together: enough to read neighbours with one call, and little memory."""
 
@@ -110,13 +106,7 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
     if near < nbytes + TAIL:
         last = source.bytes(key, stop - TAIL - nbytes, stop)
     found = _Canonical(source, key, start, last if near == size else b"")
-    return found.archive(count) if found.walk(last[-TAIL - nbytes : -TAIL], directory) else None
-
-
-@lru_cache(maxsize=256)
-def _entry(name_nbytes: int) -> struct.Struct:
-    """An entry of the directory with its name."""
-    return struct.Struct(f"{SHORT_ENTRY.format}{name_nbytes}s")
+    return found.archive() if found.walk(last[-TAIL - nbytes : -TAIL], count, directory) else None
 
 
 @lru_cache(maxsize=4096)
@@ -133,72 +123,68 @@ class _Canonical:
         """`whole` are all bytes of the archive, where they were read."""
         self._source, self._key, self._start, self._whole = source, key, start, whole
         self._names: list[bytes] = []
-        self._starts, self._packed, self._crcs, self._headers = array("q"), array("q"), array("q"), array("q")
+        self._columns: list[Sequence[Sequence[int]]] = []
+        """First bytes, lengths, checksums and headers, of the records that were compared together."""
 
-    def walk(self, entries: bytes, directory: int) -> bool:
+    def walk(self, entries: bytes, count: int, directory: int) -> bool:
         """Compare the entries of the directory, and the records that they tell of; whether all are as they should be."""
-        every, count = memoryview(entries), len(entries)
-        at = place = 0
+        unpack, fixed_nbytes, last = SHORT_ENTRY.unpack_from, SHORT_ENTRY.size, len(entries) - SHORT_ENTRY.size
+        at = place = edge = 0
         before = b""
-        """The descriptor of the record before."""
-        rows: list[tuple[bytes, int, int, int, int, bytes]] = []
-        """Of each record: name, first byte, length, checksum, header, and what stands before the first byte."""
-        while at < count:
-            length = int.from_bytes(entries[at + NAME_NBYTES_AT : at + NAME_NBYTES_AT + 2], "little")
-            size = SHORT_ENTRY.size + length
-            many = min((count - at) // size, TOGETHER)
-            if not many:
-                return False
-            # No function is called for a record: this is done for each of a million.
-            for fixed, crc, nbytes, content, own, blank, offset, name in _entry(length).iter_unpack(every[at : at + many * size]):
-                if own != length:
-                    break
+        """The descriptor of the record before, which begins at `edge`."""
+        for first in range(0, count, TOGETHER):
+            rows: list[tuple[bytes, int, int, int, int, bytes, int]] = []
+            """Of each record: name, first byte, length, checksum, header; what stands before the first byte, and from where on."""
+            # Few functions are called for a record: this is done for each of a million.
+            for _ in range(first, min(first + TOGETHER, count)):
+                if at > last:
+                    return False
+                fixed, crc, nbytes, content, length, blank, offset = unpack(entries, at)
+                behind = at + fixed_nbytes
+                name = entries[behind : behind + length]
                 opening, padding, head_nbytes = _frame(length, place % ALIGNMENT, nbytes > 0)
                 begin = place + head_nbytes
                 if fixed != (FILLED if nbytes else EMPTY) or nbytes != content or blank != BLANK or offset != place:
                     return False
                 if begin > directory or (crc and not nbytes):
                     return False
-                rows += ((name, begin, nbytes, crc if crc or not nbytes else NO_CRC, place, before + opening + name + padding),)
-                place, before = begin + nbytes, b""
+                known = crc if crc or not nbytes else NO_CRC
+                rows += ((name, begin, nbytes, known, place, before + opening + name + padding, edge),)
+                edge = place = begin + nbytes
+                before = b""
                 if nbytes:
                     # Checksum and sizes stand there as they do in the entry.
                     before, place = DESCRIPTOR + entries[at + 16 : at + 28], place + SHORT_DESCRIPTOR.size
-                at += size
-            if at == count:
-                # The descriptor of the last record stands before no other.
-                rows += ((b"", place, 0, NO_CRC, place, before),)
-            if at == count or len(rows) >= TOGETHER:
-                if place > directory or not self._add(rows):
-                    return False
-                rows = []
-        for column in (self._names, self._starts, self._packed, self._crcs, self._headers):
-            column.pop()
-        return place == directory
-
-    def _add(self, rows: Sequence[tuple[bytes, int, int, int, int, bytes]]) -> bool:
-        """Add records, if what stands before them is as it should be."""
-        names, stops, packed, crcs, headers, expected = zip(*rows, strict=True)
-        starts = [stop - nbytes for stop, nbytes in zip(stops, map(len, expected), strict=True)]
-        groups, whole = [0, len(rows)], self._whole
-        if not whole:
-            groups = [*coalesce(np.array(starts), np.array(stops), HEADERS).tolist(), len(rows)]
-        for first, last in pairwise(groups):
-            base = 0 if whole else starts[first]
-            data = whole or self._source.bytes(self._key, self._start + base, self._start + stops[last - 1])
-            each = zip(starts[first:last], stops[first:last], strict=True)
-            if tuple([data[start - base : stop - base] for start, stop in each]) != expected[first:last]:
+                at = behind + length
+            names, starts, packed, crcs, headers, expected, edges = zip(*rows, strict=True)
+            ended = first + TOGETHER >= count
+            if ended and (at != len(entries) or place != directory):
                 return False
-        self._names += names
-        self._starts.extend(stops)
-        self._packed.extend(packed)
-        self._crcs.extend(crcs)
-        self._headers.extend(headers)
+            # The descriptor of the last record stands before no other.
+            if not self._has(*((*expected, before), (*edges, edge), (*starts, place)) if ended else (expected, edges, starts)):
+                return False
+            self._names += names
+            own = starts, packed, crcs, headers
+            # Of very many records, eight bytes a number.
+            self._columns += (own if ended and not first else [array("q", column).tobytes() for column in own],)
         return True
 
-    def archive(self, count: int) -> Archive | None:
-        """The archive of so many records, unless there is anything to be said about their names."""
-        together = b"\0".join(self._names)
+    def _has(self, expected: tuple[bytes, ...], starts: tuple[int, ...], stops: tuple[int, ...]) -> bool:
+        """Whether these ranges of the archive are what is expected."""
+        if self._whole:
+            return all(map(self._whole.startswith, expected, starts))
+        groups = [*coalesce(np.array(starts), np.array(stops), HEADERS).tolist(), len(stops)]
+        for first, last in pairwise(groups):
+            base = starts[first]
+            data = self._source.bytes(self._key, self._start + base, self._start + stops[last - 1])
+            places = [start - base for start in starts[first:last]]
+            if not all(map(data.startswith, expected[first:last], places)):
+                return False
+        return True
+
+    def archive(self) -> Archive | None:
+        """The archive, unless there is anything to be said about the names of its records."""
+        together, count = b"\0".join(self._names), len(self._names)
         prefix, slash, _ = self._names[0].partition(b"/")
         inside = together.startswith(prefix + slash) and together.count(b"\0" + prefix + slash) == count - 1
         if not slash or not inside or not together.isascii() or together.endswith(b"/") or b"/\0" in together:
@@ -207,12 +193,15 @@ class _Canonical:
         names = text.split("\0")
         if len(names) != count or len({*text.casefold().split("\0")}) != count or unsafe(text):
             return None
-        starts, headers = self._starts, self._headers
+        starts, packed, crcs, headers = self._columns[0]
+        if len(self._columns) > 1:
+            starts, packed, crcs, headers = (
+                array("q", b"".join(map(bytes, column))) for column in zip(*self._columns, strict=True)
+            )
         if self._start:
             starts, headers = (array("q", [self._start + one for one in column]) for column in (starts, headers))
         rows = dict(zip(names, range(count), strict=True))
-        packed, crcs, methods = self._packed, self._crcs, bytes(count)
-        records = Records(rows, starts=starts, packed=packed, crcs=crcs, methods=methods, headers=headers, sizes=packed)
+        records = Records(rows, starts=starts, packed=packed, crcs=crcs, methods=bytes(count), headers=headers, sizes=packed)
         return Archive(records, prefix.decode("ascii"))
 
 
