@@ -60,21 +60,20 @@ def make_fresh(wants: Mapping[str, Want]) -> Fresh:
     apart: dict[object, torch.Tensor] = {}
     for name, want in wants.items():
         region = regions.by_name.get(name)
-        what: object = regions.ties.get(name, name)
         if region is not None:
             if region not in storages:
                 storages[region] = make_storage(region, wants, fresh)
-            storage, view = storages[region], region.views[name]
+            storage = storages[region]
             if storage is not None:
-                fresh.tensors[name] = view_of(storage, view, want.dtype)
+                fresh.tensors[name] = view_of(storage, region.views[name], want.dtype)
                 continue
-            what = (region, view)
         # By itself; but two names of one tensor (tied weights) are one in any case.
-        twin = apart.get((what, want.dtype, want.device))
-        if twin is None:
-            fresh.tensors[name] = apart[what, want.dtype, want.device] = _alone(want, fresh)
+        what = regions.ties.get(name, name), want.dtype, want.device
+        tied = apart.get(what)
+        if tied is None:
+            fresh.tensors[name] = apart[what] = _alone(want, fresh)
         else:
-            fresh.tensors[name] = twin.detach()
+            fresh.tensors[name] = tied.detach()
     return fresh
 
 

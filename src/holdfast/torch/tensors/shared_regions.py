@@ -79,11 +79,8 @@ class Regions(Struct):
 
     by_name: dict[str, Region] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
-    """Names that are in no region and are the same tensor, chunk by chunk, as an earlier one."""
+    """Names that are the same tensor as an earlier one, with the first of its names."""
     notes: list[str] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[Region]:
-        yield from dict.fromkeys(self.by_name.values())
 
 
 def plan_regions(tensors: Mapping[str, LazyTensor]) -> Regions:
@@ -99,8 +96,7 @@ def plan_regions(tensors: Mapping[str, LazyTensor]) -> Regions:
         members = {name: tensor for name, tensor in lazies.items() if _viewable(tensor)}
         for region in _regions(members, storage, originals=tensors, notes=regions.notes):
             regions.by_name.update(dict.fromkeys(region.views, region))
-    again = {names[row]: names[first] for row, first in shared.ties().items()}
-    regions.ties = {name: first for name, first in again.items() if name not in regions.by_name}
+    regions.ties = {names[row]: names[first] for row, first in shared.ties().items()}
     return regions
 
 
