@@ -1,12 +1,9 @@
 """No verb takes another way under some condition: calls are counted, so a second, slower way shows on any machine.
 
 Each verb that writes, under each option, makes at most `TIMES` the calls of the plain save of the same tensors in the same format:
-with 64 tensors, with 2,000, and for each tensor more (from 2,000 to 4,000; with `--exhaustive` with 20,000 as well). A plain save
+with 64 tensors, with 2,000, and for each tensor more (from 2,000 to 4,000). A plain save
 that makes fewer than `LEAST` calls a tensor is taken to make as many. Calls a tensor do not grow with their number. One odd tensor
 among 20,000 costs at most a tenth more than none.
-
-`OPEN` lists what does not hold yet, each with its figures: none may become worse than `WORSE` times its figure, and one that is
-clearly mended is to be taken off the list. In between nothing is claimed, so that a figure near a limit does not fail by chance.
 
 What is imported at a first call, and a thread that looks whether it may go on, add calls to one run; a second way does to each.
 So the least of several runs counts: of two with 64 tensors, of one with more, and of up to three where that is too many.
@@ -15,7 +12,7 @@ So the least of several runs counts: of two with 64 tensors, of one with more, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,17 +25,11 @@ from tests.growth.calls import CASES, ODD, PLAIN, SUFFIXES, Case, Job, counting,
 from tests.ranks.pool import SHARED, Pool, World, good
 from tests.support import needs
 
-WARM_UP, SMALL, SOME, MIDDLE, MORE, LARGE = 8, 64, 512, 2_000, 4_000, 20_000
+WARM_UP, SMALL, MIDDLE, MORE, LARGE = 8, 64, 2_000, 4_000, 20_000
 RANK_FORMATS = ("native", "dcp", "safetensors")
 
 TIMES = 3
 """What an option may cost, in calls of the plain save."""
-
-WORSE = 1.25
-"""What an open case may cost, as a multiple of its figure."""
-
-MENDED = 0.9
-"""Below this part of what it may cost a case is mended."""
 
 RUNS = 3
 
@@ -47,17 +38,6 @@ LEAST = 3
 
 GROWTH = 1.1
 """What a tensor may cost among ten times as many, and a state with one odd tensor as a multiple of one with none."""
-
-OPEN: dict[str, tuple[float, ...]] = {
-    # case: times the calls of the plain save, with 64 and 2,000 tensors and for each more
-    "convert pt to safetensors": (3.0, 1.4, 1.0),
-}
-"""Cases that make more calls than they may; those of ranks without the figure for 64."""
-
-OPEN_ODD: dict[str, float] = {
-    # format, kind: times the calls of a save without it
-}
-"""Odd tensors that cost more than themselves."""
 
 
 def count_calls(prepare: Callable[[Path, int], Job], n: int) -> int:
@@ -93,22 +73,6 @@ def least(measure: Callable[[], float], most: float, *parts: tuple[Callable[[Pat
     return figure
 
 
-def check_open(figures: dict[int, float], recorded: Sequence[float], most: float) -> None:
-    """An open case is not worse than it was, and still open; `figures` has those that were measured, by their places."""
-    assert figures
-    worse = {place: figure for place, figure in figures.items() if figure > WORSE * recorded[place]}
-    assert not worse, f"{worse} of {recorded}"
-    mended = len(figures) == len(recorded) and max(figures.values()) < MENDED * most
-    assert not mended, f"take the mark away: {figures} are below {most}"
-
-
-def test_open_cases_are_cases():
-    ranks = {f"two ranks, {format}" for format in RANK_FORMATS}
-    assert OPEN.keys() <= {case.name for case in CASES} | ranks
-    assert OPEN_ODD.keys() <= {f"{format}, {kind}" for format, kind in JOBS}
-    assert all(len(figures) == (2 if name in ranks else 3) for name, figures in OPEN.items())
-
-
 def by_name(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
@@ -128,20 +92,14 @@ def plain_calls(plain: Callable[[Path, int], Job], n: int) -> float:
     return calls(plain, n) + (more_plain(plain) - more(plain)) * n
 
 
-def figure(case: Case, place: int, most: float) -> float:
+def figure(case: Case, place: int) -> float:
     """Times the calls of the plain save: with 64 tensors, with 2,000, or for each more."""
     own, plain = case.prepare, PLAIN[case.plain]
     if place == 2:
         parts = [(job, n) for job in (own, plain) for n in (MIDDLE, MORE)]
-        return least(lambda: more(own) / more_plain(plain) / case.saves, most, *parts)
+        return least(lambda: more(own) / more_plain(plain) / case.saves, TIMES, *parts)
     n = (SMALL, MIDDLE)[place]
-    return least(lambda: calls(own, n) / plain_calls(plain, n) / case.saves, most, (own, n), (plain, n))
-
-
-def some_more(case: Case) -> float:
-    """About the figure for each tensor more, from 64 to 512."""
-    own, plain = case.prepare, PLAIN[case.plain]
-    return (calls(own, SOME) - calls(own, SMALL)) / (SOME - SMALL) / more_plain(plain) / case.saves
+    return least(lambda: calls(own, n) / plain_calls(plain, n) / case.saves, TIMES, (own, n), (plain, n))
 
 
 NEEDS = {"holdfast.torch.save": versions.NUMBERED_CONTAINER}
@@ -153,37 +111,25 @@ def names() -> list[object]:
 
 
 @pytest.mark.parametrize("name", names())
-def test_an_option_costs_little(name: str, request: pytest.FixtureRequest):
-    """An open case is measured with few tensors, and with many where these do not show that it is open and no worse."""
+def test_an_option_costs_little(name: str):
     case = by_name(name)
-    recorded = OPEN.get(name)
-    most = [TIMES] * 3 if recorded is None else [WORSE * one for one in recorded]
-    figures: dict[int, float] = {}
-    if recorded is not None and not request.config.getoption("--exhaustive"):
-        figures = {0: figure(case, 0, most[0]), 2: some_more(case)}
-    if max(figures.values(), default=0) < MENDED * TIMES or any(figures[place] > most[place] for place in figures):
-        figures = {place: figure(case, place, most[place]) for place in range(3)}
-    print(f'\n    "{name}": ({", ".join(f"{one:.1f}" for one in figures.values())}),')
-    if recorded is None:
-        assert max(figures.values()) <= TIMES, figures
-    else:
-        check_open(figures, recorded, TIMES)
+    figures = [figure(case, place) for place in range(3)]
+    print(f'\n    "{name}": ({", ".join(f"{one:.1f}" for one in figures)}),')
+    assert max(figures) <= TIMES, figures
 
 
 @pytest.mark.parametrize("name", names())
 def test_a_tensor_costs_the_same_among_many(name: str):
     """From 64 to 2,000 and from 2,000 to 20,000: what a save costs by itself is not counted."""
     case = by_name(name)
-    large = MORE if name in OPEN else LARGE  # a second way takes half a minute for as many
 
     def each(few: int, many: int) -> float:
         return (calls(case.prepare, many) - calls(case.prepare, few)) / (many - few)
 
-    growth = least(lambda: each(MIDDLE, large) / max(each(SMALL, MIDDLE), 1), GROWTH, (case.prepare, MIDDLE), (case.prepare, large))
-    print(f"\n{name}: {each(SMALL, MIDDLE):.2f} and {each(MIDDLE, large):.2f} calls a tensor")
+    growth = least(lambda: each(MIDDLE, LARGE) / max(each(SMALL, MIDDLE), 1), GROWTH, (case.prepare, MIDDLE), (case.prepare, LARGE))
+    print(f"\n{name}: {each(SMALL, MIDDLE):.2f} and {each(MIDDLE, LARGE):.2f} calls a tensor")
     assert growth <= GROWTH
-    if name not in OPEN:
-        assert calls(case.prepare, large) <= TIMES * case.saves * plain_calls(PLAIN[case.plain], LARGE)
+    assert calls(case.prepare, LARGE) <= TIMES * case.saves * plain_calls(PLAIN[case.plain], LARGE)
 
 
 def odd_job(format: str, kind: str | None) -> Callable[[Path, int], Job]:
@@ -206,19 +152,12 @@ def test_one_odd_tensor_among_many(name: str):
     """What it costs beyond a save without it, as a part of that save."""
     format, _, kind = name.partition(", ")
     none, one = JOBS[format, None], JOBS[format, kind]
-    recorded, most = OPEN_ODD.get(name), GROWTH - 1
-    before = most if recorded is None else recorded - 1
+    most = GROWTH - 1
     beyond = least(
-        lambda: (calls(one, LARGE) - calls(none, LARGE)) / max(calls(none, LARGE), LEAST * LARGE),
-        before if recorded is None else WORSE * before,
-        (one, LARGE),
-        (none, LARGE),
+        lambda: (calls(one, LARGE) - calls(none, LARGE)) / max(calls(none, LARGE), LEAST * LARGE), most, (one, LARGE), (none, LARGE)
     )
     print(f'\n    "{name}": {1 + beyond:.2f},')
-    if recorded is None:
-        assert beyond <= most
-    else:
-        check_open({0: beyond}, [before], most)
+    assert beyond <= most
 
 
 # Ranks.
@@ -250,7 +189,4 @@ def test_each_of_two_ranks(pool: Pool, format: str, tmp_path: Path):
     figures = [max(middle) / plain_calls(plain, MIDDLE)]
     figures.append(max(b - a for a, b in zip(middle, most, strict=True)) / (MORE - MIDDLE) / more_plain(plain))
     print(f'\n    "{name}": ({", ".join(f"{figure:.1f}" for figure in figures)}),')
-    if name in OPEN:
-        check_open(dict(enumerate(figures)), OPEN[name], TIMES)
-    else:
-        assert max(figures) <= TIMES, figures
+    assert max(figures) <= TIMES, figures

@@ -16,6 +16,7 @@ from holdfast.inspect.stats import stats
 from holdfast.pruning.prune import prune
 from holdfast.rewrite.reshard import reshard
 from holdfast.stores.paths import found_path, local_path
+from holdfast.stores.place import same_place
 from holdfast.torch import async_save_sharded, load, load_into, load_sharded, save, save_sharded
 from holdfast.torch import open as open_torch
 
@@ -274,3 +275,16 @@ def test_the_drop_in_refuses_without_a_folder(here: Path):
         with pytest.raises(FileNotFoundError):
             load(path)
     assert os.listdir(here) == ["here.pt"]
+
+
+def test_places_are_the_same_by_their_real_paths(tmp_path):
+    one, link, hard, gone = (str(tmp_path / name) for name in ("one", "link", "hard", "gone"))
+    Path(one).write_bytes(b"x")
+    os.symlink(one, link)
+    os.link(one, hard)
+    assert same_place(one, link)
+    assert same_place(one, f"{tmp_path}/./one")
+    assert same_place(gone, f"{tmp_path}/./gone")
+    assert not same_place(one, gone)
+    assert not same_place(one, hard), "two names of one file are two places"
+    assert not same_place(one, str(tmp_path))

@@ -208,7 +208,19 @@ def folder_above(path: str) -> str:
 
 def same_place(one: str, other: str) -> bool:
     """Whether two paths or URLs are those of one file, directory or object."""
-    return place_at(one).identity == place_at(other).identity
+    first, second = place_at(one), place_at(other)
+    if first.on_disk and second.on_disk and _inode(one) != _inode(other):
+        return False  # and no link of either path is followed
+    return first.identity == second.identity
+
+
+def _inode(path: str) -> tuple[int, int] | None:
+    """What the file system knows a file by; None where there is none. One file may have several names that are no links."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def join(folder: str, name: str) -> str:
