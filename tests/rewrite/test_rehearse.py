@@ -24,6 +24,7 @@ from holdfast.formats.safetensors.directory import SafetensorsDirectory
 from holdfast.formats.safetensors.read import SafetensorsFile
 from holdfast.formats.strict_json import parse_parts
 from holdfast.formats.torch.zip import TorchZip
+from holdfast.plan.files import tabulate
 from holdfast.plan.saves import Data, FilePlan, Late, Literal
 from holdfast.rewrite import formats
 from holdfast.rewrite.reshard import reshard
@@ -122,7 +123,7 @@ def test_what_the_reader_finds_is_what_was_to_be_saved(writer, change, src, dst,
                 tensors[name] = replace(tensor, dtype=holdfast.DTYPES.name("int32"))
             case "shape":
                 tensors[name] = tensor[:1]
-        return replace(described, tensors=tensors)
+        return replace(described, tensors=tabulate([*tensors], [*tensors.values()]))
 
     patch_readers(monkeypatch, other)
     with pytest.raises(CannotHold, match=r"would not be there|would be there|would be read as"):

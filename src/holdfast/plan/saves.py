@@ -31,7 +31,8 @@ BLOCK_NBYTES = 4 << 20
 """Of a file, what is made at a time."""
 
 BATCH = 1 << 13
-"""Tensors that are asked, or written as text, at a time: what is made of each on the way is gone when the next ones come."""
+"""Tensors that are asked, read, or written as text, at a time: what is made of each on the way, up to half a kilobyte however short
+it is, is gone when the next ones come."""
 
 HASH_KEY, HEAD_KEY = "\udc00hash", "\udc00head"
 """What is put behind the label of data for its hash and its head, which stand among the checksums; the head is 0 for data that has

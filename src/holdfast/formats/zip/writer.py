@@ -325,7 +325,7 @@ class _Forward:
             if self.crc:
                 self.labels += segment.labels
             last = self.segments.pop() if self.segments else None
-            if isinstance(last, Gathered) and last.nbytes + segment.nbytes <= blocks.BLOCK_NBYTES:
+            if isinstance(last, Gathered) and _is_short(last, segment):
                 self.segments.append(_one_behind_other(last, segment))
             else:
                 self.segments += [segment] if last is None else [last, segment]
@@ -358,6 +358,12 @@ class _Forward:
             data = self.segments.pop().data + data  # type: ignore[union-attr]  # a Literal, as was just asked
         if data:
             self.segments.append(Literal(data))
+
+
+def _is_short(first: Gathered, second: Gathered) -> bool:
+    """Whether two segments together are no longer than one may be."""
+    count = len(first.labels) + len(second.labels)
+    return count <= blocks.BATCH and first.nbytes + second.nbytes <= blocks.BLOCK_NBYTES
 
 
 class _Stretch(Value, frozen=True, eq=False):
@@ -401,13 +407,13 @@ class _Stretch(Value, frozen=True, eq=False):
         return cls(records, first, far, before, digits, nbytes, 0 not in nbytes, headers, pads, stops, archive.crc)
 
     def segments(self) -> Iterator[Gathered]:
-        """A few megabytes each."""
+        """A few megabytes each, or `BATCH` records."""
         low, count = 0, len(self.nbytes)
         name, first = f"{self.records.folder}/{{}}".format, self.first
         while low < count:
             # Up to the first one that passes the size, and with it.
             begin = self.headers[low]
-            high = min(bisect_left(self.stops, begin + blocks.BLOCK_NBYTES) + 1, count)
+            high = min(bisect_left(self.stops, begin + blocks.BLOCK_NBYTES) + 1, low + blocks.BATCH, count)
             lengths = self.nbytes[low:high]
             numbers: Iterable[int] = range(first + low, first + high)
             # Those that have a checksum.
