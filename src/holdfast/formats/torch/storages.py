@@ -141,14 +141,14 @@ class RecordStorages(FileStorages):
     """The records of an archive as storages: the number of one is the row of its record."""
 
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
-        self.archive, self.records = archive, archive.records.columns
-        _, starts, packed, crcs, _ = self.records
+        self.archive = archive
+        _, starts, packed, crcs, _ = archive.records.columns
         FileColumns.__init__(self, [FilePlace(source, key, source.store)], array("q", bytes(8 * len(starts))), starts, packed, crcs)
 
     @cached_property
     def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when somebody asks
         labels, cut = [""] * len(self), len(self.archive.below(""))
-        for name, row in self.records.rows.items():
+        for name, row in self.archive.records.columns.rows.items():
             labels[row] = name[cut:]
         return labels
 
@@ -171,7 +171,7 @@ class ArchiveStorages(Storages):
         (place,) = storages.files
         super().__init__(place.source)
         self._storages, self._folder, self._byteorder = storages, folder, byteorder
-        rows, _, packed, _, methods = storages.records
+        rows, _, packed, _, methods = storages.archive.records.columns
         self._records = storages.archive.below(folder), rows, packed, methods
         """What the names of records in the folder begin with, and where they lie."""
 

@@ -86,6 +86,7 @@ class TorchZip(SavedFormat):
         reader = PickleReader(source, key, archive)
         tree, nbytes = reader.read("data.pkl", "data/")
         if archive.get("constants.pkl") is None:
+            archive.records.fold()
             return SavedFile(self.name, tree, nbytes, reader.foreign(), tuple(reader.notes), reader.metadata)
         # The attributes of a scripted module have the names that its `state_dict()` has; its constants stand beside them.
         constants, more = reader.read("constants.pkl", "constants/")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
+from operator import eq
 from typing import NamedTuple
 
 import numpy as np
@@ -242,7 +243,7 @@ class Records(Mapping[str, ZipRecord]):
     integers of Python's. A checksum that the writer left out is `NO_CRC`.
     """
 
-    __slots__ = ("_columns", "_rows")
+    __slots__ = ("_columns", "_known", "_names")
 
     def __init__(
         self,
@@ -255,8 +256,26 @@ class Records(Mapping[str, ZipRecord]):
         headers: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        self._rows = rows
+        self._known: Mapping[str, int] | None = rows
+        self._names = ""
         self._columns = (starts, packed, crcs, methods, headers, sizes)
+
+    @property
+    def _rows(self) -> Mapping[str, int]:
+        """The row of each name."""
+        rows = self._known
+        if rows is None:
+            rows = self._known = dict(zip(self._names.split("\0"), range(len(self)), strict=True))
+        return rows
+
+    def fold(self) -> None:
+        """Keep the names as one text until somebody asks for one: that takes a tenth of the memory."""
+        rows, count = self._known, len(self._columns[0])
+        if rows is None or len(rows) != count or not all(map(eq, rows.values(), range(count))):
+            return
+        names = "\0".join(rows)
+        if names.count("\0") == count - 1:
+            self._names, self._known = names, None
 
     def __getitem__(self, name: str) -> ZipRecord:
         row = self._rows[name]
@@ -296,7 +315,7 @@ class Records(Mapping[str, ZipRecord]):
         return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._columns[0] if self._known is None else self._known)
 
     def __repr__(self) -> str:
         return f"<{len(self)} zip records>"
