@@ -430,22 +430,25 @@ def _not_tensors(state: State) -> list[str]:
     seen: set[int] = set()
     waiting: list[tuple[Path, object]] = [((), state.tree)]
     leaves = state.leaves
+    plain, more = {kind for kind in leaves.kinds if not issubclass(kind, LazyTensor)}, {*leaves.odd, *leaves.converted}
     while waiting:
         path, value = waiting.pop()
         place = dotted(path) or "the state itself"
         value = leaves.described(value)
-        if leaves.is_tensor(value) and not isinstance(value, LazyTensor):
-            continue
         match value:
             case LazyTensor():
                 if value.traits.meta:
                     problems.append(f"{place}: a tensor without data, on the meta device; {HINT}")
             case Composite():
                 pass
-            case dict() if type(value) in (dict, OrderedDict) and all(type(key) is str for key in value):
+            case _ if leaves.is_tensor(value):
+                pass
+            case dict() if type(value) in (dict, OrderedDict) and {*map(type, value)} <= {str}:
                 if id(value) not in seen:
                     seen.add(id(value))
-                    waiting += [((*path, key), inside) for key, inside in reversed(value.items())]
+                    # No function is called for a plain tensor: there may be very many.
+                    inner = [item for item in value.items() if type(item[1]) not in plain or (more and id(item[1]) in more)]
+                    waiting += [((*path, key), inside) for key, inside in reversed(inner)]
             case dict() if type(value) in (dict, OrderedDict):
                 problems.append(f"{place}: a dict with keys that are not text; {HINT}")
             case Opaque():
