@@ -299,3 +299,20 @@ junk = st.recursive(
 def test_no_document_causes_any_other_error(document):
     with contextlib.suppress(FormatError, LimitExceeded):
         decode_tree(document, {}.__getitem__, Memory().source)
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": 1 << 60}, {"a": 1, "b": -(1 << 60)}, {"a": 1, "b": True}, {"a": 2, "b": 2.0}, {"a": 1, "b": [3]}]
+)
+def test_dicts_that_begin_with_an_integer(value):
+    """Those of short integers alone are one text for all that are alike; these are not."""
+    tree = {"first": {"a": 1, "b": 1}, "alike": {"a": 1, "b": 1}, "other": value, "again": dict(value)}
+    assert_same(tree, through_json(tree))
+
+
+def test_a_dict_of_integers_in_two_places_is_noted():
+    version = {"version": 1}
+    assert encode_value({"a": {"version": 1}, "b": {"version": 1}}).notes == ()
+    assert encode_value({"a": version, "b": version}).notes == (
+        "1 containers stand in several places; each place gets its own copy",
+    )

@@ -351,3 +351,24 @@ def test_a_lie_among_many_is_told_as_by_the_machine(how: str, tmp_path: Path):
             holdfast.open(tmp_path / "x.pt")
         found.append((type(caught.value), str(caught.value), caught.value.offset))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("length", [5, 7, 1])
+def test_a_location_of_another_length_is_read_as_by_the_machine(length: int):
+    """The text of a location is as long as the stream says, whatever the bytes behind it look like."""
+    raw = saved({f"t.{number}": torch.zeros(2, 3) for number in range(20)}, "cuda:0")
+    there, wrong = b"X\6\0\0\0cuda:0", b"X" + bytes([length]) + b"\0\0\0cuda:0"
+
+    def lie(pickled: bytes) -> bytes:
+        assert pickled.count(there) == 20
+        before, after = pickled.rsplit(there, 1)
+        return before + wrong + after
+
+    assert_same(with_pickle(raw, lie))
+
+
+def test_records_are_called_as_in_the_archive_when_names_were_folded():
+    state = {f"t.{number}": torch.full((2, 3), number) for number in range(30)}
+    with holdfast.open(saved(state)) as ckpt:
+        for number, tensor in enumerate(ckpt.values()):
+            assert tensor.storages[0].label == f"data/{number}"

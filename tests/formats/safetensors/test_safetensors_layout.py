@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.formats.slow_save import Memory, assert_same, execute, raw_bytes, reopen, state_of, state_of_checkpoint
@@ -411,3 +412,9 @@ def test_fifty_thousand_tensors_are_laid_out_and_opened():
     plan = lay_out_safetensors(state_of(tree))
     assert len(plan.tensors()) == 50_000
     assert plan.files[0].nbytes == plan.nbytes
+
+
+def test_a_tensor_without_data_is_named_among_many(tmp_path):
+    state = {f"t{number}": torch.zeros(3) for number in range(20)} | {"inner": {"meta": torch.zeros(3, device="meta")}}
+    with pytest.raises(CannotHold, match=r"inner\.meta: a tensor without data"):
+        holdfast.save(state, tmp_path / "x.safetensors", format="safetensors")

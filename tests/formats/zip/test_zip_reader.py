@@ -19,7 +19,7 @@ from tests.support import torch_bytes
 
 from holdfast.core.limits import Limits
 from holdfast.errors import LimitExceeded, Truncated, ZipError
-from holdfast.formats.zip.layout import Archive
+from holdfast.formats.zip.layout import Archive, Records
 from holdfast.formats.zip.reader import read_archive
 
 
@@ -362,3 +362,20 @@ def test_random_record_sets(content, style, alignment, data):
     found = read(raw)
     assert_like_zipfile(found, raw)
     assert {name: raw[r.start : r.stop] for name, r in found.records.items()} == unique
+
+
+def test_names_that_are_one_text_are_the_same_records():
+    raw = torch_bytes({f"t{number}": torch.full((3,), number) for number in range(20)})
+    plain, folded = read(raw), read(raw)
+    folded.records.fold()
+    assert len(folded.records) == len(plain.records)
+    assert [*folded.records.items()] == [*plain.records.items()]
+    assert "gone" not in folded.records
+
+
+def test_rows_in_another_order_keep_their_names():
+    columns = {name: [number, number] for number, name in enumerate(("starts", "packed", "crcs", "methods", "headers", "sizes"))}
+    columns["starts"] = [10, 20]
+    records = Records({"b": 1, "a": 0}, **columns)
+    records.fold()
+    assert (records["b"].start, records["a"].start) == (20, 10)
