@@ -33,7 +33,7 @@ def test_killed_at_random_moments(writer: Writer, request: pytest.FixtureRequest
     done = killed(writer.name, kills)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert seen["kills"] == kills
+    assert seen["kills"] >= kills
     # The moments are spread over the save: some fall into it, some after it.
     assert seen["left a temporary"] > kills // 20
     assert seen["saves"] + seen["new but not reported"] > kills // 20
