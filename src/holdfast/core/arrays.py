@@ -28,6 +28,11 @@ def are_apart(numbers: Ints) -> bool:
     return bool((ordered[1:] != ordered[:-1]).all())
 
 
+def listed(column: Sequence[int] | Ints) -> Sequence[int]:
+    """The numbers of a column as integers of Python's."""
+    return column.tolist() if isinstance(column, np.ndarray) else column
+
+
 def shape_columns(shapes: Sequence[tuple[int, ...]]) -> Ints:
     """Shapes as columns: a row for each dimension of the one that has the most, filled up with ones.
 

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Ints, listed
 from holdfast.core.crc import Sums, crc32, have_crcs
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import memory_at
+from holdfast.core.table import Column
 from holdfast.core.value import Value
 from holdfast.engine.transfer import INLINE_NBYTES, Sink, Straight, transfer
-from holdfast.errors import Corrupted, located
+from holdfast.errors import Corrupted, HoldfastError, located
 from holdfast.plan.coalesce import RECORDS, Parts, Policy, Ranges, join_files
 
 UNKNOWN = -1
@@ -34,10 +35,11 @@ Place = tuple[int, int, int, int]
 class MemoryRanges(Value, frozen=True, eq=False):
     """Ranges of files, and where in memory each goes. Whoever asks keeps the memory alive."""
 
-    ranges: Ranges
-    addresses: Ints
-    crcs: Ints
-    """CRC-32 of each range as its file records it, or `UNKNOWN`."""
+    keys: Sequence[str]
+    """The files."""
+    columns: tuple[Column, Column, Column, Column, Column]
+    """Of each range the file as a position in `keys`, the first byte, the length, the address, and the CRC-32 that the file records
+    of it, or `UNKNOWN`."""
     name: Callable[[int], str]
     """What a range is called in messages, by its number."""
     damaged: Callable[[int, int], Corrupted]
@@ -48,43 +50,50 @@ class MemoryRanges(Value, frozen=True, eq=False):
         cls, key: str, places: Sequence[Place], name: Callable[[int], str], damaged: Callable[[int, int], Corrupted]
     ) -> MemoryRanges:
         """Ranges of one file."""
-        starts, nbytes, addresses, crcs = np.array(places, np.int64).reshape(-1, 4).T
-        return cls(Ranges([key], np.zeros(len(places), np.int64), starts, nbytes), addresses, crcs, name, damaged)
+        starts, nbytes, addresses, crcs = zip(*places, strict=True) if places else ((),) * 4
+        return cls([key], ((0,) * len(places), starts, nbytes, addresses, crcs), name, damaged)
 
 
 def read_to_memory(store: Store, wanted: MemoryRanges, *, threads: int, verify: bool = True, policy: Policy = RECORDS) -> int:
     """Read every range to its place; how many bytes were read. Raises `damaged` for the first whose checksum does not match."""
-    if store.resident and int(wanted.ranges.nbytes.sum()) < INLINE_NBYTES:
-        return _copy(store, wanted, verify=verify)
-    sinks = [MemorySink(wanted, parts, verify=verify) for parts in join_files(wanted.ranges, policy)]
+    if store.resident and (total := sum(listed(wanted.columns[2]))) < INLINE_NBYTES:
+        _copy(store, wanted, verify=verify)
+        return total
+    files, starts, nbytes, addresses, crcs = (np.asarray(column, np.int64) for column in wanted.columns)
+    ranges = Ranges(wanted.keys, files, starts, nbytes)
+    compared = crcs if verify else np.full(len(crcs), UNKNOWN, np.int64)
+    sinks = [MemorySink(wanted, ranges, parts, addresses=addresses, crcs=compared) for parts in join_files(ranges, policy)]
     transfer([(store, sink.parts, sink) for sink in sinks], threads, nbytes=policy.block, step=policy.block)
     for sink in sinks:
         sink.finish()
     return sum(sink.parts.nbytes for sink in sinks)
 
 
-def _copy(store: Store, wanted: MemoryRanges, *, verify: bool) -> int:
+def _copy(store: Store, wanted: MemoryRanges, *, verify: bool) -> None:
     """Ranges of a store that is memory itself: each is copied as it is, and there is nothing to join."""
-    ranges, read = wanted.ranges, store.read
-    columns = (ranges.files, ranges.starts, ranges.nbytes, wanted.addresses, wanted.crcs)
-    for number, (file, start, nbytes, address, crc) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+    keys, read = wanted.keys, store.read
+    for number, (file, start, nbytes, address, crc) in enumerate(zip(*map(listed, wanted.columns), strict=True)):
         out = memory_at(address, nbytes)
-        with located(tensor=wanted.name(number)):
-            read(ranges.keys[file], start, out)
+        try:
+            read(keys[file], start, out)
+        except HoldfastError as error:
+            with located(tensor=wanted.name(number)):
+                raise error
         if verify and crc != UNKNOWN and (found := crc32(out)) != crc:
             raise wanted.damaged(number, found)
-    return int(ranges.nbytes.sum())
 
 
 class MemorySink(Sink):
     """Ranges of one file, cut where its blocks end."""
 
-    def __init__(self, wanted: MemoryRanges, parts: Parts, *, verify: bool) -> None:
-        self._wanted, self.parts = wanted, parts
-        owners, ranges = parts.owners, wanted.ranges
-        self._addresses = wanted.addresses[owners] + parts.begins - ranges.starts[owners]
-        self._crcs = wanted.crcs[owners] if verify else np.full(len(owners), UNKNOWN, np.int64)
+    def __init__(self, wanted: MemoryRanges, ranges: Ranges, parts: Parts, *, addresses: Ints, crcs: Ints) -> None:
+        self._wanted, self._ranges, self.parts = wanted, ranges, parts
+        owners = parts.owners
+        self._addresses = addresses[owners] + parts.begins - ranges.starts[owners]
+        self._crcs = crcs[owners]
         """Of the ranges that the parts are of."""
+        self._recorded = crcs
+        """Of all ranges."""
         self._whole = parts.ends - parts.begins == ranges.nbytes[owners]
         self._sums: dict[int, Sums] = {}
         """Of ranges that come in several pieces, by their number."""
@@ -114,7 +123,7 @@ class MemorySink(Sink):
         deque(map(ctypes.memmove, self._addresses[span].tolist(), sources.tolist(), (ends - begins).tolist()), maxlen=0)
 
     def _sum(self, owner: int, start: int, data: memoryview) -> None:
-        _, first, nbytes = self._wanted.ranges.place(owner)
+        _, first, nbytes = self._ranges.place(owner)
         if data.nbytes == nbytes:
             self._compare(owner, crc32(data))
         else:
@@ -126,5 +135,5 @@ class MemorySink(Sink):
             self._compare(owner, sums.crc32())
 
     def _compare(self, owner: int, found: int) -> None:
-        if found != self._wanted.crcs.item(owner):
+        if found != self._recorded.item(owner):
             raise self._wanted.damaged(owner, found)

@@ -278,9 +278,19 @@ class Records(Mapping[str, ZipRecord]):
             self._names, self._known = names, None
 
     def __getitem__(self, name: str) -> ZipRecord:
-        row = self._rows[name]
-        start, nbytes, crc, method, header, size = [view[row] for view in self._columns]
-        return ZipRecord(name, start, nbytes, None if crc == NO_CRC else crc, method, header, size)
+        found = self.find(name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def find(self, name: str) -> ZipRecord | None:
+        """The record of a name, or None."""
+        row = (self._known or self._rows).get(name)
+        if row is None:
+            return None
+        starts, packed, crcs, methods, headers, sizes = self._columns
+        crc = crcs[row]
+        return ZipRecord(name, starts[row], packed[row], None if crc == NO_CRC else crc, methods[row], headers[row], sizes[row])
 
     def place(self, name: str) -> Place | None:
         """Where the record of a name lies, without making it."""
@@ -337,7 +347,7 @@ class Archive(Value, frozen=True):
 
     def get(self, name: str) -> ZipRecord | None:
         """The record of a name without the prefix, or None. Case matters here; no two names differ in case alone."""
-        return self.records.get(f"{self.prefix}/{name}" if self.prefix else name)
+        return self.records.find(f"{self.prefix}/{name}" if self.prefix else name)
 
     def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""

@@ -17,7 +17,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
 from types import ModuleType
 from typing import cast
 
@@ -179,8 +178,7 @@ def _placement(map_location: MapLocation, *, weights_only: bool) -> Placement:
         # torch's own functions, which run otherwise, look at `map_location` themselves.
         pretend=located_by_caller if weights_only else lambda location: location,
         skip=local.skip_data,
-        # Once a tag: to ask whether a device is there takes longer than to read a small tensor.
-        gpu=cache(lambda location: cuda_device(map_location, location)),
+        gpu=lambda location: cuda_device(map_location, location),
         one_place=isinstance(map_location, str | bytes | torch.device),
     )
 

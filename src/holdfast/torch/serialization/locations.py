@@ -20,7 +20,6 @@ of that number?
 from __future__ import annotations
 
 import functools
-import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -300,10 +299,15 @@ def _index(module: object, device: torch.device, location: str) -> int:
     return cast(int, current()) if current is not None else 0
 
 
+NUMBERED = frozenset(("", ":", *"0123456789"))
+"""What may follow the name of a backend in a tag."""
+
+
 def names_backend(backend: str, location: str) -> bool:
     """Whether a tag is about a backend.
 
     >>> [names_backend("cuda", tag) for tag in ("cuda", "cuda:1", "cuda1", "cudas", "cpu")]
     [True, True, True, False, False]
     """
-    return location == backend or re.match(f"{re.escape(backend)}(:|[0-9])", location) is not None
+    # A TypeError for what is no text, as torch raises.
+    return str.startswith(location, backend) and location[len(backend) : len(backend) + 1] in NUMBERED

@@ -281,6 +281,8 @@ class LazyStorages:
         self._views: dict[str, torch.UntypedStorage] = {}
         self._waiting: list[tuple[torch.UntypedStorage, StorageName]] = []
         """Storages among them that nobody else may hold yet."""
+        self._gpu_of: dict[str, torch.device | None] = {}
+        """By tag: to ask whether a device is there takes longer than to read a small tensor."""
         self._gpus: dict[torch.device, OnGpu] = {}
         self._reserved = False
         self._ahead: dict[str, torch.UntypedStorage] | None = None
@@ -315,7 +317,7 @@ class LazyStorages:
             return None
         dtype, nbytes = name.dtype, name.nbytes
         whole = begin == 0 and last + 1 == name.count > 0 and dtype not in QUANTIZED
-        gpu = place.gpu(claim.location) if whole else None
+        gpu = self._gpu(claim.location) if whole else None
         if not whole or (gpu is None and not place.stays(claim.location)):
             return None
         rows, made, device = self._rows, self._made, gpu or CPU
@@ -383,7 +385,7 @@ class LazyStorages:
             )
         if place.fake or place.meta:
             return pretended(name, place, found.start)
-        gpu = None if self._swap or place.skip else place.gpu(name.location)
+        gpu = None if self._swap or place.skip else self._gpu(name.location)
         if gpu is not None:
             return self._on_gpu(name.key, found, gpu)
         if self._mapped is not None and not place.skip:
@@ -410,6 +412,12 @@ class LazyStorages:
         if self._swap:
             self._swap_bytes(storage, name)
         return place.restore(storage, name.location)
+
+    def _gpu(self, location: str) -> torch.device | None:
+        """The GPU that the storage of a tag goes to."""
+        if location not in self._gpu_of:
+            self._gpu_of[location] = self._place.gpu(location)
+        return self._gpu_of[location]
 
     def _read_ahead(self) -> dict[str, torch.UntypedStorage]:
         """All storages of the file, read in parallel before any code of its choice can look at one."""

@@ -236,12 +236,14 @@ def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> Non
         source, targets = rows.source, [target for target in rows.destinations if isinstance(target, torch.Tensor)]
         assert isinstance(source, OpenSource)  # as all that was opened
         addresses = np.fromiter((target.data_ptr() for target in targets), np.int64, len(targets))
-        wanted = MemoryRanges(rows.ranges, addresses, rows.crcs, rows.name, rows.damaged)
+        ranges = rows.ranges
+        columns = ranges.files, ranges.starts, ranges.nbytes, addresses, rows.crcs
+        wanted = MemoryRanges(ranges.keys, columns, rows.name, rows.damaged)
         policy = source.policy if source.store.requests else RECORDS
         source.read_nbytes += read_to_memory(source.store, wanted, threads=source.threads, policy=policy)
         versions.mark_changed(targets)
         if progress is not None:
-            progress(int(rows.ranges.nbytes.sum()))
+            progress(int(ranges.nbytes.sum()))
 
 
 def _sorted_out(fills: list[Fill]) -> tuple[list[Fill], list[Fill], list[Fill]]:
