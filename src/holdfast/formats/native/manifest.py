@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from io import BytesIO
+from itertools import accumulate, chain, pairwise
 from operator import add, mul
 
 import msgspec
@@ -159,11 +160,17 @@ def lay_out_index(
 
     def make(crcs: Mapping[str, int]) -> bytes:
         stored = [part.stored for part in parts] if later is None else later(crcs)
-        pieces = [before, *chunks.pieces(stored), behind]
-        crc, done = 0, 0
-        for piece in pieces:
-            crc, done = crc32(piece, crc), done + len(piece)
-        return b"".join([*pieces, sealing(crc, done, nbytes)])
+        whole, crc = BytesIO(), 0
+        # Room for all of it at once, and no piece stays: with a million tensors either would take as much memory as the whole.
+        whole.seek(nbytes - 1)
+        whole.write(b" ")
+        whole.seek(0)
+        for piece in chain((before,), chunks.pieces(stored), (behind,)):
+            crc = crc32(piece, crc)
+            whole.write(piece)
+        whole.write(sealing(crc, whole.tell(), nbytes))
+        whole.truncate()
+        return whole.getvalue()
 
     return (*others, FilePlan(MANIFEST, (Literal(make({})) if later is None else Late(nbytes, make),)))
 

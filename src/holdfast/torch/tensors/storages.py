@@ -70,6 +70,11 @@ class TensorStorages:
         self._far = gpus or {}
         self._gpus = GpuStorages(gpus, nbytes, devices, alike=alike) if gpus else None
 
+    def addresses(self) -> list[int]:
+        """Where each storage begins."""
+        found: list[int] = self._addresses.tolist()
+        return found
+
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
         some = list(numbers)
@@ -183,7 +188,7 @@ class _Columns(Value, frozen=True, eq=False):
         one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage and kind.whole for kind in alike)
         devices = {torch.device(kind.location) for kind in alike}
         held = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, devices, alike=one)
-        return Tabulated(self.rows, self.kinds, self.kind, storage, held, lambda: addresses)
+        return Tabulated(self.rows, self.kinds, self.kind, storage, held, held.addresses)
 
 
 def _columns(tensors: list[torch.Tensor], *, marked: bool) -> _Columns:
