@@ -50,71 +50,60 @@ OLDEST_DILL = (0, 3, 1)
 """Before, dill's pickler could not be subclassed with a persistent id."""
 
 
-class PickledObject(Protocol):
-    """Whoever turns some objects into persistent ids and leaves the others to the pickler."""
-
-    def persistent_id(self, obj: object) -> object: ...
-
-
 class StorageIds:
     """The storages of one object that is being pickled, in the order in which they were met."""
 
-    def __init__(self, *, by_address: bool = False) -> None:
-        self.by_address = by_address
-        """Whether keys are addresses, as in the legacy container, or count from 0."""
+    def __init__(self) -> None:
         self.keys: dict[int, str] = {}
-        self.storages: dict[str, torch.UntypedStorage] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        """The dtype as which a storage was met first."""
+        """The number of each storage, by its identity. It is the same text at every use, as in torch: the stream shows it."""
+        self.storages: list[torch.UntypedStorage] = []
+        """By their numbers."""
+        self.elements: list[int] = []
+        """How many each has, of the dtype as which it was met first."""
+        self.tensors: dict[int, torch.Tensor] = {}
+        """A plain tensor over each storage on a GPU that one was met over, by the identity of the storage."""
         self._seen: dict[int, torch.dtype] = {}
         """By the address of the data: a storage may be seen as one dtype only."""
-        self._plain_cpu = stays_on_cpu(None, "cpu")
-        """Whether nobody registered another name for the CPU."""
 
     def persistent_id(self, obj: object) -> object:
-        kind = KINDS[type(obj)]
-        if kind is None:
+        """What stands for a storage; None for all other objects."""
+        kind = type(obj)
+        if kind in OTHERS:
             return None
-        # By its private names: the public ones warn that the class is on its way out.
-        storage: torch.UntypedStorage = obj._untyped_storage if kind is TYPED else obj  # type: ignore[attr-defined, assignment]
-        dtype: torch.dtype = obj.dtype if kind is TYPED else torch.uint8  # type: ignore[attr-defined]
-        device = storage.device.type
-        if device != "meta":
-            address = storage.data_ptr()
-            if address and self._seen.setdefault(address, dtype) != dtype:
-                raise Refused(CLASH.format(self._seen[address], dtype))
-        identity: int = storage._cdata
-        # An address is new text at every use, and a number is the same text: so it is in torch, and the stream shows it.
-        key = str(identity) if self.by_address else self.keys.get(identity)
-        if key is None:
-            key = self.keys[identity] = str(len(self.keys))
-        if key not in self.storages:
-            self.storages[key] = storage
-            self.dtypes[key] = dtype
-        if device == "cpu" and self._plain_cpu:
-            location = "cpu"
-        else:
-            pretended = getattr(obj, "_fake_device", None)
-            location = location_tag(storage) if pretended is None else str(pretended)
-        if kind is TYPED:
-            return (STORAGE, _storage_class(dtype), key, location, storage.nbytes() // dtype.itemsize)
-        return (STORAGE, torch.UntypedStorage, key, location, storage.nbytes())
-
-
-class _Kinds(dict[type, object]):
-    """What a type is to us, worked out once a type: this is asked about every object of a pickle."""
-
-    def __missing__(self, kind: type) -> object:
         if issubclass(kind, torch.storage.TypedStorage):
-            found: object = TYPED
+            # By its private names: the public ones warn that the class is on its way out.
+            storage, dtype, saved = obj._untyped_storage, obj.dtype, _storage_class(obj.dtype)  # type: ignore[attr-defined]
+        elif issubclass(kind, torch.UntypedStorage):
+            storage, dtype, saved = obj, torch.uint8, torch.UntypedStorage
         else:
-            found = torch.UntypedStorage if issubclass(kind, torch.UntypedStorage) else None
-        self[kind] = found
-        return found
+            OTHERS.add(kind)
+            return None
+        pretended = getattr(obj, "_fake_device", None)
+        place = location_tag(storage) if pretended is None else str(pretended)
+        return self.id_of(storage, dtype, saved, place, 0 if storage.device.type == "meta" else storage.data_ptr())
+
+    def id_of(
+        self, storage: torch.UntypedStorage, dtype: torch.dtype, saved: type, location: str, address: int
+    ) -> tuple[object, ...]:
+        """What stands for a storage at an address that is seen as elements of a dtype, and saved as one of this class."""
+        if address and self._seen.setdefault(address, dtype) is not dtype:
+            raise Refused(CLASH.format(self._seen[address], dtype))
+        identity, elements = storage._cdata, storage.nbytes() // dtype.itemsize
+        key = self.keys.get(identity)
+        if key is None:
+            key = self.keys[identity] = str(len(self.storages))
+            self.storages.append(storage)
+            self.elements.append(elements)
+        return STORAGE, saved, key, location, elements
+
+    def tensor_over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor over a storage on a GPU: the first plain one that was met, or one of its bytes."""
+        met = self.tensors.get(storage._cdata)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) if met is None else met
 
 
-TYPED = torch.storage.TypedStorage
-KINDS = _Kinds()
+OTHERS: set[type] = set()
+"""Types that are no storages, each asked once: this is asked about every object of a pickle."""
 
 
 @cache
@@ -127,30 +116,32 @@ def _storage_class(dtype: torch.dtype) -> type:
     return found
 
 
-def pickle_object(obj: object, ids: PickledObject, *, pickle_module: ModuleType, protocol: int) -> bytes:
-    """The stream of `obj`. `ids.persistent_id` is asked about every object in it."""
+def pickle_object(obj: object, ids: StorageIds, *, pickle_module: ModuleType, protocol: int) -> bytes:
+    """The stream of `obj`. `ids.persistent_id` is asked about every object in it that is no part of a plain tensor."""
     buffer = io.BytesIO()
     pickler = pickle_module.Pickler(buffer, protocol=protocol)
     # On the object and not in a subclass: the C pickler then calls it without looking it up, once for every object.
     pickler.persistent_id = ids.persistent_id
-    if pickle_module is pickle and not is_changed() and not is_watched():
-        pickler.dispatch_table = reducers(protocol)
-    pickler.dump(obj)
+    if pickle_module is not pickle or is_changed() or is_watched():
+        pickler.dump(obj)
+        return buffer.getvalue()
+    pickler.dispatch_table = reducers(pickler, ids, protocol)
+    try:
+        pickler.dump(obj)
+    finally:
+        # They have each other: all tensors would stay until the collector comes.
+        pickler.dispatch_table = {}
     return buffer.getvalue()
 
 
-class SeenStorage(Struct, eq=False):
-    """A storage as tensors of a dtype see it. torch's own class for it takes ten times as long to make."""
-
-    _untyped_storage: torch.UntypedStorage
-    dtype: torch.dtype
-
-
-KINDS[SeenStorage] = TYPED
-
-
-class NoHooks(Struct, eq=False):
+class NoHooks(Struct, eq=False, gc=False):
     """Pickled as an empty OrderedDict, where torch had backward hooks once. A real one takes long to say what it is."""
+
+
+class Data(Struct, eq=False, gc=False):
+    """Pickled as the tensor `parameter.data`, which takes longer to make."""
+
+    parameter: torch.nn.Parameter
 
 
 class Reducers(dict[type, Callable[..., object]]):
@@ -160,42 +151,73 @@ class Reducers(dict[type, Callable[..., object]]):
         return copyreg.dispatch_table[kind]
 
 
-@cache
-def reducers(protocol: int) -> Reducers:
-    """What `__reduce_ex__` of plain tensors answers, in a fifth of its time. Of all other tensors torch is asked."""
-    has_names = versions.has_names
+def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducers:
+    """What `__reduce_ex__` of plain tensors answers, in a fifth of its time. Of all other tensors torch is asked.
 
-    def reduce(tensor: torch.Tensor) -> object:
-        dtype, grad = tensor.dtype, tensor.requires_grad
-        if (
-            tensor.layout is not torch.strided
+    A pickler asks for the persistent id of every object, and a tensor is fifteen. Within a plain one only its storage has an id: it
+    stands in `inside` for as long as the tensor's parts are pickled, the last of which is `NoHooks`. A look into a dict is a third
+    of a call.
+    """
+    has_names, rebuild, strided = versions.has_names, torch._utils._rebuild_tensor_v2, torch.strided
+    everywhere, id_of, tensors, plain_cpu = ids.persistent_id, ids.id_of, ids.tensors, stays_on_cpu(None, "cpu")
+    here, no_hooks = object(), (OrderedDict, ())
+    inside: dict[object, object] = {}
+
+    def is_plain(tensor: torch.Tensor) -> bool:
+        dtype = tensor.dtype
+        return not (
+            PLAIN_DTYPES[dtype] is None
+            or tensor.layout is not strided
             or not (tensor.is_cpu or tensor.is_cuda)
-            or not _has_class(dtype)
             or tensor.__dict__
             or tensor.is_nested
             or tensor.is_neg()
-            or (grad and tensor._backward_hooks)
             or (dtype.is_complex and tensor.is_conj())
             or (has_names is not None and has_names(tensor))
-        ):
+        )
+
+    def reduce_plain(tensor: torch.Tensor, grad: bool) -> object:
+        dtype, near, storage = tensor.dtype, tensor.is_cpu, tensor.untyped_storage()
+        if not near:
+            tensors.setdefault(storage._cdata, tensor)
+        location = "cpu" if near and plain_cpu else location_tag(storage)
+        inside[here] = id_of(storage, dtype, PLAIN_DTYPES[dtype], location, storage.data_ptr())  # type: ignore[arg-type]  # it is plain
+        pickler.persistent_id = inside.get  # type: ignore[method-assign]
+        return rebuild, (here, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), grad, NoHooks())
+
+    def reduce(tensor: torch.Tensor) -> object:
+        grad = tensor.requires_grad
+        if (grad and tensor._backward_hooks) or not is_plain(tensor):
             return tensor.__reduce_ex__(protocol)
-        seen = SeenStorage(tensor.untyped_storage(), dtype)
-        size, stride = tuple(tensor.shape), tensor.stride()
-        return torch._utils._rebuild_tensor_v2, (seen, tensor.storage_offset(), size, stride, grad, NoHooks())
+        return reduce_plain(tensor, grad)
 
     def reduce_parameter(parameter: torch.nn.Parameter) -> object:
         if parameter.__dict__:
             return parameter.__reduce_ex__(protocol)
-        return torch._utils._rebuild_parameter, (parameter.data, parameter.requires_grad, NoHooks())
+        return torch._utils._rebuild_parameter, (Data(parameter), parameter.requires_grad, NoHooks())
 
-    return Reducers({torch.Tensor: reduce, torch.nn.Parameter: reduce_parameter, NoHooks: lambda _: (OrderedDict, ())})
+    def reduce_data(data: Data) -> object:
+        parameter = data.parameter
+        return reduce_plain(parameter, False) if is_plain(parameter) else parameter.data.__reduce_ex__(protocol)
+
+    def reduce_hooks(_: NoHooks) -> object:
+        pickler.persistent_id = everywhere  # type: ignore[method-assign]
+        return no_hooks
+
+    return Reducers({torch.Tensor: reduce, torch.nn.Parameter: reduce_parameter, Data: reduce_data, NoHooks: reduce_hooks})
 
 
-@cache
-def _has_class(dtype: torch.dtype) -> bool:
-    """Whether tensors of a dtype are nothing but elements of a storage of a class of its own."""
-    row = DTYPES.torch(str(dtype).removeprefix("torch."))
-    return row is not None and row.storage is not None and not row.packed and row.kind != "quantized"
+class _PlainDtypes(dict[torch.dtype, type | None]):
+    """The class of the storages of each dtype; None where tensors are more than elements of a storage of a class of its own."""
+
+    def __missing__(self, dtype: torch.dtype) -> type | None:
+        row = DTYPES.torch(str(dtype).removeprefix("torch."))
+        plain = row is not None and row.storage is not None and not row.packed and row.kind != "quantized"
+        self[dtype] = found = _storage_class(dtype) if plain else None
+        return found
+
+
+PLAIN_DTYPES = _PlainDtypes()
 
 
 def is_changed() -> bool:

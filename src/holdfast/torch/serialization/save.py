@@ -27,13 +27,14 @@ import warnings
 from types import ModuleType
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from holdfast.core.runtime import resting_collector
 from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.write import lay_out_container
-from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload
+from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload, RecordFolder, Records
 from holdfast.plan.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
 from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.writing import Writing
@@ -42,11 +43,12 @@ from holdfast.torch import versions
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object, pickle_rows
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
+from holdfast.torch.tensors.storages import TensorStorages
 from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
 from holdfast.torch.versions import config, local
 
 SMALL_NBYTES = 4096
-"""Storages up to this size are copied into the layout: describing them as memory would cost more than the copy."""
+"""Storages up to this size, one or all of them, are copied into the layout: to describe them as memory takes longer."""
 
 
 class Writable(Protocol):
@@ -162,20 +164,26 @@ def _lay_out(
                 return lay_out_container(name, many[0], [many[1]], alignment=alignment, crc=crc, order_first=order_first)
         ids = StorageIds()
         content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol)
+        numbered = bool(versions.NUMBERED_CONTAINER)
+        records = _records(ids, skip=skip, numbered=numbered)
+        return lay_out_container(name, content, records, alignment=alignment, crc=crc, order_first=order_first, numbered=numbered)
+
+
+def _records(ids: StorageIds, *, skip: bool, numbered: bool) -> Records:
+    """The bytes of storages; of meta or fake ones, and under `skip_data`, the room for them."""
+    storages, devices = ids.storages, {storage.device for storage in ids.storages}
+    nbytes = [*map(torch.UntypedStorage.nbytes, storages)]
+    reached = not skip and all(device.type in ("cpu", "cuda") for device in devices)
+    if reached and numbered and sum(nbytes) > SMALL_NBYTES:
+        addresses = [*map(torch.UntypedStorage.data_ptr, storages)]
+        gpus = {number: ids.tensor_over(storage) for number, storage in enumerate(storages) if storage.is_cuda}
+        content = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, devices)
+        return [RecordFolder("data", content)]
     # Made only where there is something on a GPU: it takes as long as a small archive.
-    gpus = GpuSource() if any(storage.is_cuda for storage in ids.storages.values()) else None
+    source = GpuSource() if any(device.type == "cuda" for device in devices) else None
     # A numbered container has them in the order of their numbers, older ones in that of the texts.
-    keys = ids.storages if versions.NUMBERED_CONTAINER else sorted(ids.storages, key=str)
-    storages = [(f"data/{key}", _payload(ids.storages[key], f"data/{key}", gpus, skip=skip)) for key in keys]
-    return lay_out_container(
-        name,
-        content,
-        storages,
-        alignment=alignment,
-        crc=crc,
-        order_first=order_first,
-        numbered=bool(versions.NUMBERED_CONTAINER),
-    )
+    order = range(len(storages)) if numbered else sorted(range(len(storages)), key=str)
+    return [(f"data/{number}", _payload(storages[number], f"data/{number}", source, skip=skip)) for number in order]
 
 
 def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource | None, *, skip: bool) -> Payload:
@@ -200,22 +208,21 @@ def lay_out_legacy(obj: object, pickle_module: ModuleType, protocol: int) -> tup
     ids = _LegacyIds()
     head = [pickle_module.dumps(part, protocol=protocol) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)]
     head.append(pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol))
-    keys = sorted(ids.storages)
-    head.append(pickle_module.dumps(keys, protocol=protocol))
+    # Keys are addresses, in the order of their texts.
+    places = {str(identity): number for number, identity in enumerate(ids.keys)}
+    head.append(pickle_module.dumps(sorted(places), protocol=protocol))
     segments: list[Segment] = [Literal(b"".join(head))]
     gpus = GpuSource()
-    for key in keys:
-        storage = ids.storages[key]
+    for key in sorted(places):
+        storage = ids.storages[places[key]]
+        segments.append(Literal(struct.pack("<q", ids.elements[places[key]])))
         if storage.device.type == "cuda" and storage.nbytes():
-            segments.append(Literal(struct.pack("<q", storage.nbytes() // ids.dtypes[key].itemsize)))
             segments.append(Data(gpus.bytes_of(storage, key), key))
             continue
         if storage.device.type != "cpu":
             storage = storage.cpu()
-        memory = storage_memory(storage)
-        segments.append(Literal(struct.pack("<q", memory.nbytes // ids.dtypes[key].itemsize)))
-        if memory.nbytes:
-            segments.append(Memory(memory, key, storage))
+        if storage.nbytes():
+            segments.append(Memory(storage_memory(storage), key, storage))
     return tuple(segments)
 
 
@@ -223,7 +230,7 @@ class _LegacyIds(StorageIds):
     """Storages by their address, and the classes of modules with their source."""
 
     def __init__(self) -> None:
-        super().__init__(by_address=True)
+        super().__init__()
         self._classes: set[type] = set()
 
     def persistent_id(self, obj: object) -> object:
@@ -232,9 +239,14 @@ class _LegacyIds(StorageIds):
                 return None
             self._classes.add(obj)
             return ("module", obj, *_source(obj))
-        found = super().persistent_id(obj)
-        # The sixth element described views of storages, which torch has not had since 0.4.
-        return None if found is None else (*found, None)  # type: ignore[misc]  # a tuple, as the method above makes it
+        return super().persistent_id(obj)
+
+    def id_of(
+        self, storage: torch.UntypedStorage, dtype: torch.dtype, saved: type, location: str, address: int
+    ) -> tuple[object, ...]:
+        name, kind, _, place, elements = super().id_of(storage, dtype, saved, location, address)
+        # An address is new text at every use. The sixth element described views of storages, which torch has not had since 0.4.
+        return name, kind, str(storage._cdata), place, elements, None
 
 
 def _source(kind: type) -> tuple[str | None, str | None]:
