@@ -47,14 +47,8 @@ class Keys:
     def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
         yield from (self.read(at, min(at + 7, stop)) for at in range(start, stop, 7))
 
-    def tops(self, start: int, stop: int) -> None:
-        return None
-
-    def around(self, count: int) -> None:
-        return None
-
-    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
-        return of_arrays.split(self.steps(start, stop), low, high)
+    def count_by(self, start: int, stop: int, bits: of_arrays.KeyBits) -> np.ndarray:
+        return bits.count(self.read(start, stop), self.width)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties"])

@@ -35,7 +35,6 @@ class Given:
 
     keys: np.ndarray
     width: int
-    guess: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -50,14 +49,8 @@ class Given:
     def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
         yield from (self.read(at, min(at + 3, stop)) for at in range(start, stop, 3))
 
-    def tops(self, start: int, stop: int) -> None:
-        return None
-
-    def around(self, count: int) -> tuple[int, int] | None:
-        return self.guess
-
-    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
-        return prune_keys.split(self.steps(start, stop), low, high)
+    def count_by(self, start: int, stop: int, bits: prune_keys.KeyBits) -> np.ndarray:
+        return bits.count(self.read(start, stop), self.width)
 
 
 def oracle(sources: list[Given], count: int) -> list[np.ndarray]:
@@ -76,8 +69,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Given], int]:
     near = [min(key + 1, (1 << width) - 1) for key in some]
     keys = st.lists(st.sampled_from(some + near), min_size=0, max_size=60)
     found = draw(st.lists(keys, min_size=1, max_size=4).filter(lambda lists: any(lists)))
-    guess = draw(st.none() | st.tuples(st.sampled_from(some), st.sampled_from(near))) if width == 63 else None
-    sources = [Given(np.array(row, WIDTHS[width]), width, guess and (min(guess), max(guess))) for row in found]
+    sources = [Given(np.array(row, WIDTHS[width]), width) for row in found]
     return sources, draw(st.integers(0, sum(map(len, found))))
 
 
@@ -115,10 +107,12 @@ def test_keys_that_change_are_an_error():
 @pytest.mark.parametrize("count", [1, 77, 5_000, 9_999, 10_000])
 def test_a_random_threshold_whether_the_guess_holds_or_not(monkeypatch, count, apart):
     monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
-    monkeypatch.setattr(prune_order, "SORTED_KEYS", 2_000)
     keys = random_keys(0, 10_000, 3)
-    found = select([RandomOrder(10_000, 3)], count)
-    assert found.key == int(np.sort(keys)[count - 1])
+    mask = RandomMask(RandomOrder(10_000, 3), count)
+    mask.prepare()
+    assert mask._threshold is not None
+    assert mask._threshold.key == int(np.sort(keys)[count - 1])
+    assert mask._threshold.cut == int(np.argsort(keys)[count - 1]) + 1
 
 
 def test_random_keys_do_not_depend_on_where_they_begin(monkeypatch):
@@ -229,7 +223,7 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
         mask, start = GroupMask(data.draw(st.integers(1, m - 1)), m, name), start * m
     elif kind == "random":
         keys = RandomOrder(len(values) + start, 7)
-        mask = ThresholdMask(keys, int(np.sort(keys.read(0, keys.count))[keys.count // 2]), start + len(values) // 2)
+        mask = ThresholdMask(keys, int(np.sort(random_keys(0, keys.count, 7))[keys.count // 2]), start + len(values) // 2)
     else:
         order = data.draw(st.sampled_from([name, "float64"]))
         keys = Magnitudes(tensor, order)
@@ -301,8 +295,8 @@ def test_random_keys_are_told_apart_by_their_upper_bits_first(sure, start, count
         order.reach(np.empty(count), start, key, out=kept)
         assert kept.tolist() == [k >= key for k in keys.tolist()]
         low, high = order.around(max(count // 2, 1))
-    below, inside = order.between(start, start + count, low, high=high)
-    assert (below, inside.tolist()) == (int((keys < low).sum()), [k for k in keys.tolist() if low <= k < high])
+    found = order.part(start, start + count, low, high=high)
+    assert (found.below, found.keys.tolist()) == (int((keys < low).sum()), [k for k in keys.tolist() if low <= k < high])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda t: np.dtype(t).name)

@@ -6,7 +6,7 @@ What a key is stands in `order.py`; here they are made with numpy, as unsigned i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -44,8 +44,7 @@ ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
 STEP, *FACTORS = map(np.uint64, SPLITMIX)
 
 CERTAIN_DEVIATIONS = 8.0
-"""Standard deviations within which the threshold of random keys is looked for; outside of them, which no seed will see, it is found
-as any other."""
+"""Standard deviations within which the threshold of random keys is looked for; no seed will see one outside of them."""
 
 
 def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
@@ -171,25 +170,30 @@ class Keys(Protocol):
     def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """The same, in parts that stay in a cache, in order."""
 
-    def tops(self, start: int, stop: int) -> Ints | None:
-        """How many keys of one of these ranges there are by their upper 15 bits, where that is quicker than to make them."""
-
-    def around(self, count: int) -> tuple[int, int] | None:
-        """A range of keys that holds the `count`-th lowest almost surely, where that is known without a look."""
-
-    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
-        """Of one of these ranges, how many keys are below `low`, and those in [low, high), in order."""
+    def count_by(self, start: int, stop: int, bits: KeyBits) -> Ints:
+        """How many keys of one of these ranges there are by some of their bits."""
 
 
-def split(steps: Iterable[np.ndarray], low: int, high: int) -> tuple[int, np.ndarray]:
-    """How many keys are below `low`, and those in [low, high), in order."""
-    below, some = 0, []
-    for keys in steps:
-        kind = keys.dtype.type
-        below += int(np.count_nonzero(keys < kind(low)))
-        # One comparison for both ends: what is below wraps around.
-        some.append(keys.take(np.flatnonzero(keys - kind(low) < kind(high - low))))
-    return below, np.concatenate(some)
+class KeyBits(Value, frozen=True):
+    """Which keys are counted by which of their bits: those whose bits from `known` upwards are `prefix`, by the next ones."""
+
+    prefix: int
+    known: int
+    shift: int
+    """The lowest of the bits that they are counted by."""
+
+    def begin(self, keys: np.ndarray, width: int) -> np.ndarray:
+        """The keys, of so many bits, that begin with the prefix."""
+        return keys if self.known == width else keys[(keys >> keys.dtype.type(self.known)) == self.prefix]
+
+    def count(self, keys: np.ndarray, width: int) -> Ints:
+        """How many of these keys there are by their next bits."""
+        low, bins = self.begin(keys, width), 1 << (self.known - self.shift)
+        if self.shift:
+            low = low >> low.dtype.type(self.shift)
+        if self.known < width:
+            low = low & low.dtype.type(bins - 1)
+        return np.bincount(low.astype(np.int64), minlength=bins)
 
 
 def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
@@ -229,12 +233,12 @@ class Magnitudes(Value, frozen=True):
         values = read_flat(self.tensor, start, stop)
         return (self.of(values[at : at + RUN_KEYS], start + at) for at in range(0, len(values), RUN_KEYS))
 
-    def tops(self, start: int, stop: int) -> Ints | None:
-        if self.width > 32:
-            return None
+    def count_by(self, start: int, stop: int, bits: KeyBits) -> Ints:
+        if bits.known < self.width or self.width > 32:
+            return bits.count(self.read(start, stop), self.width)
         values = read_flat(self.tensor, start, stop)
         with computing():
-            return top_counts(values, self.order)
+            return top_counts(values, self.order)  # the upper bytes of floats are enough
 
     def of(self, values: np.ndarray, start: int) -> np.ndarray:
         """The keys of values that were read."""
@@ -243,12 +247,6 @@ class Magnitudes(Value, frozen=True):
     def reach(self, values: np.ndarray, start: int, key: int, *, out: Bools) -> None:
         """Which of values that were read have this key or one above it."""
         np.greater_equal(self.of(values, start), key, out=out)
-
-    def around(self, count: int) -> None:
-        return None
-
-    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
-        return split(self.steps(start, stop), low, high)
 
 
 class Parted(Value, frozen=True, eq=False):
@@ -265,27 +263,13 @@ class Parted(Value, frozen=True, eq=False):
 
 
 class RandomOrder(Value, frozen=True):
-    """Keys that know nothing of the values."""
+    """Keys of 63 bits that know nothing of the values.
+
+    So a threshold is known well enough to take out the keys around it at once.
+    """
 
     count: int
     seed: int
-    width = 63
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        return pieces(self.count)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return random_keys(start, stop, self.seed)
-
-    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        return (random_keys(at, min(at + RUN_KEYS, stop), self.seed) for at in range(start, stop, RUN_KEYS))
-
-    def tops(self, start: int, stop: int) -> None:
-        return None
-
-    def of(self, values: np.ndarray, start: int) -> np.ndarray:
-        """The keys of values that were read."""
-        return random_keys(start, start + len(values), self.seed)
 
     def reach(self, values: np.ndarray, start: int, key: int, *, out: Bools) -> None:
         """Which of values that were read have this key or one above it."""
@@ -293,16 +277,15 @@ class RandomOrder(Value, frozen=True):
             part = out[at : at + RUN_KEYS]
             _reach(_mixed(start + at, start + at + len(part), self.seed), key, part)
 
-    def around(self, count: int) -> tuple[int, int]:
+    def around(self, count: int, tries: int = 0) -> tuple[int, int]:
+        """A range of keys that holds the `count`-th lowest almost surely; a wider one where it was not in so many."""
         part = count / self.count
-        apart = CERTAIN_DEVIATIONS * math.sqrt(part * (1 - part) / self.count) + 1 / self.count
+        # Near the ends keys are few, and so far apart as their number says.
+        deviation = math.sqrt(part * (1 - part) / self.count) + 4 / self.count
+        apart = (CERTAIN_DEVIATIONS + tries) * 2**tries * deviation + 1 / self.count
         # Ends that the bits tell apart which are known first.
-        most, unit = 1 << TOLD_BITS, 1 << (self.width - TOLD_BITS)
+        most, unit = 1 << TOLD_BITS, 1 << (63 - TOLD_BITS)
         return max(int((part - apart) * most), 0) * unit, min(int((part + apart) * most) + 1, most) * unit
-
-    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
-        found = self.part(start, stop, low, high=high)
-        return found.below, found.keys
 
     def part(self, start: int, stop: int, low: int, *, high: int) -> Parted:
         """The keys of one of these ranges as those below, in and above [low, high), whose ends `around` has given."""
@@ -341,14 +324,8 @@ class BlockScores(Value, frozen=True):
     def count(self) -> int:
         return math.prod(self.grid)
 
-    def around(self, count: int) -> None:
-        return None
-
-    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
-        return split(self.steps(start, stop), low, high)
-
-    def tops(self, start: int, stop: int) -> None:
-        return None
+    def count_by(self, start: int, stop: int, bits: KeyBits) -> Ints:
+        return bits.count(self.read(start, stop), self.width)
 
     def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
         yield self.read(start, stop)

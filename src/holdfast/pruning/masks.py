@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from holdfast.core.arrays import Bools
 from holdfast.core.runtime import renewed
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import computing, run_all
 from holdfast.pruning.keys import BlockScores, Magnitudes, Parted, RandomOrder, magnitude_keys, pieces
@@ -128,11 +129,12 @@ class RandomMask:
         self._threshold: ThresholdMask | None = None
         self._bits: npt.NDArray[np.uint8] | None = None
         self._unread = keys.count
+        self._held = keys.count <= 8 * HELD_NBYTES
 
     def prepare(self) -> None:
         with self._lock:
             if self._threshold is None:
-                self._threshold = self._held() or self._searched()
+                self._threshold = self._found()
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
         bits, stop = self._bits, start + len(values)
@@ -153,37 +155,40 @@ class RandomMask:
             raise ValueError("a random mask is prepared before it is used")
         return self._threshold
 
-    def _searched(self) -> ThresholdMask:
-        found = select([self._keys], self._gone, threads=self._threads)
-        return ThresholdMask(self._keys, found.key, found.cuts[0])
+    def _found(self) -> ThresholdMask:
+        """The threshold, from a pass over all keys in which the bits are found as well."""
+        if not self._gone:
+            return ThresholdMask(self._keys, 0, 0)
+        rank, keys, places = 0, np.empty(0, np.uint64), np.empty(0, np.int64)
+        every: list[Parted] = []
+        for tries in count():
+            every = self._parted(*self._keys.around(self._gone, tries))
+            rank = self._gone - sum(part.below for part in every)
+            keys, places = np.concatenate([part.keys for part in every]), np.concatenate([part.places for part in every])
+            if 0 < rank <= len(keys):
+                break
+        order = np.argsort(keys, kind="stable")
+        if self._held:
+            bits, stay = np.concatenate([part.bits for part in every]), places[order[rank:]]
+            np.bitwise_or.at(bits, stay >> 3, np.left_shift(1, stay & 7).astype(np.uint8))
+            self._bits = bits
+        last = order[rank - 1]
+        return ThresholdMask(self._keys, int(keys[last]), int(places[last]) + 1)
 
-    def _held(self) -> ThresholdMask | None:
-        """From one pass in which the bits are found as well; None where they are many, or the guess was wrong."""
-        if self._keys.count > 8 * HELD_NBYTES or not self._gone:
-            return None
-        low, high = self._keys.around(self._gone)
+    def _parted(self, low: int, high: int) -> list[Parted]:
+        """All keys, in pieces that fill whole bytes with their bits."""
         ranges = [*pieces(self._keys.count, 8)]
-        parts: list[Parted | None] = [None] * len(ranges)
+        parts: dict[int, Parted] = {}
 
         def task(at: int) -> Callable[[], None]:
             def run() -> None:
-                parts[at] = self._keys.part(*ranges[at], low, high=high)
+                part = self._keys.part(*ranges[at], low, high=high)
+                parts[at] = part if self._held else replace(part, bits=np.empty(0, np.uint8))
 
             return run
 
         run_all([task(at) for at in range(len(ranges))], self._threads)
-        every = [part for part in parts if part is not None]
-        places, keys = np.concatenate([part.places for part in every]), np.concatenate([part.keys for part in every])
-        rank = self._gone - sum(part.below for part in every)
-        if not 0 < rank <= len(keys):
-            return None
-        order = np.argsort(keys, kind="stable")
-        bits = np.concatenate([part.bits for part in every])
-        stay = places[order[rank:]]
-        np.bitwise_or.at(bits, stay >> 3, np.left_shift(1, stay & 7).astype(np.uint8))
-        self._bits = bits
-        last = order[rank - 1]
-        return ThresholdMask(self._keys, int(keys[last]), int(places[last]) + 1)
+        return [parts[at] for at in range(len(ranges))]
 
 
 class GroupMask(Value, frozen=True):
@@ -326,10 +331,10 @@ def block_mask(
     """The part `level` of the blocks goes, those of the lowest mean square."""
     blocks = BlockScores(tensor, *shape)
     size = math.prod(shape)
-    count = pruned_count(level, blocks.count)
+    gone = pruned_count(level, blocks.count)
     told = progress and (lambda n: progress(n * size))
-    scores = hold(blocks, threads=threads, progress=told) if count > 0 and blocks.count <= HELD_SCORES else blocks
-    found = select([scores], count, threads=threads, progress=told)
+    scores = hold(blocks, threads=threads, progress=told) if gone > 0 and blocks.count <= HELD_SCORES else blocks
+    found = select([scores], gone, threads=threads, progress=told)
     down, across = blocks.grid
     bits = np.zeros((down, -(-across // 8)), np.uint8)
 

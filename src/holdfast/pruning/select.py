@@ -1,8 +1,7 @@
 """The n-th lowest of all keys of some tensors, exactly, in passes that hold a few pieces at a time.
 
 1. Histograms close in on it (`order.narrow`). 16-bit floats are done with one.
-2. Where few keys are left, the next pass takes them out and sorts them. The threshold of random keys is known well enough to take
-   out keys around it at once.
+2. Where few keys are left, the next pass takes them out and sorts them.
 3. Equal keys are counted by parts of the work, so that only one part is read again to find the index before which they go.
 """
 
@@ -19,7 +18,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
 from holdfast.pruning import order
-from holdfast.pruning.keys import TOP_BITS, Keys, split
+from holdfast.pruning.keys import KeyBits, Keys
 
 HISTOGRAM_PARTS = 32
 """Histograms of parts of the work: 256 KiB each."""
@@ -47,10 +46,7 @@ def select(sources: Sequence[Keys], count: int, *, threads: int = 1, progress: P
     """The threshold below which exactly `count` of all keys are. All sources have keys of one width."""
     if count <= 0:
         return Threshold(0, (0,) * len(sources))
-    sweep = Sweep(sources, threads, progress)
-    around = sources[0].around(count) if len(sources) == 1 else None
-    found = _between(sweep, count, around) if around else None
-    return found or _narrowed(sweep, count)
+    return _narrowed(Sweep(sources, threads, progress), count)
 
 
 class Sweep:
@@ -67,20 +63,15 @@ class Sweep:
         number, start, stop = self.work[at]
         return self.sources[number].read(start, stop)
 
-    def tops(self, at: int) -> Ints | None:
-        """How many keys one piece of the work has by their upper bits, where that is quicker than to make them."""
+    def begin(self, at: int, bits: KeyBits) -> np.ndarray:
+        """The keys of one piece of the work that begin with a prefix, in order; they are made in parts that stay in a cache."""
         number, start, stop = self.work[at]
-        return self.sources[number].tops(start, stop)
+        return np.concatenate([bits.begin(keys, self.width) for keys in self.sources[number].steps(start, stop)])
 
-    def each(self, use: Callable[[np.ndarray, int], None]) -> None:
-        """Hand all keys to a function, in parts that stay in a cache, with the place in the work of the piece that has them."""
-
-        def use_piece(at: int) -> None:
-            number, start, stop = self.work[at]
-            for keys in self.sources[number].steps(start, stop):
-                use(keys, at)
-
-        self.pieces(use_piece)
+    def count_by(self, at: int, bits: KeyBits) -> Ints:
+        """How many keys one piece of the work has by some of their bits."""
+        number, start, stop = self.work[at]
+        return self.sources[number].count_by(start, stop, bits)
 
     def pieces(self, use: Callable[[int], None]) -> None:
         """Call a function with the place of every piece of the work."""
@@ -116,14 +107,8 @@ class ComputedKeys(Value, frozen=True, eq=False):
     def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
         yield self.keys[start:stop]
 
-    def tops(self, start: int, stop: int) -> None:
-        return None
-
-    def around(self, count: int) -> None:
-        return None
-
-    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
-        return split(self.steps(start, stop), low, high)
+    def count_by(self, start: int, stop: int, bits: KeyBits) -> Ints:
+        return bits.count(self.keys[start:stop], self.width)
 
 
 def hold(source: Keys, *, threads: int = 1, progress: Progress | None = None) -> ComputedKeys:
@@ -143,7 +128,7 @@ def _narrowed(sweep: Sweep, count: int) -> Threshold:
     passes: list[Ints] = []
 
     def histogram(prefix: int, known: int, shift: int) -> Ints:
-        passes.append(_histogram(sweep, prefix, known, shift=shift))
+        passes.append(_histogram(sweep, KeyBits(prefix, known, shift)))
         bins: Ints = passes[-1].sum(axis=0)
         return bins
 
@@ -153,29 +138,14 @@ def _narrowed(sweep: Sweep, count: int) -> Threshold:
         bucket = found.prefix % parts.shape[1]
         threshold = _among_equals(sweep, found.prefix, found.rank, equal=parts[:, bucket].tolist())
         return threshold if passes[1:] else replace(threshold, counts=_counts(parts.sum(axis=0), bucket, found.rank))
-    candidates = _Taken(len(sweep.work))
+    left = KeyBits(found.prefix, found.known, 0)
+    candidates = [np.empty(0, np.uint64)] * len(sweep.work)
 
-    def gather(keys: np.ndarray, at: int) -> None:
-        candidates.add(at, _with_prefix(keys, found.prefix, found.known, width=sweep.width))
+    def take(at: int) -> None:
+        candidates[at] = sweep.begin(at, left)
 
-    sweep.each(gather)
-    return _sorted(sweep, candidates.joined(), found.rank)
-
-
-class _Taken:
-    """Keys that were taken out of pieces of the work."""
-
-    def __init__(self, count: int) -> None:
-        self._parts: list[list[np.ndarray]] = [[] for _ in range(count)]
-
-    def add(self, at: int, keys: np.ndarray) -> None:
-        """Some more of a piece, from the one thread that has it."""
-        if keys.size:
-            self._parts[at].append(keys)
-
-    def joined(self) -> list[np.ndarray]:
-        """Of each piece, in order."""
-        return [parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.uint64)]) for parts in self._parts]
+    sweep.pieces(take)
+    return _sorted(sweep, candidates, found.rank)
 
 
 def _counts(bins: Ints, key: int, ties: int) -> KeyCounts:
@@ -184,52 +154,20 @@ def _counts(bins: Ints, key: int, ties: int) -> KeyCounts:
     return KeyCounts(bins, gone)
 
 
-def _with_prefix(keys: np.ndarray, prefix: int, known: int, *, width: int) -> np.ndarray:
-    """The keys that begin with these bits, all but the last `known`."""
-    return keys if known == width else keys[(keys >> keys.dtype.type(known)) == prefix]
-
-
-def _histogram(sweep: Sweep, prefix: int, known: int, *, shift: int) -> Ints:
+def _histogram(sweep: Sweep, bits: KeyBits) -> Ints:
     """How many keys with a prefix there are by their next bits; by parts of the work if these bits are the last."""
-    parts = np.zeros((min(HISTOGRAM_PARTS, len(sweep.work)) if shift == 0 else 1, 1 << (known - shift)), np.int64)
+    rows = min(HISTOGRAM_PARTS, len(sweep.work)) if bits.shift == 0 else 1
+    parts = np.zeros((rows, 1 << (bits.known - bits.shift)), np.int64)
     lock = threading.Lock()
 
-    def count(at: int) -> Ints:
-        own = sweep.tops(at) if known == sweep.width and known - shift == TOP_BITS else None
-        if own is not None:
-            return own
-        low = _with_prefix(sweep.read(at), prefix, known, width=sweep.width)
-        if shift:
-            low = low >> low.dtype.type(shift)
-        if known < sweep.width:
-            low = low & low.dtype.type(parts.shape[1] - 1)
-        return np.bincount(low.astype(np.int64), minlength=parts.shape[1])
-
     def add(at: int) -> None:
-        own = count(at)
+        own = sweep.count_by(at, bits)
         row = parts[at * len(parts) // len(sweep.work)]
         with lock:
             np.add(row, own, out=row)
 
     sweep.pieces(add)
     return parts
-
-
-def _between(sweep: Sweep, count: int, around: tuple[int, int]) -> Threshold | None:
-    """From the keys of a range [low, high) alone; None if the threshold is not there, or they are many."""
-    low, high = around
-    below = [0] * len(sweep.work)
-    found: list[np.ndarray] = [np.empty(0, np.uint64)] * len(sweep.work)
-    if sweep.total * (high - low) >> sweep.width > order.SORTED_KEYS:
-        return None
-
-    def gather(at: int) -> None:
-        number, start, stop = sweep.work[at]
-        below[at], found[at] = sweep.sources[number].between(start, stop, low, high=high)
-
-    sweep.pieces(gather)
-    rank = count - sum(below)
-    return _sorted(sweep, found, rank) if 0 < rank <= sum(map(len, found)) else None
 
 
 def _sorted(sweep: Sweep, candidates: Sequence[np.ndarray], count: int) -> Threshold:
