@@ -16,7 +16,7 @@ Characters are estimated: a text has its length and no escapes, a number is shor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
@@ -38,7 +38,9 @@ RECORD = 48
 """What is written of an object, a tensor or an array besides names and elements."""
 
 NUMBERS = frozenset({int, float, bool, complex, type(None)})
-TEXT = frozenset({str})
+
+ALIKE = NUMBERS | {str, LazyTensor}
+"""Values of these types are counted together, all that are in one container."""
 
 CONTAINERS = (dict, list, tuple, set, frozenset)
 
@@ -53,7 +55,7 @@ PLACE_CHARACTERS = 200
 Link = tuple["Link", object] | None
 """The way to a value: the way to what holds it, and the key. A path each would be quadratic where objects nest deep."""
 
-Children = Iterator[tuple[object, object]]
+Children = Iterable[tuple[object, object]]
 """Each with its key."""
 
 
@@ -63,7 +65,7 @@ class Counted(Struct):
     owner: object
     link: Link
     size: int
-    children: Children
+    children: Iterator[tuple[object, object]]
     around: list[int] = field(default_factory=list)
     """Children from which a cycle is reached."""
 
@@ -113,9 +115,9 @@ class Sizes:
                 else:
                     place = link if top.owner is None else (top.link, key)
                     size, children = self._content(child, place)
-                    if children is not None:
+                    if children:
                         entered.add(id(child))
-                        top = Counted(child, place, size, children)
+                        top = Counted(child, place, size, iter(children))
                         levels.append(top)
                         break
                     self._check(size, place)
@@ -154,30 +156,32 @@ class Sizes:
                     above.add(child)
                     levels.append((child, iter(self._cyclic[child].around)))
 
-    def _content(self, owner: Any, link: Link) -> tuple[int, Children | None]:  # noqa: ANN401  # a container of anything
+    def _content(self, owner: Any, link: Link) -> tuple[int, Children]:  # noqa: ANN401  # a container of anything
         """The size of a container without the children that have to be looked at one by one, and these."""
         if not isinstance(owner, dict):
-            alike = self._alike(owner, link)
-            return SMALL * (1 + len(owner)) + (alike or 0), enumerate(owner) if alike is None else None
+            size, children = self._alike(range(len(owner)), owner, link)
+            return SMALL * (1 + len(owner)) + size, children
         if type(owner) is not dict and getattr(owner, "__dict__", None):
             self.apart.append((vars(owner), link))
-        keys, values = self._alike(owner, link), self._alike(owner.values(), link)
-        children: Children | None = iter(owner.items()) if values is None else None
-        if keys is None:
-            children = chain(children or (), zip(owner, owner, strict=True))
-        return SMALL * (1 + 2 * len(owner)) + (keys or 0) + (values or 0), children
+        size, children = self._alike(owner, owner.values(), link)
+        of_keys, keys = self._alike(owner, owner, link)
+        return SMALL * (1 + 2 * len(owner)) + size + of_keys, chain(children, keys) if keys else children
 
-    def _alike(self, values: Any, link: Link) -> int | None:  # noqa: ANN401  # a collection of anything
-        """What values take that are all numbers, or texts, or tensors; None where each of them has to be looked at."""
-        kinds = set(map(type, values))
-        if kinds == TEXT:
-            return sum(map(len, values))
-        if kinds <= NUMBERS:
-            return SMALL * len(values)
-        if not all(issubclass(kind, LazyTensor) for kind in kinds):
-            return None
-        self.apart += [(tensor.traits.state, link) for tensor in values if tensor.traits.state is not None]
-        return RECORD * len(values) + sum(map(len, [tensor.name for tensor in values]))
+    def _alike(self, keys: Any, values: Any, link: Link) -> tuple[int, Children]:  # noqa: ANN401  # collections of anything
+        """What the values take that are numbers, texts or tensors; and all others, each with its key."""
+        kinds = {*map(type, values)}
+        size, others = 0, kinds - ALIKE
+        for kind in kinds - others:
+            own: Any = values if len(kinds) == 1 else [value for value in values if type(value) is kind]
+            if kind is str:
+                size += sum(map(len, own))
+            elif kind is LazyTensor:
+                self.apart += [(tensor.traits.state, link) for tensor in own if tensor.traits.state is not None]
+                size += RECORD * len(own) + sum([len(tensor.name) for tensor in own])
+            else:
+                size += SMALL * len(own)
+        pairs = zip(keys, values, strict=True)
+        return size, (pair for pair in pairs if type(pair[1]) in others) if others else ()
 
     def _leaf(self, value: object, link: Link, key: object) -> int:
         """What is written of a value that has no children, or does not show them."""
