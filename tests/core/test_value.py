@@ -20,7 +20,6 @@ from msgspec.structs import FieldInfo, fields
 import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
-from holdfast.core.index import StepRange, Take
 from holdfast.core.opaque import Device, Global
 from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import PLAIN, AliasView, LazyTensor, Traits
@@ -32,8 +31,8 @@ HOME = MemoryStore({})
 STORAGE = Storage("file", 8, 24, crc32=7, label="data/1", home=HOME)
 CHUNK = Chunk(Box.whole((2, 3)), STORAGE, 0, c_strides((2, 3), 32))
 VALUES = [
-    Box((0, 1), (2, 3)), AliasView(1, 8, 0, (32,)), Traits(conj=True, subclass=Global("a", "B")), PLAIN, Take(3),
-    StepRange(0, 1, 4), Device("cuda", 3), Global("torch", "Size"), holdfast.Limits(depth=3),
+    Box((0, 1), (2, 3)), AliasView(1, 8, 0, (32,)), Traits(conj=True, subclass=Global("a", "B")), PLAIN,
+    Device("cuda", 3), Global("torch", "Size"), holdfast.Limits(depth=3),
     holdfast.Digest(holdfast.DTYPES.name("int8"), (2,), 5),
 ]  # fmt: skip
 

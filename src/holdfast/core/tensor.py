@@ -22,7 +22,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
-from holdfast.core.index import narrowed, select
+from holdfast.core.index import slice_chunks, sliced
 from holdfast.core.opaque import AnyValue, Global
 from holdfast.core.protocols import Request, Source
 from holdfast.core.value import Value, replace
@@ -299,13 +299,13 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         traits = self.traits
         if traits is not PLAIN:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
-        chunks = _CHUNKS.__get__(self) or self.chunks
-        common = narrowed(self.shape, chunks, index)
-        if common is not None:
-            shape, offset, strides = common
-            return LazyTensor(self.name, self.dtype, shape, (), self.source, traits, ChunkSlice(chunks[0], offset, strides))
-        selection = select(self.shape, index)
-        return LazyTensor(self.name, self.dtype, selection.shape, selection.apply(self.chunks), self.source, traits)
+        shape, chunks = self.shape, _CHUNKS.__get__(self) or self.chunks
+        if len(chunks) == 1 and type(chunk := chunks[0]) is Chunk and chunk.box.stop == shape and not any(chunk.box.start):
+            left, offset, strides, _ = sliced(shape, chunk.offset, chunk.strides, index)
+            position = None if 0 in left else ChunkSlice(chunk, offset, strides)
+            return LazyTensor(self.name, self.dtype, left, (), self.source, traits, position)
+        left, _, _, picks = sliced(shape, 0, shape, index)
+        return LazyTensor(self.name, self.dtype, left, slice_chunks(picks, chunks), self.source, traits)
 
     def permute(self, *axes: int | Sequence[int]) -> LazyTensor:
         """The same elements with the dimensions in another order, given one by one or as a tuple; nothing is read."""

@@ -126,18 +126,14 @@ def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     if len(boxes) < 2:
         return math.prod(size) == sum(math.prod(sizes) for _, sizes in boxes)
     cut = [d for d, n in enumerate(size) if boxes[0][1][d] != n]
-    if len(cut) == 1:
-        (d,) = cut
-        chain = _chain(size, boxes, d)
-        if chain is not None:
-            return chain
+    d = cut[0] if cut else 0
+    if len(cut) == 1 and all(sizes[:d] == size[:d] and sizes[d + 1 :] == size[d + 1 :] for _, sizes in boxes):
+        return _follow(size, boxes, d)
     return _weights_agree(size, boxes)
 
 
-def _chain(size: tuple[int, ...], boxes: Sequence[Extent], d: int) -> bool | None:
-    """Whether boxes that are whole in all dimensions but `d` follow each other in that one; None where one is not whole."""
-    if any(sizes[:d] != size[:d] or sizes[d + 1 :] != size[d + 1 :] for _, sizes in boxes):
-        return None
+def _follow(size: tuple[int, ...], boxes: Sequence[Extent], d: int) -> bool:
+    """Whether boxes that are whole in all dimensions but `d` follow each other in that one."""
     at = 0
     for start, length in sorted((offsets[d], sizes[d]) for offsets, sizes in boxes):
         if start != at:

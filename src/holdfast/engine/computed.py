@@ -26,7 +26,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.source import OpenSource, Sourced
 from holdfast.engine.threads import computing
-from holdfast.errors import HoldfastError, Unsupported
+from holdfast.errors import Unsupported, located
 from holdfast.plan.files import FileStorages
 from holdfast.plan.saves import Data, Memory
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
@@ -68,36 +68,29 @@ def _in_row(at: int, rest: tuple[slice, ...]) -> tuple[slice, ...]:
 def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | None = None) -> np.ndarray:
     """The elements [start, stop) of a tensor in C order, as a 1-D array; in `out`, where there is one."""
     out = np.empty(stop - start, tensor.dtype.numpy) if out is None else out
-    if _read_row(tensor, start, out):
-        return out
+    source = tensor.source
+    if isinstance(source, OpenSource) and len(out) < tensor.size and _read_by_calls(tensor):
+        place = contiguous_bytes(tensor)
+        if place is not None:
+            # A plan for each megabyte would take half as long as to copy it, with the interpreter's lock.
+            with located(tensor=tensor.name):
+                source.store.read(place[0], place[1] + start * out.dtype.itemsize, byte_row(out).data)
+            source.read_nbytes += out.nbytes
+            return out
     requests, at = [], 0
     for box in flat_boxes(tensor.shape, start, stop):
         part = tensor[box] if box else tensor
         requests.append(Request(part, out[at : at + part.size].reshape(part.shape)))
         at += part.size
-    tensor.source.read(requests)
+    source.read(requests)
     return out
 
 
-def _read_row(tensor: LazyTensor, start: int, out: np.ndarray) -> bool:
-    """Read part of a tensor whose bytes lie in one piece of a file on this machine, by one call and without a plan.
-
-    A plan for each megabyte would take as long as to copy it, with the interpreter's lock. False where there is no such piece,
-    where all of it is asked for, which is compared with its checksum, and where it cannot be read: the other way says why.
-    """
-    source, store, width = tensor.source, tensor.source.store, out.dtype.itemsize
+def _read_by_calls(tensor: LazyTensor) -> bool:
+    """Whether a range of a tensor's file may be read by one call: of a file on this machine, whole bytes an element."""
+    store, dtype = tensor.source.store, tensor.dtype
     apart = store.resident or store.requests or store.block_nbytes or store.in_order
-    if apart or len(out) == tensor.size or width * 8 != tensor.dtype.bits or not isinstance(source, OpenSource):
-        return False
-    place = contiguous_bytes(tensor)
-    if place is None:
-        return False
-    try:
-        store.read(place[0], place[1] + start * width, byte_row(out).data)
-    except HoldfastError:
-        return False
-    source.read_nbytes += out.nbytes
-    return True
+    return not apart and dtype.numpy.itemsize * 8 == dtype.bits
 
 
 class Seen:
