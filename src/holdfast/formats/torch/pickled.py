@@ -194,17 +194,47 @@ def _swapped(storage: Storage, dtype: DType) -> bool:
     return storage.byteorder != "little" and dtype.swap_nbytes > 1
 
 
+KEY_TEXTS = [TEXT(b"X", length) for length in range(20)]
+"""How a text of so many bytes begins."""
+
+
 class Template(Struct, eq=False):
-    """The opcodes of tensors of a kind, where the numbers of the memo have four bytes."""
+    """The opcodes of tensors of a kind, where the numbers of the memo have four bytes.
+
+    What stands behind the key of the storage is one integer, its first byte the lowest. A tensor's numbers follow each other, so
+    all of them are right where `step` times the first one is added.
+    """
 
     before: bytes
-    """Up to the key of the storage."""
-    pack: Callable[..., bytes]
-    """Makes what stands behind the key, of `numbers`."""
-    numbers: list[object]
-    """Pieces of bytes, and the memo's numbers between them, which follow each other: they are set for each tensor."""
+    """Up to the key."""
+    behind: int
+    """What stands behind the key where the memo's numbers count from 0."""
+    step: int
+    """A 1 in the place of each number, and 0 elsewhere."""
+    nbytes: int
+    """How long that is."""
     count: int
-    """How many numbers."""
+    """How many numbers of the memo a tensor takes."""
+    lead: bytes = b""
+    """A tensor with a new record up to the end of the key, for which `%d` stands."""
+    stop: int = 0
+    """The first record whose key has more digits than `lead` says."""
+
+    @classmethod
+    def of(cls, before: bytes, pieces: list[bytes]) -> Template:
+        """Of what stands behind the key in pieces: a number goes between two of them."""
+        behind = b"".join([piece + number.to_bytes(4, "little") for number, piece in enumerate(pieces[:-1])]) + pieces[-1]
+        step = b"".join([bytes(len(piece)) + b"\1\0\0\0" for piece in pieces[:-1]])
+        return cls(before, int.from_bytes(behind, "little"), int.from_bytes(step, "little"), len(behind), len(pieces) - 1)
+
+    def lengthen(self, record: int) -> None:
+        """Make `lead` for keys with as many digits as this record's."""
+        digits = len(str(record))
+        self.lead, self.stop = (self.before + KEY_TEXTS[digits]).replace(b"%", b"%%") + b"%d", 10**digits
+
+    def filled(self, number: int) -> bytes:
+        """What stands behind the key, with the memo's numbers from this one on."""
+        return (self.behind + number * self.step).to_bytes(self.nbytes, "little")
 
 
 REMEMBER, RECORD_KEY = object(), object()

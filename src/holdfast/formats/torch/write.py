@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import compress
 from pathlib import PurePath
 
 import numpy as np
@@ -280,9 +281,9 @@ def pickled_rows(state: State) -> PickledRows:
 class RecordContents:
     """The bytes of the records of a file: storages of a table, and what lazy tensors by themselves reach."""
 
-    def __init__(self, numbers: Sequence[int], records: Sequence[StorageRecord], storages: RecordBytes) -> None:
+    def __init__(self, numbers: Ints, records: Sequence[StorageRecord], storages: RecordBytes) -> None:
         """`numbers` has that of a storage for each record of the file, `ODD` for those of `records`."""
-        self._numbers, self._storages = numbers, storages
+        self._column, self._numbers, self._storages = numbers, numbers.tolist(), storages
         self._tensors = {record.number: record.tensor() for record in records}
         rest = [*self._tensors]
         self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()]) if rest else NO_TENSORS
@@ -293,7 +294,7 @@ class RecordContents:
 
     def of_records(self, column: Ints) -> Ints:
         """For each record what a column says of its storage; the length of one that tensors by themselves reach."""
-        numbers = np.array(self._numbers, np.int64)
+        numbers = self._column
         if not self._tensors:
             return column[numbers]
         found = np.empty(len(numbers), np.int64)
@@ -303,7 +304,7 @@ class RecordContents:
         return found
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
-        own = [self._numbers[number] for number in numbers]
+        own = [*map(self._numbers.__getitem__, numbers)]
         if ODD not in own:
             return self._storages.read(own)
         pieces: list[Piece] = [b""] * len(own)
@@ -390,7 +391,7 @@ class Identity:
 
     def _numbered(self, records: RecordFolder, crcs: Mapping[str, int]) -> list[int]:
         """The checksums of numbered records, and what is mistaken for one where a record begins like a descriptor."""
-        alone = {number: records.name(number) for number in records.stands_alone() if records.content.nbytes[number]}
+        alone = {number: records.names[number] for number in records.stands_alone() if records.content.nbytes[number]}
         mistaken = {
             label: sum
             for number, label in alone.items()
@@ -399,8 +400,8 @@ class Identity:
         if MISTAKEN_KEY in crcs:
             end = len(MISTAKEN_KEY)
             mistaken |= {label[:-end]: sum for label, sum in crcs.items() if label.endswith(MISTAKEN_KEY) and label != MISTAKEN_KEY}
-        folder, lengths = records.folder, records.content.nbytes.tolist()
-        filled = [f"{folder}/{number}" for number, length in enumerate(lengths) if length]
+        lengths = records.content.nbytes
+        filled = records.names if lengths.all() else [*compress(records.names, lengths.tolist())]
         if self.crc and not mistaken:
             return [*map(crcs.__getitem__, filled)]
         each = ((mistaken.get(label), crcs[label] if self.crc else 0) for label in filled)

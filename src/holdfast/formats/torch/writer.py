@@ -19,8 +19,8 @@ and the numbers that the memo counts.
 
 1. The opcodes of a kind are known before (`kind_opcodes`): bytes, references to globals and texts, and places where the memo takes
    a number. As long as these numbers have one byte, and for the first tensor that refers to something, they are written one by one.
-2. From then on a tensor is its key between two pieces of bytes. The second one has the numbers in it, four bytes wide, and is
-   packed by one call of C (`Template`).
+2. From then on a tensor is its key between two pieces of bytes. The second one has the numbers in it, four bytes wide: all of it
+   is one integer, to which a multiple of the first number is added (`Template`).
 
 All others (odd rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
 """
@@ -30,8 +30,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from struct import Struct
 
+import numpy as np
+
+from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
@@ -55,6 +57,7 @@ from holdfast.formats.pickle.writer import (
 )
 from holdfast.formats.torch.composites import COMPOSITES
 from holdfast.formats.torch.pickled import (
+    KEY_TEXTS,
     NO_ROWS,
     RECORD_KEY,
     REMEMBER,
@@ -95,8 +98,10 @@ PIECES = 4096
 ONE_DIGIT = 10
 """CPython has a text of one character once, so the key of such a record may be the same object as a text of the state."""
 
-KEY_TEXTS = [TEXT(b"X", length) for length in range(20)]
-"""How a text of so many bytes begins."""
+
+def _own(record: int) -> int:
+    """How a record is called that is none of a storage of the table: by a number below `ODD`."""
+    return ODD - 1 - record
 
 
 class TorchPickle(PickleWriter):
@@ -108,8 +113,6 @@ class TorchPickle(PickleWriter):
     def __init__(self, limits: Limits | None = None, *, trim: bool = True, rows: PickledRows = NO_ROWS, anew: bool = False) -> None:
         super().__init__(limits)
         self.storages = StorageRecords(trim=trim)
-        self.sources: list[int] = []
-        """Of each record: the number of a storage of the table; `ODD` for what tensors by themselves asked for."""
         self._anew = anew
         self._given = rows
         self._plain_rows = {kind: self.rows.get(kind, PickleWriter._problem) for kind in (*rows.types, *rows.others)}
@@ -119,18 +122,15 @@ class TorchPickle(PickleWriter):
         self._aside = 0
         """How many containers there are around, of which the attributes are being written."""
         self._come = 0
-        self._key_head = KEY_TEXTS[1], 10
-        """What stands before the key of a record, and the first record whose key is longer."""
         """Rows so far: they come in their order."""
         self._places: dict[int, int] | None = None
         """The row of each value, by identity; made when one comes out of its turn."""
-        self._records: dict[int, int] = {ODD: ODD}
-        """The record of each storage of the table."""
+        self._records: dict[int, int] = {}
+        """Of each record, in their order: the number of a storage of the table, or `_own` of what tensors by themselves asked for;
+        and the memo's number of its key."""
         self._kinds: list[PickledKind | None] = [PickledKind.of(kind, anew=anew) for kind in rows.kinds]
         self._alike: dict[tuple[object, ...], PickledKind | None] = {}
         """Kinds of lazy tensors."""
-        self._keys: list[int] = []
-        """The memo's number of each record's key."""
         self._identities, self._stop = [*map(id, rows.values)], len(rows.values)
         self._refs: dict[str, tuple[str, bytes]] = {}
         """Texts that came twice, and references to them."""
@@ -152,6 +152,11 @@ class TorchPickle(PickleWriter):
             DType: TorchPickle._torch_dtype,
             Global: TorchPickle._global_or_layout,
         }
+
+    @property
+    def sources(self) -> Ints:
+        """Of each record: the number of a storage of the table; `ODD` for what tensors by themselves asked for."""
+        return np.maximum(np.fromiter(self._records, np.int64, len(self._records)), ODD)
 
     def finish(self) -> bytes:
         out = self.out
@@ -186,14 +191,13 @@ class TorchPickle(PickleWriter):
         if self._aside:
             super()._fill(items, opcode)
             return
-        out, memo, path, refs, sources = self.out, self.memo, self.path, self._refs, self.sources
-        given, identities, made_of, records, keys = self._given, self._identities, self._made, self._records, self._keys
+        out, memo, path, refs, records = self.out, self.memo, self.path, self._refs, self._records
+        given, identities, made_of = self._given, self._identities, self._made
         values, types, kind_of, storage_of = given.values, given.types, given.kind, given.storage
         stop, keyed, begin = self._stop, opcode in b"su", len(out)
         texts: Sequence[bytes] | None = None
         # As long as no function is called, these are ahead of what the writer knows.
-        number, row, record = self.count, self._come, len(sources)
-        head, next_head = self._key_head
+        number, row = self.count, self._come
         if opcode in b"eu":
             out += (b"(",)
         path += (None,)
@@ -207,7 +211,7 @@ class TorchPickle(PickleWriter):
                 else:
                     self.count, self._come = number, row
                     self.write(key)
-                    number, row, record = self.count, self._come, len(sources)
+                    number, row = self.count, self._come
             elif key in refs and refs[key][0] is key:
                 out += (refs[key][1],)
             elif (identity := id(key)) in memo:
@@ -233,18 +237,14 @@ class TorchPickle(PickleWriter):
                         out += (GET1[known] if known <= SHORT else LONG_GET(b"j", known),)
                         row += 1
                         continue
-                    if made is not None and storage not in records and record >= ONE_DIGIT:
-                        if record >= next_head:
-                            digits = len(str(record))
-                            head, next_head = self._key_head = KEY_TEXTS[digits], 10**digits
-                        numbers, behind = made.numbers, number + made.count
-                        numbers[1::2] = range(number, behind)
-                        out += (made.before, b"%b%d" % (head, record), made.pack(*numbers))
-                        keys += (number,)
-                        records[storage] = record
-                        sources += (storage,)
-                        memo[own] = behind - 1
-                        number, row, record = behind, row + 1, record + 1
+                    if made is not None and storage != ODD and storage not in records and (record := len(records)) >= ONE_DIGIT:
+                        if record >= made.stop:
+                            made.lengthen(record)
+                        out += (made.lead % record, (made.behind + number * made.step).to_bytes(made.nbytes, "little"))
+                        records[storage] = number
+                        number += made.count
+                        memo[own] = number - 1
+                        row += 1
                         continue
                 self.count, self._come = number, row
                 self._row(item)
@@ -257,7 +257,7 @@ class TorchPickle(PickleWriter):
                     self._dict(item)  # type: ignore[arg-type]
                 else:
                     self.write(item)
-            number, row, record = self.count, self._come, len(sources)
+            number, row = self.count, self._come
         self.count, self._come = number, row
         del path[-1]
         out += (opcode,)
@@ -291,11 +291,7 @@ class TorchPickle(PickleWriter):
             if id(made) in self.memo:
                 self.memo[id(value)] = self.memo[id(made)]
             return
-        record = self._records.get(storage)
-        if record is None:
-            record = self._records[storage] = len(self.sources)
-            self.sources.append(storage)
-        self._alike_tensor(value, kind, record)
+        self._alike_tensor(value, kind, storage)
         self._made[given.kind[row]] = kind.new
 
     def _other(self, value: object) -> None:
@@ -313,25 +309,25 @@ class TorchPickle(PickleWriter):
         else:
             self.write(made)
 
-    def _alike_tensor(self, value: object, kind: PickledKind, record: int) -> None:
-        """A tensor of which the pickle knows all when it comes."""
-        number, new = self.count, record == len(self._keys)
+    def _alike_tensor(self, value: object, kind: PickledKind, source: int) -> None:
+        """A tensor of which the pickle knows all when it comes; `source` is as in `_records`."""
+        number, known, record = self.count, self._records.get(source), len(self._records)
         if number <= SHORT or record < ONE_DIGIT or not self._has_named(kind):
-            self._by_opcodes(kind, record)
+            self._by_opcodes(kind, source)
+        elif known is None:
+            made = kind.new or self._template(kind, new=True)
+            if record >= made.stop:
+                made.lengthen(record)
+            self.out += (made.lead % record, made.filled(number))
+            self._records[source] = number
+            self.count = number + made.count
         else:
-            made = (kind.new if new else kind.known) or self._template(kind, new=new)
-            if new:
-                self._keys.append(number)
-                key = b"%d" % record
-                self.out += (made.before, KEY_TEXTS[len(key)], key)
-            else:
-                self.out += (made.before, get(self._keys[record]))
-            made.numbers[1::2] = range(number, number + made.count)
-            self.out.append(made.pack(*made.numbers))
+            made = kind.known or self._template(kind, new=False)
+            self.out += (made.before, get(known), made.filled(number))
             self.count = number + made.count
         self.memo[id(value)] = self.count - 1
 
-    def _by_opcodes(self, kind: PickledKind, record: int) -> None:
+    def _by_opcodes(self, kind: PickledKind, source: int) -> None:
         references, write = self._references, self.out.append
         if kind.named and kind.joined is None:
             kind.joined = self._joined(kind)
@@ -343,7 +339,7 @@ class TorchPickle(PickleWriter):
                 self.count = number + 1
                 write(PUT1[number] if number <= SHORT else LONG_PUT(b"r", number))
             elif opcode is RECORD_KEY:
-                self._key(record)
+                self._key(source)
             elif opcode in references:
                 write(references[opcode])
             elif type(opcode) is str:
@@ -382,10 +378,7 @@ class TorchPickle(PickleWriter):
                 pieces.append(b"")
             else:
                 pieces[-1] += one if type(one) is bytes else references[one]
-        layout = "I".join(f"{len(piece)}s" for piece in pieces)
-        numbers: list[object] = [0] * (2 * len(pieces) - 1)
-        numbers[::2] = pieces
-        made = Template(before, Struct(f"<{layout}").pack, numbers, len(pieces) - 1)
+        made = Template.of(before, pieces)
         if new:
             kind.new = made
         else:
@@ -398,7 +391,7 @@ class TorchPickle(PickleWriter):
             return
         kind = self._whole_kind(tensor)
         if kind is not None:
-            self._alike_tensor(tensor, kind, self._place(tensor)[0].number)
+            self._alike_tensor(tensor, kind, _own(self._place(tensor)[0].number))
             return
         whole, tensor = tensor, as_pairs(tensor)
         problem = problem_of(tensor)
@@ -441,10 +434,7 @@ class TorchPickle(PickleWriter):
 
     def _place(self, tensor: LazyTensor) -> tuple[StorageRecord, int, tuple[int, ...]]:
         """The record of a tensor, its first bit in the source storage, and its strides in elements."""
-        placed = self.storages.place(tensor, self.path, len(self.sources))
-        if placed[0].number == len(self.sources):
-            self.sources.append(ODD)
-        return placed
+        return self.storages.place(tensor, self.path, len(self._records))
 
     def _begin_parameter(self, traits: Traits) -> None:
         if traits.state:
@@ -492,7 +482,7 @@ class TorchPickle(PickleWriter):
         record, start, strides = self._place(tensor)
         out = self.out
         self._begin_storage(tensor.dtype)
-        self._key(record.number)
+        self._key(_own(record.number))
         self._location(record.location)
         self._open.append((len(out), record, start, tensor.dtype.bits))
         out += (b"", b"t")
@@ -510,10 +500,11 @@ class TorchPickle(PickleWriter):
         else:
             self.name("torch", dtype.storage)
 
-    def _key(self, record: int) -> None:
-        """The name of a record: the text at first, then a reference to it."""
-        if record < len(self._keys):
-            self.out.append(get(self._keys[record]))
+    def _key(self, source: int) -> None:
+        """The name of a record: the text at first, then a reference to it. `source` is as in `_records`."""
+        known, record = self._records.get(source), len(self._records)
+        if known is not None:
+            self.out.append(get(known))
             return
         key = str(record)
         number = self.memo.get(id(key)) if record < ONE_DIGIT else None
@@ -526,7 +517,7 @@ class TorchPickle(PickleWriter):
             if record < ONE_DIGIT:
                 self.keep(key)
                 self.memo[id(key)] = number
-        self._keys.append(number)
+        self._records[source] = number
 
     def _location(self, location: str) -> None:
         if self._anew and location != "cpu":

@@ -11,8 +11,7 @@
    offset is. The directory has [size, size] in its place. A record with such a block has a descriptor with 64-bit sizes.
 
 Everything but the checksums is known here, so a record of data costs two segments: the `Data`, and a `Late` with its
-descriptor and all that is known up to the next data. The last `Late` is the central directory, made beforehand with blank
-checksums, which are filled in together.
+descriptor and all that is known up to the next data. The last `Late` is the central directory.
 
 Many records that are called by their numbers come as one `RecordFolder`:
 
@@ -22,8 +21,8 @@ A record that is laid out by itself costs a header, an entry, a descriptor and t
 each other are laid out by arithmetic on columns of lengths (`_Stretch`):
 
 1. Every payload begins at a multiple of the alignment, and every header where the descriptor before it ends.
-2. Names of as many digits are one range of numbers. Their headers are the same but for the number and the padding, and their
-   directory entries are packed by one call of C.
+2. Names of as many digits are one range of numbers. Their headers are the same but for the number and the padding. Their
+   directory entries are made when the checksums are known, and packed by one call of C each.
 3. A few megabytes of them are one `Gathered` segment. When it is written, its pieces are asked for together, summed, and joined
    with headers and descriptors. A longer record, or one that is read by itself, stays where it lies.
 """
@@ -31,13 +30,14 @@ each other are laid out by arithmetic on columns of lengths (`_Stretch`):
 from __future__ import annotations
 
 import struct
-from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import compress, repeat
-from operator import add
+from operator import add, mod
 from typing import Protocol
+
+from msgspec.structs import force_setattr
 
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32, crc32_each
@@ -59,7 +59,7 @@ Payload = bytes | Data | Memory | Hole | Late
 
 A `Late` one is known when the checksums of all records before it are; it stands last."""
 
-ENTRY_CRC = 16
+CRC_BEGIN, CRC_END = 16, 20
 """Where the checksum lies in an entry of the directory."""
 
 LONG_NBYTES = 1024
@@ -91,12 +91,14 @@ class RecordFolder(Value, frozen=True, eq=False):
     """Records that are read by themselves, however short they are."""
     reads: Ints | None = None
     """Bytes that are read for each, where these are not its own: of records that are computed."""
+    names: Sequence[str] = ()
+    """Of the records, whatever is given."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "names", [*map(f"{self.folder}/{{}}".format, range(len(self)))])
 
     def __len__(self) -> int:
         return len(self.content.nbytes)
-
-    def name(self, number: int) -> str:
-        return f"{self.folder}/{number}"
 
     def stands_alone(self) -> list[int]:
         """The numbers of records that are laid out by themselves."""
@@ -152,44 +154,39 @@ class Descriptor:
 class Ending:
     """The bytes from a late last payload, or from the central directory, to the end of the file."""
 
-    __slots__ = ("blank", "crc", "labels", "payload", "places", "wide")
+    __slots__ = ("crc", "directory", "nbytes", "parts", "payload", "wide")
 
-    def __init__(self, blank: bytes, *, labels: list[str], places: array[int], crc: bool) -> None:
-        self.blank = blank
-        """The directory and the end records, with checksums of 0 where data or a late payload is meant."""
-        self.labels = labels
-        self.places = places
-        """Where in `blank` the checksums are, in the order of the labels; that of a late payload comes last."""
+    def __init__(self, parts: Sequence[bytes | str | _Stretch | None], nbytes: int, *, crc: bool) -> None:
+        self.parts = parts
+        """The directory and the end records: bytes, entries of stretches, and labels in the place of checksums; None is that of
+        the late payload."""
+        self.directory = self.nbytes = nbytes
+        """How long these are; how long all is."""
         self.crc = crc
         self.payload: Late | None = None
         self.wide = False
 
-    @property
-    def nbytes(self) -> int:
-        if self.payload is None:
-            return len(self.blank)
-        return len(self.blank) + self.payload.nbytes + _descriptor_nbytes(self.payload.nbytes, wide=self.wide)
+    def begin(self, payload: Late, *, wide: bool) -> None:
+        """Have a late payload before the directory."""
+        self.payload, self.wide = payload, wide
+        self.nbytes = self.directory + payload.nbytes + _descriptor_nbytes(payload.nbytes, wide=wide)
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
-        found = list(map(crcs.__getitem__, self.labels if self.crc else ()))
-        before = b""
+        made, own = [], 0
         if self.payload is not None:
-            before = self.payload.make(crcs)
-            if len(before) != self.payload.nbytes:
-                raise ValueError(f"a late payload of {self.payload.nbytes} bytes was made with {len(before)}")
-            own = crc32(before) if self.crc else 0
-            if self.crc and before:
-                found.append(own)
+            before = self.payload.content(crcs)
             if before:
-                before += (LONG_DESCRIPTOR if self.wide else SHORT_DESCRIPTOR).pack(
-                    DESCRIPTOR_SIGNATURE, own, len(before), len(before)
-                )
-        if not found:
-            return before + self.blank
-        whole, sums = bytearray(self.blank), struct.pack(f"<{len(found)}I", *found)
-        for place, at in zip(self.places, range(0, len(sums), 4), strict=True):
-            whole[place : place + 4] = sums[at : at + 4]
-        return before + whole
+                own = crc32(before) if self.crc else 0
+                pack = (LONG_DESCRIPTOR if self.wide else SHORT_DESCRIPTOR).pack
+                made += [before, pack(DESCRIPTOR_SIGNATURE, own, len(before), len(before))]
+        for part in self.parts:
+            if isinstance(part, bytes):
+                made.append(part)
+            elif isinstance(part, _Stretch):
+                made += part.entries(crcs)
+            else:
+                made.append((own if part is None else crcs[part]).to_bytes(4, "little"))
+        return b"".join(made)
 
 
 def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool = True) -> tuple[Segment, ...]:
@@ -225,11 +222,10 @@ class _Forward:
         self.known: list[bytes] = []
         self.waiting: tuple[str, int, bool] | None = None
         """The label, length and width of the data whose descriptor begins what is known."""
-        self.entries = bytearray()
+        self.entries: list[bytes | str | _Stretch | None] = []
+        """The directory, as `Ending` has it."""
         self.directory = 0
         """Bytes of the entries so far."""
-        self.labels: list[str] = []
-        self.places = array("q")
         self.count = 0
         self.late: tuple[Late, bool] | None = None
 
@@ -242,16 +238,14 @@ class _Forward:
             else:
                 self._record(*record)
         self._flush()
-        self.entries += tail(self.count, self.at, self.directory)
-        blank = bytes(self.entries)
-        self.entries.clear()
-        if self.labels or self.late is not None:
-            ending = Ending(blank, labels=self.labels, places=self.places, crc=self.crc)
-            if self.late is not None:
-                ending.payload, ending.wide = self.late
+        self.entries.append(end := tail(self.count, self.at, self.directory))
+        ending = Ending(self.entries, self.directory + len(end), crc=self.crc)
+        if self.late is not None:
+            ending.begin(self.late[0], wide=self.late[1])
+        if self.late is not None or not all(isinstance(part, bytes) for part in self.entries):
             self.segments.append(Late(ending.nbytes, ending))
         else:
-            self._literal(blank)
+            self._literal(ending({}))
         return tuple(self.segments)
 
     def _record(self, name: str, payload: Payload) -> None:
@@ -275,7 +269,8 @@ class _Forward:
         begin = at + FIXED + length
         pad = -begin % self.alignment
         self.known.append(_padded(raw, nbytes > 0, pad, block))
-        self.entries += SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, size, size, length, extra, place) + raw + again
+        entry = SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, size, size, length, extra, place) + raw + again
+        self.directory += len(entry)
         self.count += 1
         self.at = begin + pad
         if nbytes:
@@ -285,17 +280,17 @@ class _Forward:
             if isinstance(payload, bytes):
                 self.known += (payload, behind)
             else:
+                if self.crc and not isinstance(payload, Hole):
+                    label = None if isinstance(payload, Late) else payload.label
+                    self.entries += (entry[:CRC_BEGIN], label)
+                    entry = entry[CRC_END:]
                 self._later(payload, nbytes, wide, behind)
         elif isinstance(payload, Late):
             self.late = payload, wide
-        self.directory = len(self.entries)
+        self.entries.append(entry)
 
     def _later(self, payload: Data | Memory | Hole | Late, nbytes: int, wide: bool, behind: bytes) -> None:
         """A payload that is not known yet; `behind` is its descriptor without a checksum."""
-        if self.crc and not isinstance(payload, Hole):
-            self.places.append(self.directory + ENTRY_CRC)
-            if not isinstance(payload, Late):
-                self.labels.append(payload.label)
         if isinstance(payload, Late):
             self.late = payload, wide
             return
@@ -313,7 +308,7 @@ class _Forward:
             while first < single:
                 first = self._stretch(records, first, single)
             if single < len(records):
-                label = records.name(single)
+                label = records.names[single]
                 self._record(label, records.content.alone(single, label))
             first = single + 1
 
@@ -322,21 +317,14 @@ class _Forward:
         self._flush()
         laid = _Stretch.lay_out(records, first, stop, self)
         for segment in laid.segments():
-            if self.crc:
-                self.labels += segment.labels
             last = self.segments.pop() if self.segments else None
             if isinstance(last, Gathered) and _is_short(last, segment):
                 self.segments.append(_one_behind_other(last, segment))
             else:
                 self.segments += [segment] if last is None else [last, segment]
         count = len(laid.nbytes)
-        for low in range(0, count, blocks.BATCH):
-            self.entries += laid.entries(low, low + blocks.BATCH)
-        behind = len(self.entries)
-        if self.crc:
-            places: Iterable[int] = range(self.directory + ENTRY_CRC, behind, (behind - self.directory) // count)
-            self.places.extend(places if laid.filled else compress(places, laid.nbytes))
-        self.directory = behind
+        self.entries.append(laid)
+        self.directory += count * (SHORT_ENTRY.size + laid.name_nbytes + laid.block_nbytes)
         self.at = laid.stops[-1]
         self.count += count
         return first + count
@@ -406,43 +394,65 @@ class _Stretch(Value, frozen=True, eq=False):
         pads = [-(header + fixed) % alignment for header in headers]
         return cls(records, first, far, before, digits, nbytes, 0 not in nbytes, headers, pads, stops, archive.crc)
 
+    @property
+    def name_nbytes(self) -> int:
+        return len(self.before) + self.digits
+
+    @property
+    def block_nbytes(self) -> int:
+        """Of the zip64 block of each."""
+        return FAR_BLOCK.size if self.far else 0
+
     def segments(self) -> Iterator[Gathered]:
         """A few megabytes each, or `BATCH` records."""
         low, count = 0, len(self.nbytes)
-        name, first = f"{self.records.folder}/{{}}".format, self.first
         while low < count:
             # Up to the first one that passes the size, and with it.
             begin = self.headers[low]
             high = min(bisect_left(self.stops, begin + blocks.BLOCK_NBYTES) + 1, low + blocks.BATCH, count)
             lengths = self.nbytes[low:high]
-            numbers: Iterable[int] = range(first + low, first + high)
-            # Those that have a checksum.
-            labels = [*map(name, numbers if self.filled else compress(numbers, lengths))]
+            labels = self._names(low, high)
+            if not self.filled:
+                # Those that have a checksum.
+                labels = [*compress(labels, lengths)]
             nbytes = self.stops[high - 1] - begin
             make = partial(self.make, low, high, labels)
             reads = self.records.reads
-            read = None if reads is None else int(reads[first + low : first + high].sum())
+            read = None if reads is None else int(reads[self.first + low : self.first + high].sum())
             yield Gathered(nbytes, labels, make, between=nbytes - sum(lengths), read_nbytes=read, zeros=partial(make, zeros=True))
             low = high
 
-    def _numbers(self, low: int, high: int) -> Iterator[bytes]:
-        """What follows `before` in the names of some, and their zip64 blocks."""
-        numbers = map(b"%d".__mod__, range(self.first + low, self.first + high))
+    def _names(self, low: int, high: int) -> Sequence[str]:
+        return self.records.names[self.first + low : self.first + high]
+
+    def _numbers(self, low: int, high: int) -> Sequence[int] | list[bytes]:
+        """What stands behind `before` in the names of some, for `_place`: numbers; bytes, where zip64 blocks follow the names."""
+        numbers = range(self.first + low, self.first + high)
         if not self.far:
             return numbers
-        return map(add, numbers, map(FAR_BLOCK.pack, repeat(1), repeat(8), self.headers[low:high]))
+        return [*map(add, map(b"%d".__mod__, numbers), map(FAR_BLOCK.pack, repeat(1), repeat(8), self.headers[low:high]))]
 
-    def entries(self, low: int, high: int) -> bytes:
-        """The entries of some in the directory, with blank checksums."""
-        nbytes, offsets = self.nbytes[low:high], self.headers[low:high]
-        wide, behind = len(self.before) + self.digits, FAR_BLOCK.size if self.far else 0
-        begins = repeat(FILLED) if self.filled else [FILLED if length else EMPTY for length in nbytes]
-        pack = struct.Struct(f"{SHORT_ENTRY.format}{len(self.before)}s{self.digits + behind}s").pack
-        made = map(
-            pack, begins, repeat(0), nbytes, nbytes, repeat(wide), repeat(behind.to_bytes(2, "little")),
-            repeat(MAX32) if self.far else offsets, repeat(self.before), self._numbers(low, low + len(nbytes)),
-        )  # fmt: skip
-        return b"".join(made)
+    @property
+    def _place(self) -> bytes:
+        return b"%b" if self.far else b"%d"
+
+    def entries(self, crcs: Mapping[str, int]) -> Iterator[bytes]:
+        """The entries of all in the directory, many at a time."""
+        pack = struct.Struct(f"{SHORT_ENTRY.format}{len(self.before)}s{self.digits + self.block_nbytes}s").pack
+        for low in range(0, len(self.nbytes), blocks.BATCH):
+            nbytes = self.nbytes[low : low + blocks.BATCH]
+            high = low + len(nbytes)
+            begins: Iterable[bytes] = repeat(FILLED)
+            sums: Iterable[int] = map(crcs.__getitem__, self._names(low, high)) if self.crc else repeat(0)
+            if not self.filled:
+                begins = [FILLED if length else EMPTY for length in nbytes]
+                sums = map(crcs.get, self._names(low, high), repeat(0)) if self.crc else sums
+            made = map(
+                pack, begins, sums, nbytes, nbytes, repeat(self.name_nbytes), repeat(self.block_nbytes.to_bytes(2, "little")),
+                repeat(MAX32) if self.far else self.headers[low:high], repeat(self.before),
+                map(self._place.__mod__, self._numbers(low, high)),
+            )  # fmt: skip
+            yield b"".join(made)
 
     def make(self, low: int, high: int, labels: Sequence[str], *, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
         """The bytes of some and their checksums; of zeros in the place of data, where nothing is to be fetched."""
@@ -452,18 +462,16 @@ class _Stretch(Value, frozen=True, eq=False):
             pieces: Sequence[bytes | memoryview] = [blank[:count] for count in nbytes]
         else:
             pieces = self.records.content.read(range(self.first + low, self.first + high))
-        crcs = crc32_each(pieces) if self.crc else [0] * len(pieces)
+        numbers, crcs = self._numbers(low, high), crc32_each(pieces) if self.crc else [0] * len(pieces)
         pack = (LONG_DESCRIPTOR if self.far else SHORT_DESCRIPTOR).pack
-        heads, paddings = {pad: self._head(pad, UTF8 | DESCRIBED) for pad in {*pads}}, {pad: padding(pad) for pad in {*pads}}
-        joined: list[bytes | memoryview] = [b""] * (5 * len(pieces))
-        joined[0::5] = map(heads.__getitem__, pads)
-        joined[1::5] = self._numbers(low, high)
-        joined[2::5] = map(paddings.__getitem__, pads)
-        joined[3::5] = pieces
-        joined[4::5] = map(pack, repeat(DESCRIPTOR_SIGNATURE), crcs, nbytes, nbytes)
+        heads = {pad: self._head(pad, UTF8 | DESCRIBED) for pad in {*pads}}
+        joined: list[bytes | memoryview] = [b""] * (3 * len(pieces))
+        joined[0::3] = map(mod, map(heads.__getitem__, pads), numbers)
+        joined[1::3] = pieces
+        joined[2::3] = map(pack, repeat(DESCRIPTOR_SIGNATURE), crcs, nbytes, nbytes)
         if not self.filled:
             for at in [at for at, length in enumerate(nbytes) if not length]:
-                joined[5 * at], joined[5 * at + 4] = self._head(pads[at], UTF8), b""
+                joined[3 * at], joined[3 * at + 2] = self._head(pads[at], UTF8) % numbers[at], b""
         content = b"".join(joined)
         found = dict(zip(labels, crcs if self.filled else compress(crcs, nbytes), strict=True)) if self.crc else {}
         # To look through all bytes of long records takes longer than to look where each begins.
@@ -472,14 +480,15 @@ class _Stretch(Value, frozen=True, eq=False):
         return content, found
 
     def _head(self, pad: int, flags: int) -> bytes:
-        """A header up to the number in the name."""
-        wide, extra = len(self.before) + self.digits, 4 + pad + (FAR_BLOCK.size if self.far else 0)
-        return HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, wide, extra) + self.before
+        """A header with its padding, and a place for what `_numbers` gives."""
+        extra = 4 + pad + self.block_nbytes
+        begin = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, self.name_nbytes, extra) + self.before
+        return self._place.join([piece.replace(b"%", b"%%") for piece in (begin, padding(pad))])
 
     def _mistaken(self, pieces: Sequence[bytes | memoryview], first: int) -> dict[str, int]:
         """What torch takes for a checksum more: what follows the signature of a descriptor where data begins with that."""
         found = {
-            self.records.name(number) + MISTAKEN_KEY: int.from_bytes(piece[4:8], "little")
+            self.records.names[number] + MISTAKEN_KEY: int.from_bytes(piece[4:8], "little")
             for number, piece in enumerate(pieces, first)
             if len(piece) >= 8 and piece[:4] == SIGNATURE
         }
