@@ -168,3 +168,15 @@ def test_a_counter_that_contains_itself_is_a_problem():
 def test_an_integer_that_the_reader_refuses_is_a_problem():
     (problem,) = problems({"n": 1 << 200, "m": 1 << 120, "u": (1 << 128) - 1})
     assert problem.startswith("n: an integer of 201 bits")
+
+
+def test_such_an_integer_in_a_list_of_numbers_is_named_by_its_place():
+    (problem,) = problems({"n": [1, 2.5, None, 1 << 200, True]})
+    assert problem.startswith("n.3: an integer of 201 bits")
+
+
+def test_a_list_of_numbers_counts_as_deep_as_it_stands():
+    deep: list[object] = [1, 2]
+    for _ in range(Limits().depth):
+        deep = [deep]
+    assert problems(deep)
