@@ -423,14 +423,14 @@ def asks_torch_what_it_has(node: ast.AST) -> bool:
 
 
 def store_classes(trees: Iterable[ast.AST]) -> set[str]:
-    """The names of all classes of stores: the protocol, the base, and whatever is derived from it."""
+    """The names of all classes of stores: the first, and whatever is derived from it."""
     bases = {
         node.name: {name for base in node.bases for name in names_in(base)}
         for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
-    found = {"Store", "BaseStore"}
+    found = {"Store"}
     while more := {name for name, above in bases.items() if above & found} - found:
         found |= more
     return found
@@ -515,7 +515,7 @@ def test_questions_to_torch_are_seen(source: str, wrong: bool):
     ],
 )
 def test_sniffing_is_seen(source: str, wrong: bool):
-    classes = "class LocalStore(BaseStore): pass\nclass MemoryStore(stores.BaseStore): pass\nclass Made(MemoryStore): pass"
+    classes = "class LocalStore(Store): pass\nclass MemoryStore(stores.Store): pass\nclass Made(MemoryStore): pass"
     stores = store_classes([ast.parse(classes)])
     assert any(sniffs(node, stores) for node in ast.walk(ast.parse(source))) is wrong
 

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import field
 
+from holdfast.core.arrays import Ints
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.value import Value
@@ -31,97 +31,124 @@ Stamp = tuple[object, ...]
 JSON can hold; empty where a store cannot tell."""
 
 
-class Store(Protocol):
+class Store:
     """A place where bytes live under keys. Methods may be called from several threads at once.
 
-    What others want to know of a store it says itself, so that nobody asks of which class it is. `BaseStore` answers
-    for one that has nothing to say.
+    What others want to know of a store it says itself, so that nobody asks of which class it is. Here stands what one says that has
+    nothing to say: it is not in memory, has no wish for a size of reads, and nobody knows whether its content changes.
     """
 
-    @property
-    def name(self) -> str:
-        """What a person would call it: the path that was opened."""
+    name: str
+    """What a person would call it: the path that was opened."""
 
     @property
     def resident(self) -> bool:
         """Whether the bytes are in this process's memory, so that reading them is no more than looking (`map`)."""
+        return False
 
     @property
     def block_nbytes(self) -> int | None:
         """Bytes that it would rather be asked for at a time, where that is not up to whoever reads: a GPU, a network."""
+        return None
 
     @property
     def in_order(self) -> bool:
         """Whether it wants to be read by one thread, from front to back: going back may mean to begin again at the start."""
+        return False
 
     @property
     def exact(self) -> bool:
         """Whether only the ranges that are needed may be read: a longer read may have zeros where a shorter one has content."""
+        return False
 
     @property
     def requests(self) -> int:
         """How many reads it wants under way at once because each is a journey, however short; 0 for one that is near."""
+        return 0
 
     @property
     def gone(self) -> bool:
         """Whether something was missing that had been there: what was found here is not to be relied on."""
+        return False
 
     @property
     def folder(self) -> bool:
         """Whether it is a directory, be it of one file: what it lacks may lie beside what it has."""
+        return False
 
     @property
     def single(self) -> str | None:
         """The only key; None where there are several, or none."""
+        keys = self.list()
+        return keys[0] if len(keys) == 1 else None
 
     def holds(self, key: str) -> bool:
         """Whether there is something under a key. To ask for one may cost less than to list all."""
+        return key in self.list()
 
     def expect(self, key: str, nbytes: int) -> bool:
         """Take note of what an index says of a key. True where it is compared when the key is read first; else ask for `size`."""
+        return False
 
     def reaches(self, key: str) -> bool:
         """Whether a key that leads to a folder beside this one (`core.keys.beside`) can be read. Objects have no second names, so
         a checkpoint in a bucket names what it has in common with one beside it where that is."""
+        return False
 
     def list(self) -> Sequence[str]:
         """Every key, sorted."""
+        raise NotImplementedError
 
     def size(self, key: str) -> int:
         """Bytes under a key. Raises `StoreError` where there is no such key."""
+        raise NotImplementedError
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on. Raises `Truncated` where they end too early."""
+        raise NotImplementedError
 
     def peek(self, key: str, start: int, out: memoryview) -> None:
         """`read`, of something short with more to be asked for around it: headers, indexes, pickles."""
+        self.read(key, start, out)
 
     def reading(self) -> AbstractContextManager[None]:
         """A block of many reads. What has to be done after a read may wait for the last one."""
+        return nullcontext()
 
     def map(self, key: str) -> memoryview | None:
         """The bytes under a key as memory that needs no reading, or None where this store cannot do that."""
+        return None
 
-    def gather(self, key: str, starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> int:
+    def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
         """Copy many short ranges to addresses in memory. How many were copied, from the first on; the others are to be read."""
+        return 0
 
     def scattered(self, key: str, starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[bytes | bytearray]:
         """Many short ranges with much between them, each as bytes of its own. Raises as `read` does."""
+        pieces = [bytearray(length) for length in nbytes]
+        for start, piece in zip(starts, pieces, strict=True):
+            self.read(key, start, memoryview(piece))
+        return pieces
 
     def stamp(self, key: str) -> Stamp:
         """What identifies the content under a key, as it was when it was opened."""
+        return ()
 
     def changed(self) -> Sequence[str]:
         """The keys whose content is known to be another by now than when it was opened."""
+        return ()
 
     def place(self, key: str = "") -> Hashable:
         """Where the content of a key is, or the whole store: equal for two stores over the same bytes."""
+        return "store", id(self), key
 
     def below(self, key: str) -> Store | None:
         """The store that has the content of a key, where this one only passes it on."""
+        return None
 
     def cost(self, key: str, nbytes: int) -> int:
         """Bytes that are read from somewhere for so many bytes of a key: other ones where these are computed."""
+        return nbytes
 
     def close(self) -> None:
         """Give back what the store holds. Reading afterwards raises `Closed`."""
@@ -273,94 +300,3 @@ class Format(Protocol):
 
     def describe(self, source: Source) -> Description:
         """Read headers, indexes and pickles; check everything. Raises only Holdfast errors."""
-
-
-Ints = npt.NDArray[np.int64]
-
-
-class BaseStore:
-    """Not in memory, with no wish for a size of reads, and with content of which nobody knows whether it changes.
-
-    What a store says of itself that has nothing to say. Every store begins with this, and says what it knows.
-    """
-
-    @property
-    def resident(self) -> bool:
-        return False
-
-    @property
-    def block_nbytes(self) -> int | None:
-        return None
-
-    @property
-    def in_order(self) -> bool:
-        return False
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def requests(self) -> int:
-        return 0
-
-    @property
-    def gone(self) -> bool:
-        return False
-
-    @property
-    def folder(self) -> bool:
-        return False
-
-    @property
-    def single(self) -> str | None:
-        keys = self.list()
-        return keys[0] if len(keys) == 1 else None
-
-    def holds(self, key: str) -> bool:
-        return key in self.list()
-
-    def expect(self, key: str, nbytes: int) -> bool:
-        return False
-
-    def reaches(self, key: str) -> bool:
-        return False
-
-    def list(self) -> Sequence[str]:
-        raise NotImplementedError
-
-    def read(self, key: str, start: int, out: memoryview) -> None:
-        raise NotImplementedError
-
-    def peek(self, key: str, start: int, out: memoryview) -> None:
-        self.read(key, start, out)
-
-    def reading(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def map(self, key: str) -> memoryview | None:
-        return None
-
-    def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
-        return 0
-
-    def scattered(self, key: str, starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[bytes | bytearray]:
-        pieces = [bytearray(length) for length in nbytes]
-        for start, piece in zip(starts, pieces, strict=True):
-            self.read(key, start, memoryview(piece))
-        return pieces
-
-    def stamp(self, key: str) -> Stamp:
-        return ()
-
-    def changed(self) -> Sequence[str]:
-        return ()
-
-    def place(self, key: str = "") -> Hashable:
-        return "store", id(self), key
-
-    def below(self, key: str) -> Store | None:
-        return None
-
-    def cost(self, key: str, nbytes: int) -> int:
-        return nbytes

@@ -11,5 +11,5 @@ remote/          object stores: URLs, every request, objects as a store
 paths            from what a user gives to a path on this machine, or a URL
 place            a path or a URL as one thing: what differs between a disk and a bucket
 
-What a store says of itself is in core/protocols: `Store`, and `BaseStore` for one that has nothing to say.
+What a store says of itself is in core/protocols: `Store`, with what one says that has nothing to say.
 """

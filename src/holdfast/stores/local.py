@@ -29,7 +29,7 @@ import numpy as np
 from msgspec import Struct
 
 from holdfast.core.arrays import Ints
-from holdfast.core.protocols import BaseStore
+from holdfast.core.protocols import Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, NoSuchPath, Replaced, StoreError, Truncated, Unsupported
 from holdfast.stores import platform
@@ -139,7 +139,7 @@ class Handle(Struct):
         return self.identity[1], self.nbytes, self.changed_ns
 
 
-class LocalStore(BaseStore):
+class LocalStore(Store):
     """A file, a directory and what is in it, or those files of a directory whose names fit: `actor/optim_*.pt`.
 
     `instead_of` is the path that a directory stands in for, where a save was cut off while it was replaced (`recover`).
@@ -415,7 +415,7 @@ _positions: WeakValueDictionary[tuple[int, int], threading.Lock] = WeakValueDict
 """By device and inode: who may move the position of a file, where a read moves it. Descriptors of one open file share it."""
 
 
-class DescriptorStore(BaseStore):
+class DescriptorStore(Store):
     """One plain file that somebody else has open, under one key. Reads do not move the file's position.
 
     It has a descriptor of its own, so that the owner may close theirs at any time.

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from holdfast.core.protocols import BaseStore
+from holdfast.core.protocols import Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, StoreError, Truncated, Unsupported
 
@@ -18,12 +18,10 @@ LARGE = 64 << 10
 """From this many bytes on, other threads should not wait for a copy."""
 
 
-class MemoryStore(BaseStore):
+class MemoryStore(Store):
     """Bytes under keys, in this process."""
 
-    @property
-    def resident(self) -> bool:
-        return True
+    resident = True
 
     def __init__(self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>") -> None:
         self.name = name
@@ -84,7 +82,7 @@ class MemoryStore(BaseStore):
         return self._content[key]
 
 
-class FileObjectStore(BaseStore):
+class FileObjectStore(Store):
     """One seekable binary file object under one key. Its position is put back after every read, or block of reads.
 
     Asked of the object: `tell`, `seek(offset)` and `seek(0, SEEK_END)`, and `read(n)` or `readinto`. Positions are those that
@@ -92,6 +90,8 @@ class FileObjectStore(BaseStore):
     `mmap.mmap` says nothing before Python 3.13. A read may give less than it was asked for; nothing at all is the end.
     It is read in order, in one go: a member of a zip and a decompressor go back by beginning again at the start.
     """
+
+    in_order = True
 
     KEY = "file"
 
@@ -113,10 +113,6 @@ class FileObjectStore(BaseStore):
             raise StoreError(f"a file object must be open, binary and seekable: {error}") from None
         if text:
             raise StoreError(f"this {type(file).__name__} gives text; open the file in binary mode: open(path, 'rb')")
-
-    @property
-    def in_order(self) -> bool:
-        return True
 
     def list(self) -> Sequence[str]:
         return [self.KEY]

@@ -15,7 +15,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from holdfast.core.protocols import BaseStore, Ints, Stamp, Store
+from holdfast.core.arrays import Ints
+from holdfast.core.protocols import Stamp, Store
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -38,7 +39,7 @@ class VirtualFile(Value, frozen=True, eq=False):
         return self.nbytes if isinstance(self.nbytes, int) else self.nbytes()
 
 
-class Virtual(BaseStore):
+class Virtual(Store):
     """Entries under keys, and what is in the store below, if there is one."""
 
     def __init__(self, name: str = "<virtual>", *, over: Store | None = None) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import BaseStore, Request
+from holdfast.core.protocols import Request, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import StoreError, Truncated
 
 
-class MemoryStore(BaseStore):
+class MemoryStore(Store):
     """Just enough of a store."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.protocols import BaseStore
+from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.formats.zip.reader import read_archive
@@ -119,7 +119,7 @@ def test_the_largest_alignment_is_read_back():
     assert read_back(archive) == {"a": b"x", "d": b"data"}
 
 
-class Sparse(BaseStore):
+class Sparse(Store):
     """A store with a few bytes here and there and zeros in between, as large as it says."""
 
     name = "sparse"

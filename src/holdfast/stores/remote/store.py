@@ -21,7 +21,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from holdfast.core.keys import beside, check_key
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import BaseStore, Stamp
+from holdfast.core.protocols import Stamp, Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, LimitExceeded, MetadataError, NoSuchPath, Replaced, StoreError, Truncated
 from holdfast.stores.files import is_temporary
@@ -43,8 +43,10 @@ REQUESTS = 24
 MANIFEST = "holdfast.json"
 
 
-class RemoteStore(BaseStore):
+class RemoteStore(Store):
     """An object, or all objects below a prefix and one folder down."""
+
+    requests, block_nbytes = REQUESTS, PIECE_NBYTES
 
     def __init__(
         self, url: Url, *, limits: Limits | None = None, expected: Mapping[str, tuple[int, str | None]] | None = None
@@ -105,14 +107,6 @@ class RemoteStore(BaseStore):
 
     def _is_prefix(self) -> bool:
         return bool(self.list())
-
-    @property
-    def requests(self) -> int:
-        return REQUESTS
-
-    @property
-    def block_nbytes(self) -> int:
-        return PIECE_NBYTES
 
     @property
     def gone(self) -> bool:
