@@ -19,7 +19,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, Traits
 from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError
-from holdfast.formats.strict_json import paid_nbytes, parse, parse_own
+from holdfast.formats.strict_json import paid_nbytes, parse
 from holdfast.formats.tree_json.decode import decode_tree, json_limits
 from holdfast.formats.tree_json.encode import encode_state, encode_value
 from holdfast.formats.tree_json.scalars import is_unicode
@@ -33,7 +33,7 @@ def through_json(tree, state=None):
     assert encoded.problems == ()
     raw = msgspec.json.encode(encoded.value)
     raw = raw.ljust(paid_nbytes(raw))
-    value = parse_own(raw, LIMITS)
+    value = parse(raw, LIMITS)
     assert_same(value, parse(raw, LIMITS))
     return decode_tree(value, ({} if state is None else state.tensors).__getitem__, Memory().source).tree
 

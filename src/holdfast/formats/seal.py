@@ -32,7 +32,7 @@ from holdfast.core.keys import check_key
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.value import Value, replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, located
-from holdfast.formats.strict_json import HEX, check_seal, kind, paid_nbytes, parse_own, pointer, quoted
+from holdfast.formats.strict_json import HEX, check_seal, kind, paid_nbytes, parse, pointer, quoted
 from holdfast.formats.strict_json import SEAL as SELF
 from holdfast.formats.strict_json import seal as with_checksum
 
@@ -193,7 +193,7 @@ def _parsed(raw: bytes, limits: Limits) -> Seal:
             raise Corrupted(
                 "a seal ends with its own checksum, and this one does not: it changed after it was written; seal the files again"
             )
-        return _understood(_document(parse_own(raw, limits)), limits)
+        return _understood(_document(parse(raw, limits)), limits)
 
 
 def misfits(seal: Seal, size: Callable[[str], int | None]) -> Iterator[tuple[str, str]]:

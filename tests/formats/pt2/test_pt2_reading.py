@@ -18,10 +18,9 @@ import holdfast
 from holdfast.cli.show import show_tree
 from holdfast.core.limits import Limits
 from holdfast.engine.source import OpenSource
-from holdfast.formats.pt2 import schema as configs
 from holdfast.formats.pt2.archive import Pt2Archive
 from holdfast.formats.pt2.program import summarise
-from holdfast.formats.pt2.schema import parse_config
+from holdfast.formats.pt2.schema import ConfigEntry, TensorMeta, parse_config
 from holdfast.formats.zip.writer import lay_out_zip
 from holdfast.plan.saves import Hole, Late
 from holdfast.stores.local import LocalStore
@@ -142,20 +141,26 @@ ENTRIES = {
     "fp8": entry("weight_1", meta(dtype=29), use_pickle=True),
 }
 
+EMBEDDED = TensorMeta(holdfast.DTYPES.name("float32"), (2, 3), (3, 1), 0, False, "cpu")
 
-def test_both_ways_through_a_config_agree():
-    raw = config(ENTRIES)
-    quick = configs._usual(raw)
-    assert quick is not None
+
+def test_a_config_may_be_written_in_any_way():
+    expected = {
+        "emb.weight": ConfigEntry("weight_0", True, False, EMBEDDED),
+        "part": ConfigEntry("weight_0", False, False, EMBEDDED._replace(sizes=(3,), strides=(1,), offset=2)),
+        "scalar": ConfigEntry("weight_0", False, False, EMBEDDED._replace(sizes=(), strides=())),
+        "cuda": ConfigEntry("weight_0", False, False, EMBEDDED._replace(location="cuda:1")),
+        "fp8": ConfigEntry("weight_1", False, True, EMBEDDED._replace(dtype=holdfast.DTYPES.name("float8_e4m3fn"))),
+    }
     variants = [
+        config(ENTRIES),
         json.dumps({"config": ENTRIES}, indent=1).encode(),
         json.dumps({"config": ENTRIES, "more": [1]}).encode(),
         json.dumps({"config": {name: dict(reversed(row.items())) for name, row in ENTRIES.items()}}).encode(),
         config({name: {**row, "unknown": None} for name, row in ENTRIES.items()}),
     ]
     for variant in variants:
-        assert configs._usual(variant) is None
-        assert parse_config(variant, Limits(), model="m", what="weight") == quick
+        assert parse_config(variant, Limits(), model="m", what="weight") == expected
     odd = {'a": {b, "c}, {é': entry()}
     assert list(parse_config(config(odd), Limits(), model="m", what="weight")) == list(odd)
 

@@ -26,6 +26,38 @@ def test_what_json_writes_comes_back(value, ascii_only):
     assert parse(json.dumps(value, ensure_ascii=ascii_only).encode(), Limits()) == value
 
 
+ODD = [
+    "-0", "-0.0", "0.0", "1E5", "1e2", "100.0", "1e999", "NaN", "-Infinity", "01", "12345678901234567890", "18446744073709551615",
+    "18446744073709551616", "-9223372036854775808", "-9223372036854775809", "123456789012345678901", "-12345678901234567890",
+    "0.1", "1.7976931348623157e308", "true", "null", "[ ]", '{"a":1,"a":1}', '{"a":1, "a":2}', '{"a b":1,"ab":1}', "'a'", "1 0",
+    "[1,]", '"\\ud800"', '"\\uD83D\\uDE00"', '"\\u00e9"', '"é"', '"a\\/b"', '" a\\t"', '"a, \\"b\\": c"', '"\\u0000"', '"\n"',
+    "\ufeff1", '"12345678901234567890123"',
+]  # fmt: skip
+DOCUMENTS = st.recursive(
+    st.sampled_from(ODD) | st.integers(-SMALL, SMALL).map(str) | st.floats().map(json.dumps) | st.text(max_size=4).map(json.dumps),
+    lambda inner: (
+        st.lists(inner, max_size=4).flatmap(lambda all: st.sampled_from([",", ", ", ",\n  "]).map(lambda by: f"[{by.join(all)}]"))
+        | st.lists(st.tuples(st.sampled_from(["a", "b ", "é", "\\\\"]), inner), max_size=3).map(
+            lambda all: "{" + ", ".join(f'"{key}": {value}' for key, value in all) + "}"
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(DOCUMENTS, st.sampled_from(["", " ", "\n"]))
+def test_documents_that_are_proven_are_read_as_those_that_are_looked_at(text, behind):
+    raw = f"{text}{behind}".encode()
+
+    def read(how) -> tuple[object, ...]:
+        try:
+            return (repr(how(raw)),)
+        except HoldfastError as error:
+            return type(error), str(error)
+
+    assert read(lambda raw: parse(raw, Limits())) == read(lambda raw: strict_json._parse_slowly(raw, None, 0))
+
+
 @given(st.binary(max_size=60))
 def test_bytes_of_any_content_raise_only_our_errors(raw):
     try:

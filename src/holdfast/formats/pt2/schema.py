@@ -5,10 +5,8 @@
                                                 "device": {"type": "cpu", "index": null}, "strides": [{"as_int": 4}, {"as_int": 1}],
                                                 "storage_offset": {"as_int": 0}, "layout": 7}}}}
 
-1. What torch writes is decoded into exactly these fields and encoded again. If that is the document (but for torch's spaces), then
-   nothing in it is twice, odd or unknown, and it is ten times as fast as the next step.
-2. Any other document goes through the strict JSON reader and is checked field by field; every error names the model and the weight.
-   Fields that are not known are passed over, as torch does: the archive's version says when what is known changes.
+Every field is checked, and every error names the model and the weight. Fields that are not known are passed over, as torch does:
+the archive's version says when what is known changes.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
-
-import msgspec
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
@@ -40,8 +36,8 @@ STRIDED = 7
 WEIGHT, TENSOR, OBJECT, OPAQUE = "weight_", "tensor_", "custom_obj_", "opaque_obj_"
 """How the names of records begin: weights; constants that are tensors, torchbind objects, objects of Python's."""
 
-PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z").match
-"""Names of records that need no second look."""
+RECORD = re.compile(r"[^/\\:\0]+\Z").match
+"""Names of records in a folder, but for `.` and `..`."""
 
 
 class TensorMeta(NamedTuple):
@@ -84,83 +80,18 @@ def blamed(error: HoldfastError, model: str, what: str, *, name: str | None = No
     return error
 
 
-class _Int(msgspec.Struct, gc=False):
-    as_int: int
-
-
-class _Device(msgspec.Struct, gc=False):
-    type: str
-    index: int | None
-
-
-class _Meta(msgspec.Struct, gc=False):
-    dtype: int
-    sizes: list[_Int]
-    requires_grad: bool
-    device: _Device
-    strides: list[_Int]
-    storage_offset: _Int
-    layout: int
-
-
-class _Payload(msgspec.Struct, gc=False):
-    path_name: str
-    is_param: bool
-    use_pickle: bool
-    tensor_meta: _Meta | None
-
-
-class _Config(msgspec.Struct):
-    config: dict[str, _Payload]
-
-
-CONFIGS = msgspec.json.Decoder(_Config)
-"""Made here, as all decoders are made where their module is imported: msgspec compiles and executes the annotations of a class when
-it first needs them, and that shall not be when a file is opened."""
-
-
-def _usual(raw: bytes) -> dict[str, ConfigEntry] | None:
-    """The names of a document that is as torch writes it; None for any other one, also where one of its values is wrong."""
-    try:
-        document = CONFIGS.decode(raw)
-    except (ValueError, RecursionError):
-        return None
-    # Deleting spaces can only make two documents equal that differ in spaces; a name that has these in it goes the long way.
-    if msgspec.json.encode(document) != raw.replace(b'": ', b'":').replace(b', "', b',"').replace(b"}, {", b"},{"):
-        return None
-    entries = {}
-    for name, payload in document.config.items():
-        meta = payload.tensor_meta
-        dtype = None if meta is None else DTYPES.name(SCALARS.get(meta.dtype, ""))
-        record = payload.path_name
-        if meta is None or dtype is None or meta.layout != STRIDED or not PLAIN(record):
-            return None
-        sizes = tuple([size.as_int for size in meta.sizes])
-        strides = tuple([stride.as_int for stride in meta.strides])
-        offset = meta.storage_offset.as_int
-        if offset < 0 or min(sizes, default=0) < 0 or min(strides, default=0) < 0:
-            return None
-        device = meta.device
-        location = device.type if device.index is None else f"{device.type}:{device.index}"
-        entries[name] = ConfigEntry(
-            record, payload.is_param, payload.use_pickle, TensorMeta(dtype, sizes, strides, offset, meta.requires_grad, location)
-        )
-    return entries
-
-
 def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[str, ConfigEntry]:
     """Every name of a config with what is said of it. `what` is `weight` or `constant`, for messages."""
-    usual = _usual(raw)
-    if usual is not None:
-        return usual
     with about(model, f"the config of the {what}s"):
         document = parse(raw, limits)
     if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
         raise HeaderError(f"the config of the {what}s of model {quoted(model)} has no object 'config'", found=kind(document))
     entries = {}
     for name, value in document["config"].items():
-        with about(model, what, name):
+        try:
             entries[name] = _entry(value, ("config", name))
+        except HoldfastError as error:
+            raise blamed(error, model, what, name=name) from None
     return entries
 
 
@@ -170,7 +101,7 @@ def _entry(value: object, at: tuple[str, ...]) -> ConfigEntry:
     record = value.get("path_name")
     if not isinstance(record, str):
         raise HeaderError(f"at {pointer(*at, 'path_name')}: a text was expected, not {kind(record)}")
-    if record in ("", ".", "..") or any(c in "/\\:\0" for c in record):
+    if record in (".", "..") or not RECORD(record):
         raise UnsafePath(f"at {pointer(*at, 'path_name')}: {quoted(record)} is no name of a record in this folder", found=record)
     meta, pickled = value.get("tensor_meta"), _flag(value, "use_pickle", at)
     return ConfigEntry(
@@ -204,7 +135,7 @@ def tensor_meta(value: object, at: tuple[str, ...], *, raw: bool = True) -> Tens
         dtype,
         _ints(value.get("sizes"), (*at, "sizes")),
         _ints(value.get("strides"), (*at, "strides")),
-        _int(value.get("storage_offset"), (*at, "storage_offset")),
+        _int(value.get("storage_offset"), *at, "storage_offset"),
         _flag(value, "requires_grad", at),
         _location(value.get("device"), (*at, "device")),
     )
@@ -213,36 +144,25 @@ def tensor_meta(value: object, at: tuple[str, ...], *, raw: bool = True) -> Tens
 def _ints(values: object, at: tuple[str, ...]) -> tuple[int, ...]:
     if not isinstance(values, list):
         raise HeaderError(f"at {pointer(*at)}: a list was expected, not {kind(values)}")
-    try:
-        # What torch writes, without a call for each.
-        ints = tuple([one["as_int"] for one in values])
-    except (KeyError, TypeError):
-        ints = ()
-    if len(ints) == len(values) and {*map(type, ints)} <= {int} and {*map(len, values)} <= {1}:
-        if min(ints, default=0) < 0:
-            raise MetadataError(f"at {pointer(*at)}: {min(ints)} is negative", found=min(ints))
-        return ints
-    return tuple(_int(one, (*at, number)) for number, one in enumerate(values))
+    return tuple([_int(one, *at, number) for number, one in enumerate(values)])
 
 
-def _int(value: object, at: tuple[str | int, ...]) -> int:
+def _int(value: object, *at: str | int) -> int:
     """`{"as_int": 4}`; a symbol has no place where bytes are described."""
-    if isinstance(value, dict) and len(value) == 1:
+    if not isinstance(value, dict) or len(value) != 1:
+        raise HeaderError(f"at {pointer(*at)}: {{'as_int': …}} was expected, not {kind(value)}")
+    number = value.get("as_int")
+    if type(number) is not int:
         if "as_expr" in value or "as_sym_int" in value:
             raise MetadataError(f"at {pointer(*at)}: a symbolic size, where the bytes of a tensor are described")
-        number = value.get("as_int")
-        if type(number) is int:
-            if number < 0:
-                raise MetadataError(f"at {pointer(*at)}: {number} is negative", found=number)
-            return number
         raise HeaderError(f"at {pointer(*at)}: an integer was expected, not {kind(number)}")
-    raise HeaderError(f"at {pointer(*at)}: {{'as_int': …}} was expected, not {kind(value)}")
+    if number < 0:
+        raise MetadataError(f"at {pointer(*at)}: {number} is negative", found=number)
+    return number
 
 
 def _location(device: object, at: tuple[str, ...]) -> str:
-    match device:
-        case {"type": str(name), "index": None}:
-            return name
-        case {"type": str(name), "index": int(index)} if type(index) is int:
-            return f"{name}:{index}"
+    name, index = (device.get("type"), device.get("index", "")) if isinstance(device, dict) else ("", "")
+    if type(name) is str and (index is None or type(index) is int):
+        return name if index is None else f"{name}:{index}"
     raise HeaderError(f"at {pointer(*at)}: a type and an index were expected, not {kind(device)}")

@@ -63,7 +63,6 @@ from holdfast.formats.strict_json import (
     kind,
     paid_nbytes,
     parse,
-    parse_own,
     pointer,
     quoted,
     sealing,
@@ -199,7 +198,7 @@ def read_record(text: object, about: About, limits: Limits, *, start: int = 0) -
 
 def _read(raw: bytes, about: About, limits: Limits) -> HeaderRecord:
     sealed = check_seal(raw, "the record")
-    document = parse_own(raw, json_limits(limits))
+    document = parse(raw, json_limits(limits))
     if not isinstance(document, dict):
         raise HeaderError(f"at $: expected an object, found {kind(document)}")
     version, of = document.get("version"), document.get("of")
