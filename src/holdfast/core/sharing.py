@@ -170,7 +170,13 @@ class _Search:
         views = [*map(self._view, table.kinds)]
         self._rows += [first + row for row in rows]
         self._storage += known
-        self._lies += [views[kind[row]] for row in rows]
+        lies = [views[kind[row]] for row in rows]
+        if offsets := table.offsets:
+            kinds, placed = table.kinds, self._views
+            for at, row in enumerate(rows):
+                if row in offsets and 0 not in kinds[kind[row]].shape:
+                    lies[at] = placed.setdefault(self._way(kinds[kind[row]], offsets[row]), len(placed))
+        self._lies += lies
 
     def _keys(self, table: Table, numbers: Sequence[int], rows: Sequence[int]) -> Iterable[Hashable]:
         """What is equal for equal storages, of rows that have storages of these numbers."""
@@ -211,9 +217,13 @@ class _Search:
         return number
 
     def _view(self, kind: Kind) -> int:
-        """The number of a way to lie in a storage."""
-        place = (0, ()) if 0 in kind.shape else (kind.offset, kind.strides)
-        return self._views.setdefault((kind.dtype, kind.shape, place, kind.traits.conj, kind.traits.neg), len(self._views))
+        """The number of a way to lie in a storage, from its first byte on."""
+        return self._views.setdefault(self._way(kind, 0), len(self._views))
+
+    def _way(self, kind: Kind, offset: int) -> Hashable:
+        """What is equal for equal ways to lie in a storage."""
+        place = (0, ()) if 0 in kind.shape else (offset, kind.strides)
+        return kind.dtype, kind.shape, place, kind.traits.conj, kind.traits.neg
 
     def _odd_view(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:
         """The same of a tensor by itself."""

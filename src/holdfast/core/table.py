@@ -48,10 +48,10 @@ class Kind(Value, frozen=True, eq=False):
     """Bytes of the elements."""
     strides: tuple[int, ...] = ()
     """Bits from one element to the next, a dimension each."""
-    offset: int = 0
-    """Bit of the storage where the first element lies."""
     storage_nbytes: int = 0
     """Bytes of the storage."""
+    inside: bool = True
+    """Whether rows begin with a whole byte, and would end inside of their storages if they were in C order."""
     byteorder: str = "little"
     location: str = ""
     """The device that the writer had it on, where somebody says so."""
@@ -69,8 +69,8 @@ class Kind(Value, frozen=True, eq=False):
         (chunk,) = chunks
         storage = chunk.storage
         return cls.strided(
-            dtype, shape, chunk.strides, offset=chunk.offset, storage_nbytes=storage.nbytes, traits=traits,
-            byteorder=storage.byteorder, location=storage.location,
+            dtype, shape, chunk.strides, storage_nbytes=storage.nbytes, traits=traits, byteorder=storage.byteorder,
+            location=storage.location, inside=is_inside(chunk.offset, tensor.nbytes, storage.nbytes),
         )  # fmt: skip
 
     @staticmethod
@@ -79,7 +79,7 @@ class Kind(Value, frozen=True, eq=False):
         """Tensors in C order that are all of their storages."""
         nbytes = dtype.nbytes(math.prod(shape))
         strides = c_strides(shape, dtype.bits)
-        return Kind.strided(dtype, shape, strides, offset=0, storage_nbytes=nbytes, traits=traits, location=location)
+        return Kind.strided(dtype, shape, strides, storage_nbytes=nbytes, traits=traits, location=location)
 
     @classmethod
     def strided(
@@ -88,31 +88,61 @@ class Kind(Value, frozen=True, eq=False):
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         *,
-        offset: int,
         storage_nbytes: int,
         traits: Traits = PLAIN,
         byteorder: str = "little",
         location: str = "",
+        inside: bool = True,
     ) -> Kind:
-        """Tensors of any strides over storages of one length; offset and strides in bits."""
+        """Tensors of any strides, in bits, over storages of one length."""
         nbytes = dtype.nbytes(math.prod(shape))
         dense = (
             dtype.bits >= 8
             and (byteorder == "little" or dtype.swap_nbytes == 1)
             and (traits is PLAIN or not (traits.conj or traits.neg or traits.meta))
-            and not offset % 8
-            and 0 <= offset // 8 <= storage_nbytes - nbytes
+            and inside
+            and nbytes <= storage_nbytes
             and in_c_order(shape, strides, dtype.bits)
         )
         whole = dense and nbytes == storage_nbytes
-        return cls(dtype, shape, traits, nbytes, strides, offset, storage_nbytes, byteorder, location, dense, whole)
+        return cls(dtype, shape, traits, nbytes, strides, storage_nbytes, inside, byteorder, location, dense, whole)
 
     def marked(self, traits: Traits) -> Kind:
         """The same with other traits."""
         return Kind.strided(
-            self.dtype, self.shape, self.strides, offset=self.offset, storage_nbytes=self.storage_nbytes, traits=traits,
-            byteorder=self.byteorder, location=self.location,
+            self.dtype, self.shape, self.strides, storage_nbytes=self.storage_nbytes, traits=traits, byteorder=self.byteorder,
+            location=self.location, inside=self.inside,
         )  # fmt: skip
+
+    def outside(self) -> Kind:
+        """The same of rows that do not begin with a whole byte, or end behind their storages."""
+        return Kind.strided(
+            self.dtype, self.shape, self.strides, storage_nbytes=self.storage_nbytes, traits=self.traits,
+            byteorder=self.byteorder, location=self.location, inside=False,
+        )  # fmt: skip
+
+
+def is_inside(offset: int, nbytes: int, storage_nbytes: int) -> bool:
+    """Whether so many bytes from a bit on are whole bytes of a storage."""
+    return not offset % 8 and 0 <= offset // 8 <= storage_nbytes - nbytes
+
+
+def with_outside(kinds: list[Kind], kind: list[int], offsets: Mapping[int, int]) -> None:
+    """Give rows that reach out of their storages kinds of their own. `kinds` and `kind` are those of rows with these offsets."""
+    room = [8 * (one.storage_nbytes - one.nbytes) if one.dense else -1 for one in kinds]
+    out = [
+        row for row, offset in offsets.items() if room[kind[row]] >= 0 and not (0 <= offset <= room[kind[row]] and not offset % 8)
+    ]
+    made: dict[int, int] = {}
+    for row in out:
+        own = kind[row]
+        if own not in made:
+            made[own] = len(kinds)
+            kinds.append(kinds[own].outside())
+        kind[row] = made[own]
+
+
+NO_OFFSETS: Mapping[int, int] = {}
 
 
 class StorageMoved(Exception):
@@ -151,8 +181,8 @@ class Storages(Protocol):
         Raises `StorageMoved` for memory that is no longer where it was.
         """
 
-    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
-        """A tensor of a kind over one storage."""
+    def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
+        """A tensor of a kind over one storage, whose first element lies at a bit of it."""
 
 
 class FilePlace(Value, frozen=True, eq=False):
@@ -216,6 +246,7 @@ class Table(Mapping[str, LazyTensor]):
         storages: Storages,
         odd: Mapping[int, LazyTensor],
         *,
+        offsets: Mapping[int, int] = NO_OFFSETS,
         views: Sequence[LazyTensor] | None = None,
     ) -> None:
         """`views` are the rows as lazy tensors, where they are there already: the leaves of a tree."""
@@ -225,6 +256,8 @@ class Table(Mapping[str, LazyTensor]):
         """`storage` of each row is a number in `storages`; `ODD` for an odd row."""
         self.odd = odd
         """The tensors of odd rows, by row."""
+        self.offsets = offsets
+        """By row, the bit of its storage where the first element lies; of those that do not begin with their storage."""
         self._rows: dict[str, int] | None = None
         self._apart: dict[int, None] | None = None
         self._views = views
@@ -256,7 +289,11 @@ class Table(Mapping[str, LazyTensor]):
             return self._views[row]
         if row in self.odd:
             return self.odd[row]
-        return self.storages.view(self.storage[row], self.kinds[self.kind[row]], self.names[row])
+        return self.storages.view(self.storage[row], self.kinds[self.kind[row]], self.names[row], self.offset_of(row))
+
+    def offset_of(self, row: int) -> int:
+        """The bit of its storage where a row begins."""
+        return self.offsets.get(row, 0)
 
     def located(self, rows: Sequence[int]) -> Table:
         """The same rows where they are about to be read: a format that has to ask its files where they lie asks for all of them."""
@@ -305,7 +342,12 @@ class Table(Mapping[str, LazyTensor]):
         odd = {}
         if self.odd:
             odd = {at: self.odd[row].renamed(chosen[at]) for at, row in enumerate(rows) if row in self.odd}
-        return Table(chosen, self.kinds, kind, storage, self.storages, odd)
+        return Table(chosen, self.kinds, kind, storage, self.storages, odd, offsets=self.offsets_of(rows))
+
+    def offsets_of(self, rows: Sequence[int]) -> Mapping[int, int]:
+        """The offsets of these rows, by their positions here."""
+        offsets = self.offsets
+        return {at: offsets[row] for at, row in enumerate(rows) if row in offsets} if offsets else offsets
 
     def compact_kinds(self) -> Table:
         """The same table without kinds that no row has."""
@@ -313,12 +355,12 @@ class Table(Mapping[str, LazyTensor]):
         if len(used) == len(self.kinds):
             return self
         kinds, kind = [self.kinds[number] for number in used], [used[number] for number in self.kind]
-        return Table(self.names, kinds, kind, self.storage, self.storages, self.odd)
+        return Table(self.names, kinds, kind, self.storage, self.storages, self.odd, offsets=self.offsets)
 
     def with_entries(self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]) -> Table:
         """These rows; in the place of some of them, what is given for these rows."""
         names: list[str] = []
-        kinds, odd = [*self.kinds], dict[int, LazyTensor]()
+        kinds, odd, offsets = [*self.kinds], dict[int, LazyTensor](), dict[int, int]()
         kind: list[int] = []
         storage: list[int] = []
         for row in rows:
@@ -326,6 +368,8 @@ class Table(Mapping[str, LazyTensor]):
             if given is None:
                 if row in self.odd:
                     odd[len(names)] = self.odd[row]
+                if row in self.offsets:
+                    offsets[len(names)] = self.offsets[row]
                 names.append(self.names[row])
                 kind.append(self.kind[row])
                 storage.append(self.storage[row])
@@ -336,7 +380,7 @@ class Table(Mapping[str, LazyTensor]):
                 kind.append(len(kinds))
                 kinds.append(Kind.of(tensor))
                 storage.append(ODD)
-        return Table(names, kinds, kind, storage, self.storages, odd)
+        return Table(names, kinds, kind, storage, self.storages, odd, offsets=offsets)
 
     def dense(self, rows: Sequence[int]) -> list[tuple[Source, DenseRows]]:
         """Where the dense ones of these rows lie in files, those of a source together."""
@@ -357,8 +401,8 @@ class Table(Mapping[str, LazyTensor]):
         starts, nbytes, crcs = storages.start[where], storages.nbytes[where], storages.crc[where]
         if not all(one.whole for one in kinds if one.dense):
             places = np.array(own, np.int64)
-            # Numbers of kinds that are not dense may be longer than a column has room for.
-            starts = starts + np.array([one.offset // 8 if one.dense else 0 for one in kinds], np.int64)[places]
+            if offsets := self.offsets:
+                starts = starts + np.array([offsets[row] // 8 if row in offsets else 0 for row in rows], np.int64)
             nbytes = np.array([one.nbytes if one.dense else 0 for one in kinds], np.int64)[places]
             crcs = np.where(np.array([one.whole for one in kinds], np.bool_)[places], crcs, NO_CRC)
         keys, files = [place.key for place in storages.files], storages.file[where]
@@ -390,13 +434,13 @@ class Table(Mapping[str, LazyTensor]):
         if self._views is not None:
             return self
         views = [self.view(row) for row in range(len(self.names))]
-        return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, views=views)
+        return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, offsets=self.offsets, views=views)
 
     def without_views(self) -> Table:
         """The same rows. Their lazy tensors, where they are there already, are let go and made again when one is asked for."""
         if self._views is None:
             return self
-        return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd)
+        return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, offsets=self.offsets)
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.view(self.rows[name])

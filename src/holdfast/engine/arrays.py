@@ -21,7 +21,7 @@ from holdfast.core.arrays import AnyDType, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.table import Kind
+from holdfast.core.table import Kind, with_outside
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Unsupported
@@ -79,6 +79,7 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
         fine = [known[dtype] is not None for dtype in dtypes]
         arrays, roots, rows, dtypes = ([*compress(column, fine)] for column in (arrays, roots, rows, dtypes))
     positions: dict[tuple[object, ...], int] = {}
+    placed: dict[int, int] = {}
     if plain:
         kind = [positions.setdefault(one, len(positions)) for one in zip(dtypes, map(SHAPE, arrays), strict=True)]
         kinds = [Kind.plain(known[dtype], shape) for dtype, shape in positions]
@@ -86,9 +87,12 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
         starts = [root.__array_interface__["data"][0] for root in roots]
         each = zip(arrays, roots, starts, strict=True)
         offsets = [0 if one is root else one.__array_interface__["data"][0] - start for one, root, start in each]
-        asked = zip(dtypes, map(SHAPE, arrays), map(STRIDES, arrays), offsets, map(NBYTES, roots), strict=True)
+        asked = zip(dtypes, map(SHAPE, arrays), map(STRIDES, arrays), map(NBYTES, roots), strict=True)
         kind = [positions.setdefault(one, len(positions)) for one in asked]
         kinds = [_view_kind(known[dtype], *rest) for dtype, *rest in positions]  # type: ignore[arg-type]
+        # What is empty lies nowhere.
+        placed = {at: 8 * offset for at, offset in enumerate(offsets) if offset and kinds[kind[at]].nbytes}
+        with_outside(kinds, kind, placed)
     storage: Sequence[int] = range(len(arrays))
     keys: list[object] = [*map(id, roots)]
     if not plain:
@@ -101,7 +105,7 @@ def tabulate_arrays(values: list[object]) -> Tabulated:
         numbers = {keys[first]: number for number, first in enumerate(firsts)}
         storage, roots = [*map(numbers.__getitem__, keys)], [roots[first] for first in firsts]
     held = ArrayStorages(roots)
-    return Tabulated(rows, kinds, kind, storage, held, held.addresses)
+    return Tabulated(rows, kinds, kind, storage, held, held.addresses, placed)
 
 
 def _is_root(array: object) -> bool:
@@ -109,12 +113,12 @@ def _is_root(array: object) -> bool:
     return type(array) is np.ndarray and not isinstance(array.base, np.ndarray) and array.flags.forc and not array.dtype.hasobject
 
 
-def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, nbytes: int) -> Kind:
-    """The kind of a view; strides and offset in bytes, in the memory of an array of so many bytes."""
+def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int) -> Kind:
+    """The kind of a view; strides in bytes, in the memory of an array of so many bytes."""
     if 0 in shape:
-        strides, offset = (0,) * len(shape), 0
+        strides = (0,) * len(shape)
     known = tuple([8 * stride for stride in _known_strides(shape, strides)])
-    return Kind.strided(dtype, shape, known, offset=8 * offset, storage_nbytes=nbytes)
+    return Kind.strided(dtype, shape, known, storage_nbytes=nbytes)
 
 
 def _plain_dtype(dtype: AnyDType) -> DType | None:

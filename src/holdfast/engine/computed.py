@@ -269,9 +269,9 @@ class ComputedStorages:
             return self._origin.alone(number, label)
         return Data(self._row(number), label) if self.nbytes[number] else b""
 
-    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+    def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
         if self._way[number] < 0:
-            return self._origin.view(number, kind, name)
+            return self._origin.view(number, kind, name, offset)
         row = self._row(number)
-        chunk = Chunk(Box.whole(kind.shape), row.chunks[0].storage, kind.offset, kind.strides)
+        chunk = Chunk(Box.whole(kind.shape), row.chunks[0].storage, offset, kind.strides)
         return LazyTensor(name, kind.dtype, kind.shape, (chunk,), row.source, kind.traits)

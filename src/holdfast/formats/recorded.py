@@ -100,10 +100,10 @@ def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], noted:
     written = np.array(rows, np.int64)
     several = np.bincount(np.array(first, np.int64)[written], minlength=len(table)) > 1 if len(rows) else ()
     some = [row for row in rows if several[first[row]] or kind[row] in noted or row in table.odd]
-    groups: dict[object, list[tuple[str, Kind]]] = {}
+    groups: dict[object, list[tuple[str, Kind, int]]] = {}
     nbytes: dict[object, int] = {}
     for row in sorted(some, key=lambda row: (first[row], row)):
-        own, place, length = table.kind_of(row), object(), 0
+        own, place, length, offset = table.kind_of(row), object(), 0, table.offset_of(row)
         if storage[row] != ODD and own.traits.alias is None:
             place, length = storage[row], own.storage_nbytes
         else:
@@ -111,25 +111,26 @@ def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], noted:
             if len(tensor.chunks) > 1 or not tensor.chunks[0].storage.nbytes:
                 continue
             (old,) = tensor.shared_storages
-            own, place, length = Kind.of(tensor), old, old.nbytes
+            own, place, length, offset = Kind.of(tensor), old, old.nbytes, tensor.chunks[0].offset
         if length:
-            groups.setdefault(place, []).append((table.names[row], own))
+            groups.setdefault(place, []).append((table.names[row], own, offset))
             nbytes[place] = length
     made = (_group(nbytes[place], members) for place, members in groups.items())
     return [group for group in made if group is not None]
 
 
-def _group(nbytes: int, members: Sequence[tuple[str, Kind]]) -> ViewGroup | None:
+def _group(nbytes: int, members: Sequence[tuple[str, Kind, int]]) -> ViewGroup | None:
     """The views of one storage, where they are worth a note."""
     views: dict[str, tuple[int, tuple[int, ...]]] = {}
     kinds: list[Kind] = []
-    for name, one in members:
+    for name, one, offset in members:
         if one.traits.conj or one.traits.neg:
             # Conjugated elements are written as what they stand for: not the bytes of the storage any more.
             continue
-        view = one.traits.alias or one
-        if min(view.strides, default=0) >= 0:
-            views[name] = (0, (0,) * len(one.shape)) if view is one and 0 in one.shape else (view.offset, view.strides)
+        alias = one.traits.alias
+        place = (offset, one.strides) if alias is None else (alias.offset, alias.strides)
+        if min(place[1], default=0) >= 0:
+            views[name] = (0, (0,) * len(one.shape)) if alias is None and 0 in one.shape else place
             kinds.append(one)
     if len(views) == 1:
         ((_, strides),) = views.values()
@@ -249,7 +250,7 @@ def with_notes(stored: Table, recorded: Recorded) -> Table:
             odd[row] = tensor
         kind[row] = len(kinds)
         kinds.append(Kind.of(tensor))
-    return Table(table.names, kinds, kind, table.storage, table.storages, odd)
+    return Table(table.names, kinds, kind, table.storage, table.storages, odd, offsets=table.offsets)
 
 
 def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, object]:

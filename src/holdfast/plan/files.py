@@ -15,7 +15,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Store
-from holdfast.core.table import ODD, Column, FileColumns, FilePlace, Kind, Table
+from holdfast.core.table import ODD, Column, FileColumns, FilePlace, Kind, Table, is_inside
 from holdfast.core.tensor import BEYOND, NO_CRC, FileRange, Layout, LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HoldfastError, located
@@ -25,7 +25,7 @@ from holdfast.plan.saves import Data
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
 
-COLUMNS = ("kinds", "kind", "storage", "storages", "odd")
+COLUMNS = ("kinds", "kind", "storage", "storages", "odd", "offsets")
 
 
 class ViewTable(Table):
@@ -44,6 +44,7 @@ class ViewTable(Table):
         made = tabulate(self.names, self._views or ())
         # Whoever comes second makes the same.
         self.kinds, self.kind, self.storage, self.storages, self.odd = made.kinds, made.kind, made.storage, made.storages, made.odd
+        self.offsets = made.offsets
         return getattr(made, name)
 
     def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
@@ -60,6 +61,7 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     parts: dict[FileStorages, int] = {}
     """Columns that rows are in, each with the number of its first storage."""
     others: list[int] = []
+    offsets: dict[int, int] = {}
     count, first, held = 0, 0, NO_FILES
     # No function is called for a row of a column: this is done for each of a million.
     for row, view in enumerate(views):
@@ -77,6 +79,8 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
                 first = parts[held]
             kind += (positions[like],)
             storage += (first + place.number,)
+            if place.offset:
+                offsets[row] = place.offset
         else:
             others += (row,)
             kind += (0,)
@@ -92,7 +96,10 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
             like = id(view.dtype), view.shape, id(traits)
         else:
             one, offset, strides = found
-            like = id(view.dtype), view.shape, strides, offset, one.nbytes, one.byteorder, one.location, id(traits)
+            inside = is_inside(offset, view.nbytes, one.nbytes)
+            like = id(view.dtype), view.shape, strides, inside, one.nbytes, one.byteorder, one.location, id(traits)
+            if offset:
+                offsets[row] = offset
             storage[row] = single.setdefault(one if one.nbytes else row, (count + len(single), one, view))[0]
         if like not in positions:
             positions[like] = len(kinds)
@@ -105,7 +112,7 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     if single and isinstance(storages, JoinedStorages):
         numbers = storages.numbers_from(count)
         storage = [number if number < count else numbers[number - count] for number in storage]
-    return Table(names, kinds, array("q", kind), array("q", storage), storages, odd, views=views)
+    return Table(names, kinds, array("q", kind), array("q", storage), storages, odd, offsets=offsets, views=views)
 
 
 def _one_range(view: LazyTensor) -> Layout | None:
@@ -139,15 +146,17 @@ class FileRow(Value, frozen=True, eq=False):
     storages: FileStorages
     number: int
     kind: Kind
+    offset: int = 0
+    """Bit of the storage where the first element lies."""
 
     def layout(self) -> Layout:
-        return self.storages.storage(self.number, self.kind), self.kind.offset, self.kind.strides
+        return self.storages.storage(self.number, self.kind), self.offset, self.kind.strides
 
     def file_range(self, dtype: DType, shape: tuple[int, ...]) -> FileRange | None:
         kind, number, own = self.kind, self.number, self.storages
         if not kind.dense:
             return None
-        start = own.start_of(number) + kind.offset // 8
+        start = own.start_of(number) + self.offset // 8
         return own.files[own.file_of(number)].key, start, kind.nbytes, own.crc_of(number) if kind.whole else NO_CRC
 
 
@@ -205,9 +214,9 @@ class FileStorages(FileColumns):
             kind.location, self.label_of(number), home=place.home,
         )  # fmt: skip
 
-    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+    def view(self, number: int, kind: Kind, name: str, offset: int = 0) -> LazyTensor:
         source = self.files[self._file[number]].source
-        return LazyTensor(name, kind.dtype, kind.shape, (), source, kind.traits, FileRow(self, number, kind))
+        return LazyTensor(name, kind.dtype, kind.shape, (), source, kind.traits, FileRow(self, number, kind, offset))
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of these; neighbours by one read."""

@@ -22,7 +22,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.leaves import NO_LEAVES
 from holdfast.core.protocols import State
-from holdfast.core.table import ODD, FilePlace, Kind, Piece, StorageMoved, Table
+from holdfast.core.table import NO_OFFSETS, ODD, FilePlace, Kind, Piece, StorageMoved, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.plan import saves
@@ -59,12 +59,14 @@ class Tabulated(Value, frozen=True, eq=False):
     storages: MemoryBytes
     addresses: Callable[[], Sequence[int]]
     """Where each storage begins in this process; 0 where that is not known."""
+    offsets: Mapping[int, int] = NO_OFFSETS
+    """By position among the rows, as `Table.offsets`."""
 
 
 class StateStorages:
     """The storages of a state, those of one library behind those of another. `view` makes a tensor over memory."""
 
-    def __init__(self, parts: Sequence[MemoryBytes], view: Callable[[int, Kind, str], LazyTensor]) -> None:
+    def __init__(self, parts: Sequence[MemoryBytes], view: Callable[[int, Kind, str, int], LazyTensor]) -> None:
         self._parts, self._view = parts, view
         self._edges = [*accumulate((len(part.nbytes) for part in parts), initial=0)]
         columns = [part.nbytes for part in parts]
@@ -92,12 +94,12 @@ class StateStorages:
         side = bisect_right(self._edges, number) - 1
         return self._parts[side].alone(number - self._edges[side], label)
 
-    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+    def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
         side = bisect_right(self._edges, number) - 1
         part = self._parts[side]
-        return (
-            part.view(number - self._edges[side], kind, name) if isinstance(part, FileStorages) else self._view(number, kind, name)
-        )
+        if isinstance(part, FileStorages):
+            return part.view(number - self._edges[side], kind, name, offset)
+        return self._view(number, kind, name, offset)
 
 
 def value_state(value: object, metadata: Mapping[str, str] | None = None) -> State:
@@ -127,10 +129,10 @@ def as_written(table: Table) -> Table:
     left = taken[held]
     storages = storages.named(_names(table, rows, held))
     if not left.any():
-        return Table(table.names, table.kinds, table.kind, table.storage, storages, table.odd)
+        return Table(table.names, table.kinds, table.kind, table.storage, storages, table.odd, offsets=table.offsets)
     odd = {**table.odd, **{row: table.view(row) for row in rows[left].tolist()}}
     numbers[rows[left]] = ODD
-    return Table(table.names, table.kinds, table.kind, numbers.tolist(), storages, odd)
+    return Table(table.names, table.kinds, table.kind, numbers.tolist(), storages, odd, offsets=table.offsets)
 
 
 def _is_near(place: FilePlace) -> bool:
@@ -174,7 +176,8 @@ def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
     table = lazy_table([tensor.name for tensor in tensors], tensors)
     rows = [row for row, number in enumerate(table.storage) if number != ODD]
     kind, storage = [table.kind[row] for row in rows], [table.storage[row] for row in rows]
-    return Tabulated(rows, table.kinds, kind, storage, table.storages, lambda: [0] * len(table.storages.nbytes))
+    places = lambda: [0] * len(table.storages.nbytes)  # noqa: E731
+    return Tabulated(rows, table.kinds, kind, storage, table.storages, places, table.offsets_of(rows))
 
 
 def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segment | None:

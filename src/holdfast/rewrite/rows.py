@@ -33,7 +33,7 @@ def with_odd(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
     for row, tensor in tensors.items():
         kind[row], storage[row] = len(kinds), ODD
         kinds.append(Kind.of(tensor))
-    return Table(table.names, kinds, kind, storage, table.storages, {**table.odd, **tensors})
+    return Table(table.names, kinds, kind, storage, table.storages, {**table.odd, **tensors}, offsets=table.offsets)
 
 
 def with_table(state: State, table: Table) -> State:

@@ -223,19 +223,21 @@ class _Tabulating:
         kinds: list[Kind] = []
         kind: Sequence[int]
         storage: Sequence[int]
+        offsets: Mapping[int, int]
         odd: dict[int, LazyTensor] = {}
         if len(parts) == 1 and not self.others:
-            kinds, kind, storage = [*parts[0].kinds], parts[0].kind, parts[0].storage
+            kinds, kind, storage, offsets = [*parts[0].kinds], parts[0].kind, parts[0].storage, parts[0].offsets
         else:
             rows = sorted(self.others)
             lazy = tabulate_lazy([self.others[row] for row in rows])
             parts.append(replace(lazy, rows=[rows[at] for at in lazy.rows]))
-            kind, storage = [0] * len(names), [ODD] * len(names)
+            kind, storage, offsets = [0] * len(names), [ODD] * len(names), dict[int, int]()
             for part, numbers in zip(parts, self._numbers(parts), strict=True):
                 first = len(kinds)
                 kinds += part.kinds
                 for row, one, number in zip(part.rows, part.kind, part.storage, strict=True):
                     kind[row], storage[row] = first + one, numbers[number]
+                offsets |= {part.rows[at]: offset for at, offset in part.offsets.items()}
             for row in rows:
                 if storage[row] == ODD:
                     odd[row], kind[row] = self.others[row].renamed(names[row]), len(kinds)
@@ -244,18 +246,19 @@ class _Tabulating:
         made: dict[int, LazyTensor] = {}
         row_of: dict[int, int] = {}
 
-        def view(number: int, kind: Kind, name: str) -> LazyTensor:
+        def view(number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
             if number not in made:
                 if not row_of:
                     row_of.update(zip(storage, range(len(storage)), strict=True))
                 value = owners[row_of[number]]
                 made[number] = value if isinstance(value, LazyTensor) else cast("LazyTensor", self._leaf(value, ()))
             whole = made[number]
-            offset, strides = (0, (0,) * len(kind.shape)) if 0 in kind.shape else (kind.offset, kind.strides)
+            offset, strides = (0, (0,) * len(kind.shape)) if 0 in kind.shape else (offset, kind.strides)
             chunk = Chunk(Box.whole(kind.shape), whole.chunks[0].storage, offset, strides)
             return LazyTensor(name, kind.dtype, kind.shape, (chunk,), whole.source, kind.traits)
 
-        return Table(names, kinds, kind, storage, StateStorages([part.storages for part in parts], view), odd)
+        storages = StateStorages([part.storages for part in parts], view)
+        return Table(names, kinds, kind, storage, storages, odd, offsets=offsets)
 
     def _numbers(self, parts: Sequence[Tabulated]) -> list[Sequence[int]]:
         """Of each part, the numbers of its storages among those of all. The same memory has one number, whoever has it."""

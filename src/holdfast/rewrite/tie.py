@@ -259,7 +259,7 @@ class ModelRows:
         number, row = self._at(position)
         table = self._tables[number]
         kind = table.kind_of(row)
-        place: tuple[int, ...] | None = (kind.offset, *kind.strides)
+        place: tuple[int, ...] | None = (table.offset_of(row), *kind.strides)
         if row in table.odd or (self._stored_aliases and kind.traits.alias is not None):
             tensor = table.view(row)
             chunk = (tensor.shared_chunks if self._stored_aliases else tensor.chunks)[0]
@@ -548,6 +548,7 @@ class _Tying:
         """The table with rows of other storages, each with all that is its own: its name, whether it is a parameter."""
         table = self._table
         kinds, kind, storage, odd = [*table.kinds], [*table.kind], [*table.storage], dict(table.odd)
+        offsets = dict(table.offsets)
         known: dict[tuple[int, ...], int] = {}
         for row in [row for row, view in self._view.items() if view in self._first or self._storage[row] in self._onto]:
             first = self._first.get(self._view[row], row)
@@ -564,12 +565,13 @@ class _Tying:
                 kinds.append(Kind.of(odd[row]))
                 continue
             odd.pop(row, None)
+            offsets[row] = table.odd[first].chunks[0].offset if first in table.odd else table.offset_of(first)
             # Odd rows of one kind may lie in different ways.
             key = first if first in table.odd else -1, table.kind[first], table.kind[row], table.kind[holder]
             kind[row] = known.setdefault(key, len(kinds))
             if kind[row] == len(kinds):
                 kinds.append(replace(like.marked(traits), location=table.kind_of(holder).location))
-        return Table(table.names, kinds, kind, storage, table.storages, odd)
+        return Table(table.names, kinds, kind, storage, table.storages, odd, offsets=offsets)
 
 
 def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:

@@ -500,7 +500,7 @@ class Casting:
         """All rows: cast by storages where that can be, by themselves where not, or as they are."""
         table, pairs, chosen = self._table, self._pairs, self._chosen
         storages, numbers = table.storages, np.array(table.storage, np.int64)
-        kinds, kind = [*table.kinds], [*table.kind]
+        kinds, kind, offsets = [*table.kinds], [*table.kind], dict(table.offsets)
         ways: dict[tuple[DType, DType], int] = {}
         cast: dict[tuple[int, int], tuple[int, int]] = {}
         """Of each pair: the kind that it becomes, and the way; -1 where elements cannot be cast where they lie."""
@@ -512,7 +512,9 @@ class Casting:
         for row, number in chosen.items():
             found = kind[row], number
             if found in cast:
-                way[row], wanted[row] = cast[found][1], True
+                # An element that lies across others cannot be cast with them.
+                fits = row not in offsets or not offsets[row] % kinds[kind[row]].dtype.bits
+                way[row], wanted[row] = cast[found][1] if fits else -1, True
         # The rows of a storage are cast together where all of them are cast in one way.
         held = np.flatnonzero(numbers != ODD)
         by, mixed = np.full(len(storages.nbytes), -1), np.zeros(len(storages.nbytes), np.bool_)
@@ -522,11 +524,14 @@ class Casting:
         apart = numbers == ODD
         apart[held] = mixed[numbers[held]]
         for row in np.flatnonzero(wanted & ~apart).tolist():
-            kind[row] = cast[kind[row], chosen[row]][0]
+            old, kind[row] = kinds[kind[row]], cast[kind[row], chosen[row]][0]
+            if row in offsets:
+                offsets[row] = offsets[row] // old.dtype.bits * kinds[kind[row]].dtype.bits
         if isinstance(storages, FileStorages) and (by >= 0).any():
             storages = ComputedStorages(storages, [self._way(*pair) for pair in ways], by)
         alone = self._alone(np.flatnonzero(apart).tolist())
-        return with_odd(Table(table.names, kinds, kind, table.storage, storages, table.odd), alone).compact_kinds()
+        made_table = Table(table.names, kinds, kind, table.storage, storages, table.odd, offsets=offsets)
+        return with_odd(made_table, alone).compact_kinds()
 
     def _way(self, origin: DType, dtype: DType) -> Elementwise:
         losses = self._losses.setdefault(dtype, Losses())
@@ -553,11 +558,11 @@ def _cast_kind(kind: Kind, dtype: DType) -> Kind | None:
     """What becomes of a kind where its storages are cast as rows of elements; None where elements do not lie so."""
     bits, traits = kind.dtype.bits, kind.traits
     odd = kind.dtype.packed or dtype.packed or traits.alias is not None or traits.neg or traits.meta or kind.byteorder != "little"
-    if odd or kind.storage_nbytes * 8 % bits or any(place % bits for place in (kind.offset, *kind.strides)):
+    if odd or kind.storage_nbytes * 8 % bits or any(stride % bits for stride in kind.strides):
         return None
     return Kind.strided(
-        dtype, kind.shape, tuple([stride // bits * dtype.bits for stride in kind.strides]), offset=kind.offset // bits * dtype.bits,
-        storage_nbytes=kind.storage_nbytes * 8 // bits * dtype.bits // 8, traits=traits, location=kind.location,
+        dtype, kind.shape, tuple([stride // bits * dtype.bits for stride in kind.strides]),
+        storage_nbytes=kind.storage_nbytes * 8 // bits * dtype.bits // 8, traits=traits, location=kind.location, inside=kind.inside,
     )  # fmt: skip
 
 

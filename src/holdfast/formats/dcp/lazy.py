@@ -399,7 +399,7 @@ class ItemTable(Table):
                 positions[key] = len(kinds)
                 kinds.append(
                     Kind.strided(
-                        own.dtype, own.shape, place.strides, offset=0, storage_nbytes=one.nbytes, traits=own.traits,
+                        own.dtype, own.shape, place.strides, storage_nbytes=one.nbytes, traits=own.traits,
                         byteorder=place.byteorder, location=place.location,
                     )
                 )  # fmt: skip

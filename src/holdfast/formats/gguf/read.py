@@ -45,7 +45,7 @@ def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
                 strides, own = c_strides(place.shape, place.dtype.bits), PLAIN if place.blocks is None else traits[place.blocks]
                 kinds.append(
                     Kind.strided(
-                        place.dtype, place.shape, strides, offset=0, storage_nbytes=place.nbytes, traits=own,
+                        place.dtype, place.shape, strides, storage_nbytes=place.nbytes, traits=own,
                         byteorder=header.byteorder,
                     )
                 )  # fmt: skip

@@ -88,7 +88,8 @@ class Boxes(Value, frozen=True, eq=False):
             kind[at] = known.setdefault(key, len(kinds))
             if kind[at] == len(kinds):
                 kinds.append(Kind.of(part))
-        return cls(Table([table.names[row] for row in rows], kinds, kind, storage, table.storages, odd), starts, wholes)
+        names, offsets = [table.names[row] for row in rows], table.offsets_of(rows)
+        return cls(Table(names, kinds, kind, storage, table.storages, odd, offsets=offsets), starts, wholes)
 
     def __len__(self) -> int:
         return len(self.table)

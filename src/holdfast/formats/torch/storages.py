@@ -162,6 +162,8 @@ class RecordKind(Value, frozen=True, eq=False):
 
     storage: StorageId
     kind: Kind
+    offset: int
+    """Bit of the storage where the first element lies."""
 
 
 class ArchiveStorages(Storages):
@@ -184,7 +186,7 @@ class ArchiveStorages(Storages):
         if methods[row] != STORED:
             raise ZipError(f"the storage {name!r} is compressed", offset=self._storages.archive.records[name].header)
         check_nbytes(asked, packed[row])
-        kind = strided_kind(dtype, (asked.count,), (dtype.bits,), 0, packed[row], PLAIN, self._byteorder, asked.location)
+        kind = strided_kind(dtype, (asked.count,), (dtype.bits,), packed[row], PLAIN, self._byteorder, asked.location)
         return self._storages.view(row, kind, "")
 
     def kind(self, claim: TensorArguments) -> RecordKind | None:
@@ -198,8 +200,8 @@ class ArchiveStorages(Storages):
         if last < 0 or dtype.packed or last >= asked.count:
             return None
         strides, traits = tuple(step * bits for step in steps), view_traits(claim.grad, False, False)
-        kind = strided_kind(dtype, shape, strides, begin * bits, asked.nbytes, traits, self._byteorder, claim.location)
-        return RecordKind(asked, kind) if kind.nbytes < BEYOND else None
+        kind = strided_kind(dtype, shape, strides, asked.nbytes, traits, self._byteorder, claim.location)
+        return RecordKind(asked, kind, begin * bits) if kind.nbytes < BEYOND else None
 
     def tensors(self, kinds: Sequence[RecordKind], keys: Sequence[str]) -> list[LazyTensor]:
         """Ordinary tensors of these kinds. They end before the first whose storage is not what its kind says."""
@@ -218,5 +220,5 @@ class ArchiveStorages(Storages):
                 known[key] = asked
             elif known[key].dtype is not asked.dtype or known[key].count != asked.count:
                 break
-            made += (LazyTensor("", kind.dtype, kind.shape, (), source, kind.traits, FileRow(storages, row, kind)),)
+            made += (LazyTensor("", kind.dtype, kind.shape, (), source, kind.traits, FileRow(storages, row, kind, record.offset)),)
         return made

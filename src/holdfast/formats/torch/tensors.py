@@ -16,7 +16,7 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
-from holdfast.core.table import Kind
+from holdfast.core.table import Kind, is_inside
 from holdfast.core.tensor import BEYOND, PLAIN, Composite, LazyTensor, Traits
 from holdfast.errors import LimitExceeded, MetadataError, PickleError
 from holdfast.plan.files import FileRow
@@ -90,15 +90,15 @@ def strided_kind(
     dtype: DType,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
-    offset: int,
     storage_nbytes: int,
     traits: Traits,
     byteorder: str,
     location: str,
+    inside: bool = True,
 ) -> Kind:
-    """The kind of a tensor over a storage: one object for all that are alike. Strides and offset are in bits."""
+    """The kind of a tensor over a storage: one object for all that are alike. Strides are in bits."""
     return Kind.strided(
-        dtype, shape, strides, offset=offset, storage_nbytes=storage_nbytes, traits=traits, byteorder=byteorder, location=location
+        dtype, shape, strides, storage_nbytes=storage_nbytes, traits=traits, byteorder=byteorder, location=location, inside=inside
     )
 
 
@@ -107,20 +107,23 @@ def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: obj
     shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
     row = storage.position if isinstance(storage.position, FileRow) else None
     chunks = storage.chunks if row is None else ()
-    where = row.kind if row is not None else chunks[0] if len(chunks) == 1 else None
-    if where is None or storage.ndim != 1 or where.strides != (storage.dtype.bits,):
+    where = (
+        (row.offset, row.kind.strides) if row is not None else (chunks[0].offset, chunks[0].strides) if len(chunks) == 1 else None
+    )
+    if where is None or storage.ndim != 1 or where[1] != (storage.dtype.bits,):
         # A tensor in the place of a storage: its size says nothing about the bytes that are there.
         raise MetadataError("a tensor over something that is no storage", found=type(storage).__name__)
     room = storage.size * storage.dtype.bits
     if (last + 1) * dtype.bits > room and not _fits_bytes(last, dtype, storage):
         raise beyond(last, room // dtype.bits)
-    at, strides = where.offset + begin * dtype.bits, tuple(s * dtype.bits for s in steps)
+    at, strides = where[0] + begin * dtype.bits, tuple(s * dtype.bits for s in steps)
     if last < 0:
         at, strides = 0, (0,) * len(shape)
     if row is not None and dtype.nbytes(math.prod(shape)) < BEYOND:
         own = row.kind
-        kind = strided_kind(dtype, shape, strides, at, own.storage_nbytes, traits, own.byteorder, own.location)
-        return LazyTensor("", dtype, shape, (), storage.source, traits, FileRow(row.storages, row.number, kind))
+        inside = is_inside(at, dtype.nbytes(math.prod(shape)), own.storage_nbytes)
+        kind = strided_kind(dtype, shape, strides, own.storage_nbytes, traits, own.byteorder, own.location, inside)
+        return LazyTensor("", dtype, shape, (), storage.source, traits, FileRow(row.storages, row.number, kind, at))
     chunk = Chunk(Box.whole(shape), storage.chunks[0].storage, at, strides)
     return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from itertools import repeat
 
 import numpy as np
 
@@ -128,7 +129,9 @@ class TorchPickle(PickleWriter):
         self._records: dict[int, int] = {}
         """Of each record, in their order: the number of a storage of the table, or `_own` of what tensors by themselves asked for;
         and the memo's number of its key."""
-        self._kinds: list[PickledKind | None] = [PickledKind.of(kind, anew=anew) for kind in rows.kinds]
+        self._kinds: list[PickledKind | None] = [
+            PickledKind.of(kind, offset, anew=anew) for kind, offset in zip(rows.kinds, rows.offset or repeat(0), strict=False)
+        ]
         self._alike: dict[tuple[object, ...], PickledKind | None] = {}
         """Kinds of lazy tensors."""
         self._identities, self._stop = [*map(id, rows.values)], len(rows.values)

@@ -229,12 +229,12 @@ class RoomStorages:
         (piece,) = self.read([number])
         return Memory(piece, label, self._room) if len(piece) else b""
 
-    def view(self, number: int, kind: Kind, name: str) -> LazyTensor:
+    def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
         """A tensor over one of them."""
         (piece,) = self.read([number])
         storage = self._resident.memory(self._room.address + int(self._starts[number]), piece, owner=self._room)
         strides = tuple([stride // 8 for stride in kind.strides])
-        return self._resident.strided(storage, kind.dtype, kind.shape, strides, kind.offset // 8, kind.traits).renamed(name)
+        return self._resident.strided(storage, kind.dtype, kind.shape, strides, offset // 8, kind.traits).renamed(name)
 
 
 def _stage_pieces(

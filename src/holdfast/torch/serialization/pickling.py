@@ -17,7 +17,7 @@ import copyreg
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import BinaryIO, Protocol, cast
@@ -28,6 +28,7 @@ from msgspec import Struct
 from holdfast.core.dtype import DTYPES
 from holdfast.core.leaves import CONTAINERS, KEYS, PLAIN
 from holdfast.core.limits import Limits
+from holdfast.core.table import Kind
 from holdfast.errors import Refused
 from holdfast.formats.pickle.table import ATTRIBUTES
 from holdfast.formats.pickle.writer import PickleWriter
@@ -35,6 +36,7 @@ from holdfast.formats.torch.pickled import PickledRows
 from holdfast.formats.torch.write import record_folder
 from holdfast.formats.torch.writer import TorchPickle
 from holdfast.formats.zip.writer import RecordFolder
+from holdfast.plan.table import Tabulated
 from holdfast.torch import versions
 from holdfast.torch.serialization.locations import location_tag, stays_on_cpu, tags_cuda
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL
@@ -255,10 +257,24 @@ def pickle_rows(obj: object) -> tuple[bytes, RecordFolder] | None:
         return None
     if any(kind.location != "cpu" for kind in found.kinds) and not tags_cuda():
         return None
-    rows = PickledRows(tensors, found.kinds, found.kind, found.storage, frozenset(TYPES), tensors.__getitem__, lambda value: value)
+    kinds, kind, offset = placed_kinds(found)
+    rows = PickledRows(
+        tensors, kinds, kind, found.storage, frozenset(TYPES), tensors.__getitem__, lambda value: value, offset=offset
+    )
     pickled = TorchPickle(LIMITS, rows=rows, anew=True)
     pickled.write(obj)
     return None if pickled.problems else (pickled.finish(), record_folder(pickled, found.storages))
+
+
+def placed_kinds(found: Tabulated) -> tuple[Sequence[Kind], Sequence[int], Sequence[int]]:
+    """The kinds of tensors, a pickle's for each offset; the kind of each tensor; and the offset of each kind."""
+    if not found.offsets:
+        return found.kinds, found.kind, ()
+    places = {(one, 0): one for one in range(len(found.kinds))}
+    offsets = found.offsets
+    each = [(one, offsets[at] if at in offsets else 0) for at, one in enumerate(found.kind)]  # noqa: SIM401  # a call each
+    kind = [places.setdefault(place, len(places)) for place in each]
+    return [found.kinds[one] for one, _ in places], kind, [offset for _, offset in places]
 
 
 def leaves(tree: object, kinds: Collection[type], depth: int, *, beside: bool = True) -> list[object] | None:

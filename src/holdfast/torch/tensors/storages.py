@@ -25,7 +25,7 @@ import torch
 from holdfast.core.arrays import Ints
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.runtime import memories_at, memory_at
-from holdfast.core.table import Kind, StorageMoved
+from holdfast.core.table import Kind, StorageMoved, with_outside
 from holdfast.core.tensor import PLAIN, Traits
 from holdfast.core.value import Value, replace
 from holdfast.plan.saves import BATCH, Data, Memory
@@ -161,6 +161,8 @@ class _Columns(Value, frozen=True, eq=False):
     nbytes: list[int]
     """Of the storage of each."""
     addresses: list[int]
+    offsets: Mapping[int, int]
+    """By position here: the elements of the storage before the first one, where there are some."""
 
     def filled(self) -> Sequence[int]:
         """The addresses of those that have bytes."""
@@ -170,7 +172,8 @@ class _Columns(Value, frozen=True, eq=False):
         """Some of them."""
         columns = self.rows, self.tensors, self.kind, self.storages, self.nbytes, self.addresses
         rows, tensors, kind, storages, nbytes, addresses = ([column[place] for place in places] for column in columns)
-        return _Columns(rows, tensors, self.kinds, kind, storages, nbytes, addresses)  # type: ignore[arg-type]
+        offsets = _moved(self.offsets, places)
+        return _Columns(rows, tensors, self.kinds, kind, storages, nbytes, addresses, offsets)  # type: ignore[arg-type]
 
     def tabulated(self, storage: Sequence[int], storages: Sequence[torch.UntypedStorage], *, views: bool) -> Tabulated:
         """The same as rows of a table; `storage` of each is a number in `storages`.
@@ -188,7 +191,15 @@ class _Columns(Value, frozen=True, eq=False):
         one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage and kind.whole for kind in alike)
         devices = {torch.device(kind.location) for kind in alike}
         held = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, devices, alike=one)
-        return Tabulated(self.rows, self.kinds, self.kind, storage, held, held.addresses)
+        kinds, kind = self.kinds, self.kind
+        offsets = {at: offset * kinds[kind[at]].dtype.bits for at, offset in self.offsets.items()}
+        with_outside(kinds, kind, offsets)
+        return Tabulated(self.rows, kinds, kind, storage, held, held.addresses, offsets)
+
+
+def _moved(offsets: Mapping[int, int], places: Sequence[int]) -> Mapping[int, int]:
+    """The offsets of some, by their new positions."""
+    return {at: offsets[place] for at, place in enumerate(places) if place in offsets} if offsets else offsets
 
 
 def _columns(tensors: list[torch.Tensor], *, marked: bool) -> _Columns:
@@ -202,7 +213,7 @@ def _columns(tensors: list[torch.Tensor], *, marked: bool) -> _Columns:
         rows, tensors = [], []
     while True:
         try:
-            numbers, columns = _asked(tensors)
+            numbers, offsets, columns = _asked(tensors)
             break
         except RuntimeError:
             fine = _with_places(tensors)
@@ -211,27 +222,29 @@ def _columns(tensors: list[torch.Tensor], *, marked: bool) -> _Columns:
             rows, tensors = [*compress(rows, fine)], [*compress(tensors, fine)]
     keys = [*numbers]
     kind, storages, nbytes, addresses = columns
-    kept = [_is_kept(key[0], key[5]) and (marked or not (key[8] or key[9])) for key in keys]
-    hooked = any(key[6] for key in keys) and any(map(HOOKS, tensors))
+    kept = [_is_kept(key[0], key[4]) and (marked or not (key[7] or key[8])) for key in keys]
+    hooked = any(key[5] for key in keys) and any(map(HOOKS, tensors))
     if hooked or not all(kept) or any(map(ATTRIBUTES, tensors)):
         each = zip(kind, map(ATTRIBUTES, tensors), map(HOOKS, tensors), strict=True)
         fine = [kept[one] and not attributes and not hooks for one, attributes, hooks in each]
         rows, tensors, storages = [*compress(rows, fine)], [*compress(tensors, fine)], [*compress(storages, fine)]
         kind, nbytes, addresses = ([*compress(column, fine)] for column in (kind, nbytes, addresses))
+        offsets = _moved(offsets, [*compress(range(len(fine)), fine)])
         left = {number: at for at, number in enumerate(dict.fromkeys(kind))}
         keys, kind = [keys[number] for number in left], [*map(left.__getitem__, kind)]
-    return _Columns(rows, tensors, [_kind(*key) for key in keys], kind, storages, nbytes, addresses)
+    return _Columns(rows, tensors, [_kind(*key) for key in keys], kind, storages, nbytes, addresses, offsets)
 
 
-_Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int, torch.device, bool, type, bool, bool]
-"""What tensors of one kind have in common: dtype, shape, strides, offset, bytes of the storage, device, whether they want a
-gradient, class, whether they are conjugated, and whether they are negated."""
+_Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, bool, type, bool, bool]
+"""What tensors of one kind have in common: dtype, shape, strides, bytes of the storage, device, whether they want a gradient,
+class, whether they are conjugated, and whether they are negated."""
 
 
 def _asked(
     tensors: list[torch.Tensor],
-) -> tuple[Iterable[_Key], tuple[list[int], list[torch.UntypedStorage], list[int], list[int]]]:
-    """The kinds of tensors; and of each tensor the number of its kind, its storage, how long that is, and where.
+) -> tuple[Iterable[_Key], Mapping[int, int], tuple[list[int], list[torch.UntypedStorage], list[int], list[int]]]:
+    """The kinds of tensors; the offsets of those that have one; and of each the number of its kind, its storage, how long that
+    is, and where.
 
     Raises `RuntimeError` for what is sparse, which has no storage, for what is nested, which has no strides, and for what only
     looks like a plain tensor, inside of vmap.
@@ -241,6 +254,7 @@ def _asked(
     storages: list[torch.UntypedStorage] = []
     nbytes: list[int] = []
     addresses: list[int] = []
+    offsets: dict[int, int] = {}
     for first in range(0, len(tensors), BATCH):
         here = tensors[first : first + BATCH]
         held = [*map(torch.Tensor.untyped_storage, here)]
@@ -249,14 +263,17 @@ def _asked(
         kind += map(
             numbers.__getitem__,
             zip(
-                dtypes, map(SHAPE, here), map(torch.Tensor.stride, here), map(torch.Tensor.storage_offset, here), lengths,
-                map(DEVICE, here), map(GRAD, here), map(type, here), conj, map(torch.Tensor.is_neg, here), strict=True,
+                dtypes, map(SHAPE, here), map(torch.Tensor.stride, here), lengths, map(DEVICE, here), map(GRAD, here),
+                map(type, here), conj, map(torch.Tensor.is_neg, here), strict=True,
             ),
         )  # fmt: skip
+        begins = [*map(torch.Tensor.storage_offset, here)]
+        if any(begins):
+            offsets |= {at: int(begin) for at, begin in enumerate(begins, first) if begin}
         storages += held
         nbytes += lengths
         addresses += map(torch.UntypedStorage.data_ptr, held)
-    return numbers, (kind, storages, nbytes, addresses)
+    return numbers, offsets, (kind, storages, nbytes, addresses)
 
 
 def _with_places(tensors: list[torch.Tensor]) -> list[bool]:
@@ -286,7 +303,6 @@ def _kind(
     dtype: torch.dtype,
     shape: torch.Size,
     strides: tuple[int, ...],
-    offset: int,
     nbytes: int,
     device: torch.device,
     grad: bool,
@@ -300,6 +316,6 @@ def _kind(
     if conj or neg:
         traits = replace(traits, conj=conj, neg=neg)
     return Kind.strided(
-        row, tuple(shape), tuple([stride * bits for stride in strides]), offset=offset * bits, storage_nbytes=nbytes,
-        traits=traits, location=str(device),
+        row, tuple(shape), tuple([stride * bits for stride in strides]), storage_nbytes=nbytes, traits=traits,
+        location=str(device),
     )  # fmt: skip
