@@ -18,6 +18,7 @@ come back as what is known of them:
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.value import Value
@@ -34,11 +35,16 @@ LONGEST_NBYTES = 1 << 16
 NEAR_NBYTES = 256
 """Bytes in which a header nearly always is: numpy pads them to 64, and writes 128."""
 
-USUAL = re.compile(rb"\{'descr': '([^'\\]{1,16})', 'fortran_order': (True|False), 'shape': (\([0-9, ]*\)), \} *\n")
-"""What numpy writes. Whatever has another form is taken apart below."""
+FIELD = re.compile(
+    r"""[ \t\r\n]*(['"])([^'"\\\n]*)\1[ \t\r\n]*:[ \t\r\n]*"""
+    r"""(?:(['"])([^'"\\\n]*)\3|(True|False)|\(([0-9L, \t\r\n]*)\))[ \t\r\n]*(?:,|(?=\}))"""
+)
+"""A name, and a text, a truth or a row of lengths."""
 
-TOKEN = re.compile(r"""[ \t\r\n]*(?:('[^'"\\\n]*'|"[^'"\\\n]*")|(True|False)|([0-9]+)L?|([{}()\[\]:,]))""")
-"""Text, a truth, a number (Python 2 wrote `3L`), or a mark."""
+STRUCTURES = re.compile(r"""[ \t\r\n]*['"]descr['"][ \t\r\n]*:[ \t\r\n]*[\[({]""")
+
+FIELDS = {"descr": 4, "fortran_order": 5, "shape": 6}
+"""The group of `FIELD` that has the value of each."""
 
 CODE = re.compile(r"([<>|=]?)([?a-zA-Z])([0-9]{0,9})(\[.*\])?")
 
@@ -123,40 +129,18 @@ def read_layout(head: bytes, nbytes: int, *, rank: int) -> Layout | int:
     return layout
 
 
+@lru_cache(maxsize=1024)
 def parse_layout(header: bytes, *, rank: int) -> Layout:
-    """The layout that a whole header describes."""
-    text = header[PREFIX_NBYTES[header[6], header[7]] :]
-    usual = USUAL.fullmatch(text)
-    if usual is not None:
-        code, order, numbers = (part.decode("latin-1") for part in usual.groups())
-        found: dict[str, object] = {"descr": code, "fortran_order": order == "True", "shape": _numbers(numbers)}
-    else:
-        # Version 3 is UTF-8, for the names of fields; whatever we read is ASCII.
-        found = Literal(text.decode("latin-1")).fields()
-    shape = found["shape"]
-    if not isinstance(shape, tuple) or not all(n < 1 << 63 for n in shape):
-        raise HeaderError("the shape is no row of lengths", found=str(shape)[:80])
+    """The layout that a whole header describes. Most arrays of an archive have the header of another one."""
+    # Version 3 is UTF-8, for the names of fields; whatever we read is ASCII.
+    found = _fields(header[PREFIX_NBYTES[header[6], header[7]] :].decode("latin-1"))
+    shape = _lengths(found["shape"])
     if len(shape) > rank:
         raise LimitExceeded(f"an array of {len(shape):,} dimensions, above Limits(rank={rank})", expected=rank, found=len(shape))
-    dtype, byteorder, guessed = _dtype(str(found["descr"]))
+    dtype, byteorder, guessed = _dtype(found["descr"])
     if not addressable(shape, dtype.bits):
         raise MetadataError(f"{list(shape)} of {dtype} is more than any file can hold", found=shape)
-    return Layout(dtype, byteorder, bool(found["fortran_order"]), shape, len(header), guessed)
-
-
-def _numbers(text: str) -> tuple[int, ...] | None:
-    """The numbers of a tuple, as numpy writes it; None where Python would not read a tuple there."""
-    if text == "()":
-        return ()
-    parts = text[1:-1].split(",")
-    if len(parts) > 1 and not parts[-1].strip():
-        parts.pop()
-    elif len(parts) == 1:
-        return None  # (3) is a number in brackets
-    stripped = [part.strip() for part in parts]
-    if not all(part.isdecimal() and len(part) < 20 for part in stripped):
-        return None
-    return tuple(map(int, stripped))
+    return Layout(dtype, byteorder, found["fortran_order"] == "True", shape, len(header), guessed)
 
 
 def _dtype(code: str) -> tuple[DType, str, str]:
@@ -174,78 +158,49 @@ def _dtype(code: str) -> tuple[DType, str, str]:
     return row, "big" if order == ">" and row.swap_nbytes > 1 else "little", guessed and code
 
 
-class Literal:
-    """Takes the text of a header apart, one token after the other."""
+def _fields(text: str) -> dict[str, str]:
+    """The texts of the three fields of a header, each there and each once."""
+    found: dict[str, str] = {}
+    at = len(text) - len(text.lstrip(" \t\r\n")) + 1
+    if text[at - 1 : at] != "{":
+        raise _wrong(text, 0, "{")
+    while field := FIELD.match(text, at):
+        name = field[2]
+        if name not in FIELDS or name in found:
+            raise HeaderError(f"the header has {name[:40]!r} where it has descr, fortran_order and shape, each once")
+        value: str | None = field[FIELDS[name]]
+        if value is None:
+            raise _wrong(text, at, f"another value of {name}")
+        found[name], at = value, field.end()
+    if STRUCTURES.match(text, at):
+        objects = " with Python objects, which are a pickle and never run" if re.search("[|<>=]?O", text) else ""
+        raise Unsupported(f"an array of structures{objects}; only arrays of plain numbers are tensors")
+    if text[at:].strip(" \t\r\n") != "}":
+        raise _wrong(text, at, "a field or the end of the header")
+    for name in FIELDS:
+        if name not in found:
+            raise HeaderError(f"the header has no {name}")
+    return found
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
 
-    def fields(self) -> dict[str, object]:
-        """The three fields, each there and each once."""
-        readers = {"descr": self._descr, "fortran_order": self._truth, "shape": self._shape}
-        found: dict[str, object] = {}
-        self._mark("{")
-        while not self._next_is("}"):
-            name = self._token(1)[1:-1]
-            if name not in readers or name in found:
-                raise HeaderError(f"the header has {name[:40]!r} where it has descr, fortran_order and shape, each once")
-            self._mark(":")
-            found[name] = readers[name]()
-            if not self._next_is("}"):
-                self._mark(",")
-        self._mark("}")
-        if self._text[self._at :].strip(" \t\r\n"):
-            raise self._wrong("the end of the header")
-        for name in readers:
-            if name not in found:
-                raise HeaderError(f"the header has no {name}")
-        return found
+def _wrong(text: str, at: int, expected: str) -> FormatError:
+    there = text[at : at + 20]
+    return HeaderError(f"expected {expected} in the header, found {there!r}", expected=expected, found=there)
 
-    def _descr(self) -> str:
-        if self._next_is("[") or self._next_is("(") or self._next_is("{"):
-            objects = " with Python objects, which are a pickle and never run" if re.search("[|<>=]?O", self._text) else ""
-            raise Unsupported(f"an array of structures{objects}; only arrays of plain numbers are tensors")
-        return self._token(1)[1:-1]
 
-    def _truth(self) -> bool:
-        return self._token(2) == "True"
-
-    def _shape(self) -> tuple[int, ...]:
-        lengths: list[int] = []
-        self._mark("(")
-        comma = True
-        while not self._next_is(")"):
-            if not comma:
-                raise self._wrong("a comma")
-            digits = self._token(3)
-            if len(digits) > 19:
-                raise MetadataError(f"a length of {len(digits):,} digits")
-            lengths.append(int(digits))
-            comma = self._next_is(",")
-            if comma:
-                self._mark(",")
-        self._mark(")")
-        if len(lengths) == 1 and not comma:
-            raise HeaderError("the shape is a number, and no row of lengths")
-        return tuple(lengths)
-
-    def _next_is(self, mark: str) -> bool:
-        found = TOKEN.match(self._text, self._at)
-        return found is not None and found[4] == mark
-
-    def _mark(self, mark: str) -> None:
-        if not self._next_is(mark):
-            raise self._wrong(mark)
-        self._token(4)
-
-    def _token(self, kind: int) -> str:
-        found = TOKEN.match(self._text, self._at)
-        if found is None or found[kind] is None:
-            raise self._wrong(("", "text in quotes", "True or False", "a length", "a mark")[kind])
-        self._at = found.end()
-        return found[kind]
-
-    def _wrong(self, expected: str) -> FormatError:
-        there = self._text[self._at : self._at + 20]
-        return HeaderError(f"expected {expected} in the header, found {there!r}", expected=expected, found=there)
+def _lengths(text: str) -> tuple[int, ...]:
+    """The lengths of a shape; Python 2 wrote `3L`."""
+    parts = [part.strip(" \t\r\n") for part in text.split(",")]
+    last = parts.pop()
+    if last and not parts:
+        raise HeaderError("the shape is a number, and no row of lengths", found=text[:80])
+    digits = [part.removesuffix("L") for part in ((*parts, last) if last else parts)]
+    if not all(map(str.isdecimal, digits)):
+        raise HeaderError("the shape is no row of lengths", found=text[:80])
+    longest = max(map(len, digits), default=0)
+    if longest > 19:
+        raise MetadataError(f"a length of {longest:,} digits")
+    shape = tuple(map(int, digits))
+    if max(shape, default=0) >= 1 << 63:
+        raise HeaderError("the shape is no row of lengths", found=str(shape)[:80])
+    return shape
