@@ -38,13 +38,16 @@ from holdfast.formats.native.schema import (
 from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST
 from holdfast.formats.safetensors.write import plain_index
 from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
-from holdfast.plan.saves import BATCH, FilePlan, Late, Literal
+from holdfast.plan.saves import FilePlan, Late, Literal
 
 INDEX = "model.safetensors.index.json"
 """What `transformers` looks for."""
 
 CANNOT = "a native checkpoint cannot hold this state"
 NO_BOXES = np.zeros(0, np.int64)
+
+PIECE = 1 << 10
+"""Tensors of which the text is made at a time: what is made of each on the way takes four times the text."""
 
 
 class StoredBoxes(msgspec.Struct):
@@ -215,6 +218,7 @@ class _Chunks:
         self._heads = begins.nonzero()[0]
         of_each = owners[self._heads]
         self._names = [outlines.names[tensor] for tensor in of_each.tolist()]
+        self._quoted = as_keys(self._names)
         self._kinds, self._kind = outlines.kinds, kind_of[of_each]
         self._boxed = self._placed(boxed)
 
@@ -234,7 +238,7 @@ class _Chunks:
 
     def measure(self) -> tuple[int, int]:
         """How long the text will be, and how many lists and objects it will have; whatever the checksums are."""
-        quote, keys = as_keys(self._names)
+        quote, keys = self._quoted
         every = "".join(keys)
         around = [f"{quote}{quote}{_opening(*kind)}{ENDING}" for kind in self._kinds]
         counts = np.bincount(self._kind, minlength=len(around)).tolist()
@@ -248,7 +252,7 @@ class _Chunks:
 
     def pieces(self, stored: Sequence[StoredBoxes]) -> Iterator[bytes]:
         """The text, from the first name to the end of the last tensor."""
-        quote, keys = as_keys(self._names)
+        quote, keys = self._quoted
         openings = [f"{quote}{_opening(*kind)}" for kind in self._kinds]
         digits = "".join([one.crcs for one in stored])
         hashed = any(one.tails for one in stored)
@@ -258,8 +262,8 @@ class _Chunks:
         for at, text in self._packed_texts(stored).items():
             beyond[at] = beyond.get(at, "") + text
         places = sorted(beyond)
-        for first in range(0, len(keys), BATCH):
-            edges = [*self._heads[first : first + BATCH + 1].tolist(), len(self._order)][: BATCH + 1]
+        for first in range(0, len(keys), PIECE):
+            edges = [*self._heads[first : first + PIECE + 1].tolist(), len(self._order)][: PIECE + 1]
             low, high = edges[0], edges[-1]
             order = self._order[low:high].tolist()
             columns = (column[low:high].tolist() for column in (self._files, self._starts, self._stops))
@@ -271,10 +275,10 @@ class _Chunks:
                 chunks[at - low] += beyond[at]
             if hashed:
                 chunks = [f"{chunk}{tails[at]}" for chunk, at in zip(chunks, order, strict=True)]
-            if high - low > min(BATCH, len(keys) - first):
+            if high - low > min(PIECE, len(keys) - first):
                 bounds = [edge - low for edge in edges]
                 chunks = [NEXT.join(chunks[head:tail]) for head, tail in pairwise(bounds)]
-            each = zip(keys[first : first + BATCH], self._kind[first : first + BATCH].tolist(), chunks, strict=True)
+            each = zip(keys[first : first + PIECE], self._kind[first : first + PIECE].tolist(), chunks, strict=True)
             text = f"{ENDING},{quote}".join([f"{key}{openings[kind]}{chunk}" for key, kind, chunk in each])
             yield f"{',' * bool(first)}{quote}{text}{ENDING}".encode()
 

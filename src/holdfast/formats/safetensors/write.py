@@ -16,6 +16,7 @@ A dtype that the format lacks is refused. Every tensor is written in C order.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -115,7 +116,7 @@ def plan_file(
     at a multiple of its element size, and the data begins at a multiple of 64 bytes. The header is made from a piece of text for
     each kind, a batch of tensors at a time.
     """
-    order = _ordered(table, rows, kinds)
+    order = array("q", _ordered(table, rows, kinds))
     named = [table.names[row] for row in order]
     nbytes = table.nbytes_of(order)
     stops = nbytes.cumsum()
