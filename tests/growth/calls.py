@@ -168,9 +168,30 @@ def copying_to_a_bucket(folder: Path, n: int) -> Job:
     return lambda: holdfast.copy(folder / "source", url)
 
 
-def torch_saving(folder: Path, n: int) -> Job:
-    state = tensors(n)
-    return lambda: holdfast.torch.save(state, folder / "saved.pt")
+def torch_saving(make: Callable[[int], object] = tensors, **options: object) -> Callable[[Path, int], Job]:
+    """`holdfast.torch.save`, which pickles any object."""
+
+    def prepare(folder: Path, n: int) -> Job:
+        state = make(n)
+        return lambda: holdfast.torch.save(state, folder / "saved.pt", durable=False, **options)  # type: ignore[arg-type]
+
+    return prepare
+
+
+def parameters(n: int) -> dict[str, object]:
+    return {name: torch.nn.Parameter(tensor) for name, tensor in tensors(n).items()}
+
+
+class Held:
+    """An object of somebody's class."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def in_objects(n: int) -> dict[str, object]:
+    """Half of them are in objects of a class."""
+    return {name: Held(tensor) if number % 2 else tensor for number, (name, tensor) in enumerate(tensors(n).items())}
 
 
 def packaging(folder: Path, n: int) -> Job:
@@ -239,6 +260,7 @@ PLAIN = {
     "tensors, native": saving(make=tensors),
     "tensors, safetensors": saving(".safetensors", tensors),
     "tensors, pt": saving(".pt", tensors),
+    "torch.save": torch_saving(),
 }
 """Saves without an option: what all others are compared with."""
 
@@ -296,7 +318,9 @@ CASES = [
         for format, suffix in SUFFIXES.items()
     ),
     Case("package native", "native", packaging),
-    Case("holdfast.torch.save", "tensors, pt", torch_saving),
+    *(Case(f"torch.save, {make.__name__}", "torch.save", torch_saving(make)) for make in (nested, tied, parameters, in_objects)),
+    Case("torch.save, protocol 5", "torch.save", torch_saving(pickle_protocol=5)),
+    Case("torch.save, legacy", "torch.save", torch_saving(_use_new_zipfile_serialization=False)),
     Case("save_sharded", "tensors, native", sharding()),
     Case("save_sharded, dcp", "tensors, native", sharding(format="dcp")),
     Case("save_sharded, safetensors", "tensors, safetensors", sharding(format="safetensors")),

@@ -20,10 +20,8 @@ import pytest
 
 import holdfast
 import holdfast.torch
-from holdfast.torch import versions
 from tests.growth.calls import CASES, ODD, PLAIN, SUFFIXES, Case, Job, counting, odd_state, tensors
 from tests.ranks.pool import SHARED, Pool, World, good
-from tests.support import needs
 
 WARM_UP, SMALL, MIDDLE, MORE, LARGE = 8, 64, 2_000, 4_000, 20_000
 RANK_FORMATS = ("native", "dcp", "safetensors")
@@ -102,15 +100,7 @@ def figure(case: Case, place: int) -> float:
     return least(lambda: calls(own, n) / plain_calls(plain, n) / case.saves, TIMES, (own, n), (plain, n))
 
 
-NEEDS = {"holdfast.torch.save": versions.NUMBERED_CONTAINER}
-"""What a case needs of torch: an older one has storages in the order of their texts, which CPython's pickler is left to write."""
-
-
-def names() -> list[object]:
-    return [pytest.param(case.name, marks=[needs(NEEDS[case.name])] if case.name in NEEDS else ()) for case in CASES]
-
-
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_an_option_costs_little(name: str):
     case = by_name(name)
     figures = [figure(case, place) for place in range(3)]
@@ -118,7 +108,7 @@ def test_an_option_costs_little(name: str):
     assert max(figures) <= TIMES, figures
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_a_tensor_costs_the_same_among_many(name: str):
     """From 64 to 2,000 and from 2,000 to 20,000: what a save costs by itself is not counted."""
     case = by_name(name)
@@ -137,12 +127,14 @@ def odd_job(format: str, kind: str | None) -> Callable[[Path, int], Job]:
         state = odd_state(kind, n)
         if format == "sharded":
             return lambda: holdfast.torch.save_sharded(state, folder / "sharded", durable=False)
+        if format == "torch.save":
+            return lambda: holdfast.torch.save(state, folder / "saved.pt", durable=False)
         return lambda: holdfast.save(state, folder / f"saved{SUFFIXES[format]}", durable=False)
 
     return prepare
 
 
-JOBS = {(format, kind): odd_job(format, kind) for format in (*SUFFIXES, "sharded") for kind in (None, *ODD)}
+JOBS = {(format, kind): odd_job(format, kind) for format in (*SUFFIXES, "sharded", "torch.save") for kind in (None, *ODD)}
 UNHELD = {("safetensors", "composite")}
 """What a format cannot hold."""
 

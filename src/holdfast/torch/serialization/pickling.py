@@ -17,7 +17,7 @@ import copyreg
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import BinaryIO, Protocol, cast
@@ -26,21 +26,10 @@ import torch
 from msgspec import Struct
 
 from holdfast.core.dtype import DTYPES
-from holdfast.core.leaves import CONTAINERS, KEYS, PLAIN
-from holdfast.core.limits import Limits
-from holdfast.core.table import Kind
 from holdfast.errors import Refused
-from holdfast.formats.pickle.table import ATTRIBUTES
-from holdfast.formats.pickle.writer import PickleWriter
-from holdfast.formats.torch.pickled import PickledRows
-from holdfast.formats.torch.write import record_folder
-from holdfast.formats.torch.writer import TorchPickle
-from holdfast.formats.zip.writer import RecordFolder
-from holdfast.plan.table import Tabulated
 from holdfast.torch import versions
-from holdfast.torch.serialization.locations import location_tag, stays_on_cpu, tags_cuda
-from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL
-from holdfast.torch.tensors.storages import TYPES, tabulate_views
+from holdfast.torch.serialization.locations import location_tag, stays_on_cpu
+from holdfast.torch.tensors.storages import TYPES
 
 STORAGE = "storage"
 CLASH = (
@@ -60,8 +49,6 @@ class StorageIds:
         """The number of each storage, by its identity. It is the same text at every use, as in torch: the stream shows it."""
         self.storages: list[torch.UntypedStorage] = []
         """By their numbers."""
-        self.elements: list[int] = []
-        """How many each has, of the dtype as which it was met first."""
         self.tensors: dict[int, torch.Tensor] = {}
         """A plain tensor over each storage on a GPU that one was met over, by the identity of the storage."""
         self._seen: dict[int, torch.dtype] = {}
@@ -95,7 +82,6 @@ class StorageIds:
         if key is None:
             key = self.keys[identity] = str(len(self.storages))
             self.storages.append(storage)
-            self.elements.append(elements)
         return STORAGE, saved, key, location, elements
 
     def tensor_over(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -165,42 +151,39 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
     here, no_hooks = object(), (OrderedDict, ())
     inside: dict[object, object] = {}
 
-    def is_plain(tensor: torch.Tensor) -> bool:
-        dtype = tensor.dtype
-        return not (
-            PLAIN_DTYPES[dtype] is None
+    def reduce(tensor: torch.Tensor, data: bool = False) -> object:
+        """With `data`, of `parameter.data`, which wants no gradient and has no hooks."""
+        dtype, near, grad = tensor.dtype, tensor.is_cpu, not data and tensor.requires_grad
+        saved = PLAIN_DTYPES[dtype]
+        if (
+            saved is None
             or tensor.layout is not strided
-            or not (tensor.is_cpu or tensor.is_cuda)
+            or not (near or tensor.is_cuda)
             or tensor.__dict__
             or tensor.is_nested
             or tensor.is_neg()
+            or (grad and tensor._backward_hooks)
             or (dtype.is_complex and tensor.is_conj())
             or (has_names is not None and has_names(tensor))
-        )
-
-    def reduce_plain(tensor: torch.Tensor, grad: bool) -> object:
-        dtype, near, storage = tensor.dtype, tensor.is_cpu, tensor.untyped_storage()
+        ):
+            pickler.persistent_id = everywhere  # type: ignore[method-assign]
+            return (tensor.data if data else tensor).__reduce_ex__(protocol)
+        storage = tensor.untyped_storage()
         if not near:
             tensors.setdefault(storage._cdata, tensor)
         location = "cpu" if near and plain_cpu else location_tag(storage)
-        inside[here] = id_of(storage, dtype, PLAIN_DTYPES[dtype], location, storage.data_ptr())  # type: ignore[arg-type]  # it is plain
+        inside[here] = id_of(storage, dtype, saved, location, storage.data_ptr())
         pickler.persistent_id = inside.get  # type: ignore[method-assign]
-        return rebuild, (here, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), grad, NoHooks())
-
-    def reduce(tensor: torch.Tensor) -> object:
-        grad = tensor.requires_grad
-        if (grad and tensor._backward_hooks) or not is_plain(tensor):
-            return tensor.__reduce_ex__(protocol)
-        return reduce_plain(tensor, grad)
+        return rebuild, (here, tensor.storage_offset(), (*tensor.shape,), tensor.stride(), grad, NoHooks())
 
     def reduce_parameter(parameter: torch.nn.Parameter) -> object:
         if parameter.__dict__:
             return parameter.__reduce_ex__(protocol)
+        pickler.persistent_id = inside.get  # type: ignore[method-assign]
         return torch._utils._rebuild_parameter, (Data(parameter), parameter.requires_grad, NoHooks())
 
     def reduce_data(data: Data) -> object:
-        parameter = data.parameter
-        return reduce_plain(parameter, False) if is_plain(parameter) else parameter.data.__reduce_ex__(protocol)
+        return reduce(data.parameter, data=True)
 
     def reduce_hooks(_: NoHooks) -> object:
         pickler.persistent_id = everywhere  # type: ignore[method-assign]
@@ -233,117 +216,8 @@ def is_watched() -> bool:
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
-FEW = 16
-"""Fewer tensors are left to CPython's pickler, which writes the same bytes: three take it 160 µs, and the table 380."""
-
 REDUCED_BY = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
 """How torch pickles its tensors. Whoever changed that is asked."""
-
-
-def pickle_rows(obj: object) -> tuple[bytes, RecordFolder] | None:
-    """What `pickle_object` gives with CPython's pickler and torch's protocol, and the storages; None where `obj` is not common.
-
-    Nothing is raised: the pickler says what is wrong.
-    """
-    if type(obj) not in CONTAINERS or is_changed() or not _is_same_pickler():
-        return None
-    if not stays_on_cpu(None, "cpu"):
-        return None
-    tensors = leaves(obj, TYPES, LIMITS.depth)
-    if tensors is None or len(tensors) < FEW:
-        return None
-    found = tabulate_views(tensors)
-    if len(found.rows) < len(tensors):
-        return None
-    if any(kind.location != "cpu" for kind in found.kinds) and not tags_cuda():
-        return None
-    kinds, kind, offset = placed_kinds(found)
-    rows = PickledRows(
-        tensors, kinds, kind, found.storage, frozenset(TYPES), tensors.__getitem__, lambda value: value, offset=offset
-    )
-    pickled = TorchPickle(LIMITS, rows=rows, anew=True)
-    pickled.write(obj)
-    return None if pickled.problems else (pickled.finish(), record_folder(pickled, found.storages))
-
-
-def placed_kinds(found: Tabulated) -> tuple[Sequence[Kind], Sequence[int], Sequence[int]]:
-    """The kinds of tensors, a pickle's for each offset; the kind of each tensor; and the offset of each kind."""
-    if not found.offsets:
-        return found.kinds, found.kind, ()
-    places = {(one, 0): one for one in range(len(found.kinds))}
-    offsets = found.offsets
-    each = [(one, offsets[at] if at in offsets else 0) for at, one in enumerate(found.kind)]  # noqa: SIM401  # a call each
-    kind = [places.setdefault(place, len(places)) for place in each]
-    return [found.kinds[one] for one, _ in places], kind, [offset for _, offset in places]
-
-
-def leaves(tree: object, kinds: Collection[type], depth: int, *, beside: bool = True) -> list[object] | None:
-    """The values of these types in a state, in the order in which a pickle meets them, each once; None where it is not common.
-
-    A container that stands in two places is written once; so it is walked once. With `beside=False` it is not common to have such
-    values in the attributes of a container.
-    """
-    walk = _Walk(kinds, depth, beside=beside)
-    return list(walk.found.values()) if walk.through(tree, 1) else None
-
-
-class _Walk:
-    """One walk for `leaves`. An object, because a function that calls itself is a cycle, and would keep the tensors."""
-
-    def __init__(self, kinds: Collection[type], depth: int, *, beside: bool) -> None:
-        self._kinds = frozenset(kinds)
-        self._beside = beside
-        self._depth = depth
-        self._walked: set[int] = set()
-        self.found: dict[int, object] = {}
-
-    def through(self, value: object, depth: int) -> bool:
-        """Whether all is common from here on."""
-        kind = type(value)
-        if kind in PLAIN:
-            return True
-        if kind in self._kinds:
-            self.found[id(value)] = value
-            return True
-        if kind not in CONTAINERS or depth > self._depth:
-            return False
-        if id(value) in self._walked:
-            return True
-        self._walked.add(id(value))
-        inside: Iterable[object]
-        if isinstance(value, dict):
-            if not KEYS.issuperset(map(type, value)):
-                return False
-            inside = value.values()
-        else:
-            inside = value  # type: ignore[assignment]  # a list or a tuple
-        types = set(map(type, inside))
-        if types.issubset(self._kinds):
-            self.found.update(zip(map(id, inside), inside, strict=True))
-        elif not types.issubset(PLAIN):
-            for item in inside:
-                if not self.through(item, depth + 1):
-                    return False
-        if kind is OrderedDict and (state := vars(value)):
-            # What a module says of its versions.
-            inner = self if self._beside else _Walk((), self._depth, beside=False)
-            return ATTRIBUTES not in state and inner.through(state, depth + 1)
-        return True
-
-
-LIMITS = Limits()
-
-
-@cache
-def _is_same_pickler() -> bool:
-    """Whether this Python pickles containers as the writer does, which is tried: another batch of items is another stream."""
-    counts = (0, 1, 2, 999, 1000, 1001, 2000)
-    some = [{n: n for n in range(count)} for count in counts] + [list(range(count)) for count in counts]
-    some += [OrderedDict((n, None) for n in range(count)) for count in counts]  # type: ignore[misc]  # dicts and lists
-    tried: list[object] = [some, tuple(some), "text", "text", -1, 1 << 40, 0.5, True, ()]
-    writer = PickleWriter()
-    writer.write(tried)
-    return writer.finish() == pickle.dumps(tried, DEFAULT_PROTOCOL)
 
 
 def check_pickle_module(pickle_module: ModuleType) -> None:

@@ -1,7 +1,6 @@
 """`save`: what `torch.save` does, byte for byte, and the old file stays whole until the new one is.
 
-1. The object is pickled by the caller's pickle module (pickling.py); its storages are collected, not copied. A state with many
-   tensors and nothing unusual is written as rows of a table instead (formats/torch/writer.py), in the same bytes.
+1. The object is pickled by the caller's pickle module (pickling.py); its storages are collected, not copied.
 2. The file is laid out around pickle and storages (formats/torch/write.py, or `lay_out_legacy` for the container before 1.6).
 3. A path is written by the engine: threads, checksums while the bytes pass by, a hidden sibling, one rename. Anything with a
    `write` is written from front to back.
@@ -25,7 +24,7 @@ import struct
 import sys
 import warnings
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import check_binary, found_path
 from holdfast.torch import versions
 from holdfast.torch.cuda.memory import GpuSource
-from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object, pickle_rows
+from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.tensors.storages import TensorStorages
 from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
@@ -158,10 +157,6 @@ def _lay_out(
         raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
     crc: bool = saving.compute_crc32
     with resting_collector():
-        if pickle_module is pickle and protocol == DEFAULT_PROTOCOL and not skip and versions.NUMBERED_CONTAINER:
-            many = pickle_rows(obj)
-            if many is not None:
-                return lay_out_container(name, many[0], [many[1]], alignment=alignment, crc=crc, order_first=order_first)
         ids = StorageIds()
         content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol)
         numbered = bool(versions.NUMBERED_CONTAINER)
@@ -206,24 +201,23 @@ def lay_out_legacy(obj: object, pickle_module: ModuleType, protocol: int) -> tup
     """The segments of the file."""
     machine = {"protocol_version": PROTOCOL_VERSION, "little_endian": sys.byteorder == "little", "type_sizes": TYPE_SIZES}
     ids = _LegacyIds()
-    head = [pickle_module.dumps(part, protocol=protocol) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)]
-    head.append(pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol))
+    pieces = [pickle_module.dumps(part, protocol=protocol) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)]
+    pieces.append(pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol))
     # Keys are addresses, in the order of their texts.
     places = {str(identity): number for number, identity in enumerate(ids.keys)}
-    head.append(pickle_module.dumps(sorted(places), protocol=protocol))
-    segments: list[Segment] = [Literal(b"".join(head))]
+    pieces.append(pickle_module.dumps(sorted(places), protocol=protocol))
+    segments: list[Segment] = []
     gpus = GpuSource()
     for key in sorted(places):
         storage = ids.storages[places[key]]
-        segments.append(Literal(struct.pack("<q", ids.elements[places[key]])))
-        if storage.device.type == "cuda" and storage.nbytes():
-            segments.append(Data(gpus.bytes_of(storage, key), key))
+        pieces.append(struct.pack("<q", ids.elements[storage._cdata]))
+        content = _payload(storage if storage.device.type != "meta" else storage.cpu(), key, gpus, skip=False)
+        if isinstance(content, bytes):
+            pieces.append(content)
             continue
-        if storage.device.type != "cpu":
-            storage = storage.cpu()
-        if storage.nbytes():
-            segments.append(Memory(storage_memory(storage), key, storage))
-    return tuple(segments)
+        segments += (Literal(b"".join(pieces)), cast("Segment", content))
+        pieces = []
+    return (*segments, Literal(b"".join(pieces)))
 
 
 class _LegacyIds(StorageIds):
@@ -231,6 +225,8 @@ class _LegacyIds(StorageIds):
 
     def __init__(self) -> None:
         super().__init__()
+        self.elements: dict[int, int] = {}
+        """How many each storage has, by its identity: of the dtype as which it was met first."""
         self._classes: set[type] = set()
 
     def persistent_id(self, obj: object) -> object:
@@ -245,6 +241,7 @@ class _LegacyIds(StorageIds):
         self, storage: torch.UntypedStorage, dtype: torch.dtype, saved: type, location: str, address: int
     ) -> tuple[object, ...]:
         name, kind, _, place, elements = super().id_of(storage, dtype, saved, location, address)
+        self.elements.setdefault(storage._cdata, storage.nbytes() // dtype.itemsize)
         # An address is new text at every use. The sixth element described views of storages, which torch has not had since 0.4.
         return name, kind, str(storage._cdata), place, elements, None
 

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 import holdfast.torch as ht
 from holdfast.core.runtime import resting_collector
-from holdfast.formats.torch.writer import TorchPickle
+from holdfast.plan.saves import Memory
 from holdfast.torch import versions
 from holdfast.torch.serialization import pickling
+from holdfast.torch.serialization.save import plan_object
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn, torch.uint16]
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (2, 0, 3), (1, 1, 1, 1, 2)]
@@ -29,13 +30,6 @@ NUMBERS = st.sampled_from([0, 255, 256, 65536, -1, 1 << 31, 1 << 62, -(1 << 63)]
 PLAIN = st.none() | st.booleans() | NUMBERS | st.floats() | TEXTS
 
 pytestmark = pytest.mark.skipif(not versions.NUMBERED_CONTAINER, reason=versions.NUMBERED_CONTAINER.reason)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few():
-    """Few tensors are written by our writer as well, which would leave them to CPython's pickler."""
-    with mock.patch.object(pickling, "FEW", 1):
-        yield
 
 
 def made(kind, shape, how):
@@ -120,25 +114,15 @@ class Plain(pickle.Pickler):
 def assert_as_torch(state):
     written = outcome(ht.save, state)
     assert written == outcome(torch.save, state)
-    made = pickling.pickle_rows(state)
-    if made is not None and isinstance(written, bytes):
-        buffer = io.BytesIO()
-        Plain(buffer).dump(state)
-        assert made[0] == buffer.getvalue()
+    if isinstance(written, bytes):
+        ours, plain = pickling.pickle_object(state, pickling.StorageIds(), pickle_module=pickle, protocol=2), io.BytesIO()
+        Plain(plain).dump(state)
+        assert ours == plain.getvalue()
 
 
 @settings(max_examples=80, deadline=None)
 @given(states())
 def test_states_are_pickled_as_torch_pickles(state):
-    assert_as_torch(state)
-
-
-@settings(max_examples=60, deadline=None)
-@given(states())
-def test_what_the_pickler_is_left_with_is_pickled_as_torch_pickles(state):
-    """An object of a class stands in the state, so CPython's pickler writes it, tensors and all."""
-    state["device"] = torch.device("cpu")
-    assert pickling.pickle_rows(state) is None
     assert_as_torch(state)
 
 
@@ -218,7 +202,6 @@ ODD = {
     "deep": deep,
     "a storage": lambda: torch.ones(3).untyped_storage(),
 }
-WRITTEN_AS_ROWS = {"two storages over one memory", "inside itself"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -240,10 +223,8 @@ def many(count=60):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("odd", sorted(ODD))
-def test_what_is_odd_is_left_to_the_pickler(odd):
-    state = many() | {"odd": ODD[odd]()}
-    assert (pickling.pickle_rows(state) is not None) == (odd in WRITTEN_AS_ROWS)
-    assert_as_torch(state)
+def test_what_is_odd_among_plain_tensors(odd):
+    assert_as_torch(many(20) | {"odd": ODD[odd](), "after": torch.ones(2), "held": Holder([torch.ones(3)])})
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 999, 1000, 1001, 2000])
@@ -254,7 +235,6 @@ def test_batches(count):
         list(many(count).values()),
         dict(enumerate(many(count).values())),
     ):
-        assert pickling.pickle_rows(state) is not None
         assert_as_torch(state)
 
 
@@ -269,47 +249,46 @@ def test_a_model_and_its_optimizer():
         "epoch": 3,
         "parameters": dict(model.named_parameters()),
     }
-    assert pickling.pickle_rows(state) is not None
     assert_as_torch(state)
 
 
 def test_long_ones_stay_where_they_are():
     long = torch.arange(40_000.0)
     state = {"long": long, **many(), "view": long[7:], "other": torch.ones(30_000)}
-    with mock.patch.object(pickling, "pickle_object", side_effect=AssertionError):
-        assert_as_torch(state)
+    assert_as_torch(state)
+    held = [segment.nbytes for segment in plan_object(state, None).files[0].segments if isinstance(segment, Memory)]
+    assert sorted(held) == [120_000, 160_000]
 
 
 def test_whoever_changes_how_tensors_are_pickled_is_asked():
     state = many()
     copyreg.pickle(torch.Tensor, lambda tensor: (int, (len(tensor),)))
     try:
-        assert pickling.pickle_rows(state) is None
         assert_as_torch(state)
     finally:
         del copyreg.dispatch_table[torch.Tensor]
-    with mock.patch.object(torch.Tensor, "__reduce_ex__"):
-        assert pickling.pickle_rows(state) is None
-    with torch.overrides.TorchFunctionMode():
-        assert pickling.pickle_rows(state) is None
-    assert pickling.pickle_rows(state) is not None
-
-
-def test_another_python_writes_with_its_own_pickler():
-    pickling._is_same_pickler.cache_clear()
-    try:
-        with mock.patch("holdfast.formats.pickle.writer.BATCH_ITEMS", 999):
-            assert pickling.pickle_rows(many()) is None
-    finally:
-        pickling._is_same_pickler.cache_clear()
-    assert pickling.pickle_rows(many()) is not None
-
-
-def test_a_template_is_used():
-    state = many(200)
-    with mock.patch.object(TorchPickle, "_by_opcodes", autospec=True, side_effect=TorchPickle._by_opcodes) as one_by_one:
+    with mock.patch.object(torch.Tensor, "__reduce_ex__", lambda tensor, _: (int, (len(tensor),))):
         assert outcome(ht.save, state) == outcome(torch.save, state)
-    assert one_by_one.call_count < 60
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        torch.save(state, io.BytesIO())
+    theirs, seen = seen, []
+    with Watching():
+        ht.save(state, io.BytesIO())
+    assert {*theirs} <= {*seen}
+
+
+def test_within_a_plain_tensor_nobody_is_asked():
+    """A pickler asks for an id of each object: of what a tensor is made of, but for its storage, it is not told by our function."""
+    with mock.patch.object(pickling.StorageIds, "persistent_id", autospec=True, return_value=None) as asked:
+        pickling.pickle_object(many(100), pickling.StorageIds(), pickle_module=pickle, protocol=2)
+    assert asked.call_count <= 1 + 4 * 100
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
