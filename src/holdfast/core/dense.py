@@ -110,5 +110,7 @@ def read_tensors(tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
     arrays: dict[int, np.ndarray] = {}
     for source, numbers in by.items():
         with resting_collector():
-            arrays |= source.arrays(dense_rows(tensors, numbers), numbers, tensors.__getitem__)
+            dense = dense_rows(tensors, numbers)
+            others = [*{*numbers}.difference(dense.numbers)] if len(dense) < len(numbers) else ()
+            arrays |= zip([*dense.numbers, *others], source.arrays(dense, others, tensors.__getitem__), strict=True)
     return [arrays[number] for number in range(len(tensors))]

@@ -207,8 +207,8 @@ class Source(Protocol):
     def fetch(self, tensor: LazyTensor) -> np.ndarray:
         """A fresh array of one tensor."""
 
-    def arrays(self, rows: DenseRows, numbers: Sequence[int], tensor: Callable[[int], LazyTensor]) -> Mapping[int, np.ndarray]:
-        """Fresh arrays of the tensors of these numbers, of which `rows` are the dense ones; `tensor` makes one of a number."""
+    def arrays(self, rows: DenseRows, others: Sequence[int], tensor: Callable[[int], LazyTensor]) -> list[np.ndarray]:
+        """Fresh arrays of dense tensors, and then of others by their numbers; `tensor` makes the one of a number."""
 
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
         """The bytes of a tensor in C order, little-endian, packed types packed, for as long as the block lasts."""

@@ -417,16 +417,16 @@ class Table(Mapping[str, LazyTensor]):
     def arrays(self, rows: Sequence[int]) -> list[np.ndarray]:
         """Fresh arrays of these rows: in parallel, with neighbouring reads joined."""
         dense = dict(self.dense(rows))
-        wanted: dict[Source, Sequence[int]] = {source: found.numbers for source, found in dense.items()}
-        if sum(map(len, wanted.values())) < len(rows):
-            others: dict[Source, list[int]] = {}
-            for number in sorted({*range(len(rows))}.difference(*wanted.values())):
+        others: dict[Source, list[int]] = {source: [] for source in dense}
+        if sum(map(len, dense.values())) < len(rows):
+            for number in sorted({*range(len(rows))}.difference(*(found.numbers for found in dense.values()))):
                 others.setdefault(self.view(rows[number]).source, []).append(number)
-            wanted |= {source: [*wanted.get(source, ()), *numbers] for source, numbers in others.items()}
         arrays: dict[int, np.ndarray] = {}
         with resting_collector():
-            for source, numbers in wanted.items():
-                arrays |= source.arrays(dense.get(source, NO_ROWS), numbers, lambda number: self.view(rows[number]))
+            for source, more in others.items():
+                found = dense.get(source, NO_ROWS)
+                made = source.arrays(found, more, lambda number: self.view(rows[number]))
+                arrays |= zip([*found.numbers, *more], made, strict=True)
         return [arrays[number] for number in range(len(rows))]
 
     def made(self) -> Table:

@@ -12,7 +12,7 @@ error names the tensor that cannot be read. Where checksums are others, the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress, pairwise
@@ -123,22 +123,22 @@ class OpenSource:
         for request in requests:
             _resolve(request)
 
-    def arrays(self, rows: DenseRows, numbers: Sequence[int], tensor: Callable[[int], LazyTensor]) -> Mapping[int, np.ndarray]:
-        found: dict[int, np.ndarray] = {}
-        if self.limits.expansion >= 1 and len(rows):
+    def arrays(self, rows: DenseRows, others: Sequence[int], tensor: Callable[[int], LazyTensor]) -> list[np.ndarray]:
+        arrays, left = [NO_ARRAY] * (len(rows) + len(others)), [*range(len(rows))]
+        if self.limits.expansion >= 1 and left:
             policy, verify = self.policy, self.verify
-            found, nbytes = read_dense(self.store, rows, tensor, policy=policy, verify=verify, threads=self.threads)
+            left, nbytes = read_dense(self.store, rows, arrays, tensor, policy=policy, verify=verify, threads=self.threads)
             self.read_nbytes += nbytes
-        if len(found) < len(numbers):
+        if left or others:
+            numbers = rows.numbers
+            wanted = [(at, tensor(numbers[at])) for at in left] + [(at, tensor(one)) for at, one in enumerate(others, len(rows))]
             requests = []
-            for number in numbers:
-                if number not in found:
-                    one = tensor(number)
-                    found[number] = one.empty()
-                    requests.append(Request(one, found[number]))
+            for at, one in wanted:
+                arrays[at] = one.empty()
+                requests.append(Request(one, arrays[at]))
             for source, own in by_source(requests).items():
                 source.read(own)
-        return found
+        return arrays
 
     def fetch(self, tensor: LazyTensor) -> np.ndarray:
         place = tensor.file_range() if self.limits.expansion >= 1 else None
@@ -227,43 +227,52 @@ SHARED_NBYTES = 2 << 10
 """Of tensors that are shorter than this on the average, one thread makes all arrays: to make one takes the interpreter lock, which
 two threads would only hand to each other."""
 
-NONE = np.zeros(0, np.bool_)
+NO_ARRAY = np.zeros(0)
+"""In the place of an array that was not read yet."""
 
 
 def read_dense(
-    store: Store, rows: DenseRows, tensor: Callable[[int], LazyTensor], *, policy: Policy, verify: bool, threads: int
-) -> tuple[dict[int, np.ndarray], int]:
-    """The arrays of rows that are small, and how many bytes were read. `tensor` gives the one of a number, for messages.
+    store: Store,
+    rows: DenseRows,
+    out: list[np.ndarray],
+    tensor: Callable[[int], LazyTensor],
+    *,
+    policy: Policy,
+    verify: bool,
+    threads: int,
+) -> tuple[list[int], int]:
+    """Put the arrays of rows that are small in their places in `out`. The rows that are left, and how many bytes were read.
 
-    A store that wants few long requests, or to be read in order, is read by a plan alone.
+    `tensor` gives the one of a number, for messages. A store that wants few long requests, or to be read in order, is read by a
+    plan alone.
     """
     if store.requests or store.in_order:
-        return {}, 0
-    small = (rows.nbytes <= SMALL_NBYTES).nonzero()[0]
-    arrays = _Arrays(store, rows, tensor, verify=verify)
+        return [*range(len(rows))], 0
+    several = len(rows.keys) > 1
+    order = np.lexsort((rows.starts, rows.files)) if several else rows.starts.argsort(kind="stable")
+    lengths = rows.nbytes[order]
+    left: list[int] = []
+    if not 0 < lengths.item(lengths.argmin()) <= lengths.item(lengths.argmax()) <= SMALL_NBYTES:
+        small = (lengths > 0) & (lengths <= SMALL_NBYTES)
+        left = order[lengths > SMALL_NBYTES].tolist()
+        # What has no bytes lies nowhere, whatever its place.
+        for row in order[lengths == 0].tolist():
+            out[row] = np.empty(rows.shapes[row], rows.dtypes[row])
+        order, lengths = order[small], lengths[small]
+    starts = rows.starts[order]
+    stops, files = starts + lengths, rows.files[order]
+    edges = (np.flatnonzero(np.diff(files)) + 1).tolist() if several else []
+    arrays = _Arrays(store, rows, out, tensor, verify=verify)
     work: list[Callable[[], None]] = []
-    total = 0
-    if len(rows.keys) > 1:
-        order = small[np.lexsort((rows.starts[small], rows.files[small]))]
-        files = np.split(order, np.flatnonzero(np.diff(rows.files[order])) + 1)
-    else:
-        files = [small[rows.starts[small].argsort(kind="stable")]]
-    for chosen in files:
-        if not len(chosen):
-            continue
-        key = rows.keys[rows.files.item(chosen.item(0))]
-        joined, single = _reads(rows, chosen, policy)
-        work += [partial(arrays.read, key, (start, stop), members) for start, stop, members in joined]
-        total += sum([stop - start for start, stop, _ in joined])
-        if len(single):
-            work += [partial(arrays.scattered, key, single[at : at + TASK_READS]) for at in range(0, len(single), TASK_READS)]
-            total += int(rows.nbytes[single].sum())
+    for low, high in pairwise([0, *edges, len(order)]):
+        if low < high:
+            work += arrays.tasks(rows.keys[files.item(low)], order[low:high], starts[low:high], stops[low:high], policy)
     if len(work) > 1 and threads > 1:
-        wanted = int(rows.nbytes[small].sum())
-        threads = 1 if wanted < INLINE_NBYTES or wanted < SHARED_NBYTES * len(small) else threads
+        wanted = int(lengths.sum())
+        threads = 1 if wanted < INLINE_NBYTES or wanted < SHARED_NBYTES * len(order) else threads
     run_all(work, threads)
     arrays.check()
-    return arrays.made(), total
+    return left, arrays.read_nbytes
 
 
 def fetch(store: Store, tensor: LazyTensor, place: tuple[str, int, int, int], *, verify: bool) -> np.ndarray:
@@ -282,42 +291,18 @@ def fetch(store: Store, tensor: LazyTensor, place: tuple[str, int, int, int], *,
     return np.ndarray(tensor.shape, tensor.dtype.numpy, data).copy()
 
 
-def _reads(rows: DenseRows, chosen: Ints, policy: Policy) -> tuple[list[tuple[int, int, Ints]], Ints]:
-    """Reads of one file: first byte, the byte after the last, and the tensors in it; and the tensors that are read by themselves.
-
-    `chosen` is in the order of the file.
-    """
-    reads: list[tuple[int, int, Ints]] = []
-    lengths = rows.nbytes[chosen]
-    if not lengths.all():
-        # What has no bytes lies nowhere, whatever its place.
-        reads.append((0, 0, chosen[lengths == 0]))
-        chosen, lengths = chosen[lengths > 0], lengths[lengths > 0]
-    starts = rows.starts[chosen]
-    stops = starts + lengths
-    heads = coalesce(starts, stops, policy).tolist()
-    single: list[int] = []
-    for first, last in pairwise([*heads, len(chosen)]):
-        if last == first + 1:
-            single.append(first)
-        else:
-            reads.append((starts.item(first), stops[first:last].max().item(), chosen[first:last]))
-    return reads, chosen[single] if single else chosen[:0]
-
-
 class _Arrays:
     """The arrays of rows, as they come. Every thread makes others."""
 
-    def __init__(self, store: Store, rows: DenseRows, tensor: Callable[[int], LazyTensor], *, verify: bool) -> None:
-        self._store, self._rows, self._tensor, self._verify = store, rows, tensor, verify
+    def __init__(
+        self, store: Store, rows: DenseRows, out: list[np.ndarray], tensor: Callable[[int], LazyTensor], *, verify: bool
+    ) -> None:
+        self._store, self._rows, self._out, self._tensor = store, rows, out, tensor
+        self._verify = verify and rows.crcs.item(rows.crcs.argmax()) != NO_CRC
         self._scratch = Scratch()
-        self._out: list[np.ndarray | None] = [None] * len(rows)
+        self.read_nbytes = 0
         self._changed: dict[int, int] = {}
         """Rows with another checksum than their file records, and the one that was found."""
-
-    def made(self) -> dict[int, np.ndarray]:
-        """By their numbers."""
-        return {number: array for number, array in zip(self._rows.numbers, self._out, strict=True) if array is not None}
 
     def check(self) -> None:
         """Raise for the first row that is not as it was written."""
@@ -326,29 +311,39 @@ class _Arrays:
             tensor = self._tensor(self._rows.numbers[row])
             raise damage(tensor.storages[0], tensor.name, self._changed[row])
 
-    def read(self, key: str, span: tuple[int, int], members: Ints) -> None:
+    def tasks(self, key: str, members: Ints, starts: Ints, stops: Ints, policy: Policy) -> Iterator[Callable[[], None]]:
+        """The reads of one file: of rows in its order, with their first bytes and the bytes after their last."""
+        single: list[int] = []
+        for first, last in pairwise([*coalesce(starts, stops, policy).tolist(), len(members)]):
+            if last == first + 1:
+                single.append(first)
+            else:
+                stop = stops.item(first + int(stops[first:last].argmax()))
+                self.read_nbytes += stop - starts.item(first)
+                yield partial(self._read, key, stop, members[first:last], starts[first:last])
+        if single:
+            self.read_nbytes += int((stops - starts)[single].sum())
+            for at in range(0, len(single), TASK_READS):
+                yield partial(self._scattered, key, members[single[at : at + TASK_READS]])
+
+    def _read(self, key: str, stop: int, members: Ints, starts: Ints) -> None:
         """One read, and the arrays that lie in it."""
-        rows, out, (start, stop) = self._rows, self._out, span
+        rows, out, start = self._rows, self._out, starts.item(0)
         data = self._scratch.of(stop - start)
-        if not data.nbytes:
-            for number in members.tolist():
-                out[number] = np.empty(rows.shapes[number], rows.dtypes[number])
-            return
         try:
             self._store.read(key, start, data)
         except HoldfastError as error:
             raise self._named(key, members, error) from None
-        begins = rows.starts[members] - start
-        array, shapes, dtypes, places = np.ndarray, rows.shapes, rows.dtypes, begins.tolist()
+        array, shapes, dtypes, places = np.ndarray, rows.shapes, rows.dtypes, (starts - start).tolist()
         for number, place in zip(members.tolist(), places, strict=True):
             out[number] = array(shapes[number], dtypes[number], data, place).copy()
-        recorded = rows.crcs[members] != NO_CRC if self._verify else NONE
-        if True in recorded:
-            ends = (begins + rows.nbytes[members]).tolist()
+        if self._verify:
+            recorded = rows.crcs[members] != NO_CRC
+            ends = (starts - start + rows.nbytes[members]).tolist()
             sums = [crc32(data[place:end]) for place, end in compress(zip(places, ends, strict=True), recorded)]
             self._compare(sums, members[recorded])
 
-    def scattered(self, key: str, members: Ints) -> None:
+    def _scattered(self, key: str, members: Ints) -> None:
         """The arrays of tensors with much between them."""
         rows, out = self._rows, self._out
         try:
@@ -364,8 +359,8 @@ class _Arrays:
             made = map(np.ndarray, shapes, dtypes, pieces)
         for number, row in zip(numbers, made, strict=True):
             out[number] = row.copy()
-        recorded = rows.crcs[members] != NO_CRC if self._verify else NONE
-        if True in recorded:
+        if self._verify:
+            recorded = rows.crcs[members] != NO_CRC
             self._compare([crc32(piece) for piece in compress(pieces, recorded)], members[recorded])
 
     def _compare(self, sums: list[int], members: Ints) -> None:

@@ -143,11 +143,12 @@ def coalesce(starts: Ints, stops: Ints, policy: Policy) -> Ints:
     if not len(starts):
         return np.zeros(0, np.int64)
     reach = np.maximum.accumulate(stops)
-    gaps = np.maximum(starts[1:] - reach[:-1], 0)
-    first, one_block = starts.item(0), starts.item(0) // policy.block == starts.item(-1) // policy.block
-    if one_block and reach.item(-1) - first < policy.alone and gaps.max(initial=0) <= policy.free_gap:
+    gaps, first = starts[1:] - reach[:-1], starts.item(0)
+    one_block = first // policy.block == starts.item(-1) // policy.block
+    if one_block and reach.item(-1) - first < policy.alone and not np.count_nonzero(gaps > policy.free_gap):
         # Near each other, short together and in one block: one read.
         return np.zeros(1, np.int64)
+    gaps = np.maximum(gaps, 0)
     long = stops - starts >= policy.alone
     # What overlaps is joined whatever its length: its bytes are read once.
     joinable = (gaps <= policy.max_gap) & ~((long[1:] | long[:-1]) & (starts[1:] >= reach[:-1]))

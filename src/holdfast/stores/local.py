@@ -348,7 +348,7 @@ class LocalStore(Store):
         file = self._opened(key)
         found = plain(file, self._label(key))
         handle = Handle(file, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
-        if self._expected.get(key, handle.stamp) != handle.stamp:
+        if key in self._expected and self._expected[key] != handle.stamp:
             raise Replaced(ELSEWHERE, file=self._label(key))
         return handle
 

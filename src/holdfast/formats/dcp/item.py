@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -297,8 +297,8 @@ class Window:
     def fetch(self, tensor: LazyTensor) -> np.ndarray:
         return self._source.fetch(tensor)
 
-    def arrays(self, rows: DenseRows, numbers: Sequence[int], tensor: Callable[[int], LazyTensor]) -> Mapping[int, np.ndarray]:
-        return self._source.arrays(rows, numbers, tensor)
+    def arrays(self, rows: DenseRows, others: Sequence[int], tensor: Callable[[int], LazyTensor]) -> list[np.ndarray]:
+        return self._source.arrays(rows, others, tensor)
 
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
         return self._source.lend(tensor)

@@ -107,14 +107,14 @@ def header_table(headers: Sequence[Header], source: Source, places: Mapping[str,
 
 def _storages(headers: Sequence[Header], source: Source) -> FileStorages:
     """The tensors of files as ranges, in the order of their headers."""
-    names: list[str] = []
+    names: Sequence[str] = headers[0].names if len(headers) == 1 else [name for header in headers for name in header.names]
     file, start, nbytes, crcs = array("q"), array("q"), array("q"), array("q")
     for number, header in enumerate(headers):
         columns, first, count = header.columns, header.data_start, len(header.names)
-        names += header.names
+        lengths = columns.nbytes
         file += array("q", [number]) * count
         start += array("q", [first + begin for begin in columns.begins])
-        nbytes += array("q", [*map(columns.nbytes.__getitem__, columns.outline)])
+        nbytes += array("q", [lengths[one] for one in columns.outline])
         crcs.extend(header.record.crcs or array("q", [NO_CRC]) * count)
     return FileStorages([FilePlace(source, one.key, source.store) for one in headers], file, start, nbytes, crcs, names=names)
 
