@@ -22,7 +22,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import repeat
+from operator import add
 from typing import cast
 
 from msgspec import Struct
@@ -358,9 +358,11 @@ def as_texts(keys: Sequence[object]) -> list[bytes]:
         raws = [*map(str.encode, texts)]
     except UnicodeEncodeError:
         raws = [text.encode("utf-8", "surrogatepass") for text in texts]
-    if max(map(len, raws)) > MAX_TEXT_NBYTES:
+    lengths = [*map(len, raws)]
+    if max(lengths) > MAX_TEXT_NBYTES:
         return [b""] * len(raws)
-    return [*map(bytes.__add__, map(TEXT, repeat(b"X"), map(len, raws)), raws)]
+    heads = {length: TEXT(b"X", length) for length in {*lengths}}
+    return [*map(add, map(heads.__getitem__, lengths), raws)]
 
 
 def builder_of(tensor: LazyTensor) -> str:

@@ -93,7 +93,7 @@ OFFSET = 4
 SHORT = 255
 """The last number of the memo that takes one byte."""
 
-PIECES = 4096
+PIECES = 1024
 """More pieces than this are joined once a batch of items is written: they take memory."""
 
 ONE_DIGIT = 10
@@ -135,8 +135,6 @@ class TorchPickle(PickleWriter):
         self._alike: dict[tuple[object, ...], PickledKind | None] = {}
         """Kinds of lazy tensors."""
         self._identities, self._stop = [*map(id, rows.values)], len(rows.values)
-        self._refs: dict[str, tuple[str, bytes]] = {}
-        """Texts that came twice, and references to them."""
         self._made: list[Template | None] = [None] * len(self._kinds)
         """Of each kind, the template of tensors with new records, once there is one."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
@@ -194,7 +192,7 @@ class TorchPickle(PickleWriter):
         if self._aside:
             super()._fill(items, opcode)
             return
-        out, memo, path, refs, records = self.out, self.memo, self.path, self._refs, self._records
+        out, memo, path, records = self.out, self.memo, self.path, self._records
         given, identities, made_of = self._given, self._identities, self._made
         values, types, kind_of, storage_of = given.values, given.types, given.kind, given.storage
         stop, keyed, begin = self._stop, opcode in b"su", len(out)
@@ -215,11 +213,9 @@ class TorchPickle(PickleWriter):
                     self.count, self._come = number, row
                     self.write(key)
                     number, row = self.count, self._come
-            elif key in refs and refs[key][0] is key:
-                out += (refs[key][1],)
             elif (identity := id(key)) in memo:
-                refs[key] = key, get(memo[identity])
-                out += (refs[key][1],)
+                known = memo[identity]
+                out += (GET1[known] if known <= SHORT else LONG_GET(b"j", known),)
             else:
                 if texts is None:
                     texts = as_texts([key for key, _ in items])
@@ -240,7 +236,8 @@ class TorchPickle(PickleWriter):
                         out += (GET1[known] if known <= SHORT else LONG_GET(b"j", known),)
                         row += 1
                         continue
-                    if made is not None and storage != ODD and storage not in records and (record := len(records)) >= ONE_DIGIT:
+                    if made is not None and storage != ODD and storage not in records:
+                        record = len(records)
                         if record >= made.stop:
                             made.lengthen(record)
                         out += (made.lead % record, (made.behind + number * made.step).to_bytes(made.nbytes, "little"))

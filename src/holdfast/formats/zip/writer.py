@@ -33,7 +33,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import compress, repeat
+from itertools import accumulate, compress, repeat
 from operator import add, mod
 from typing import Protocol
 
@@ -383,15 +383,20 @@ class _Stretch(Value, frozen=True, eq=False):
         at, alignment = archive.at, archive.alignment
         before, digits, far = archive.prefix + records.folder.encode("utf-8") + b"/", len(str(first)), at >= MAX32
         nbytes: list[int] = records.content.nbytes[first : min(stop, 10**digits)].tolist()
-        fixed = HEADER.size + len(before) + digits + 4 + (FAR_BLOCK.size if far else 0)
+        fixed = FIXED + len(before) + digits + (FAR_BLOCK.size if far else 0)
         tails = (LONG_DESCRIPTOR if far else SHORT_DESCRIPTOR).size
-        # Each payload begins at the next multiple of the alignment behind its header.
-        stops = [at := -(-(at + fixed) // alignment) * alignment + (length and length + tails) for length in nbytes]
-        headers = [archive.at, *stops[:-1]]
+        # From a payload to the byte after its descriptor. Each begins at a multiple of the alignment, so what is padded behind it
+        # depends on its length alone.
+        spans = {length: length and length + tails for length in {*nbytes}}
+        padded = {length: -(span + fixed) % alignment for length, span in spans.items()}
+        ways = {length: span + fixed + padded[length] for length, span in spans.items()}
+        pads = [-(at + fixed) % alignment, *map(padded.__getitem__, nbytes[:-1])]
+        starts = accumulate(map(ways.__getitem__, nbytes[:-1]), initial=at + fixed + pads[0])
+        stops = [*map(add, starts, map(spans.__getitem__, nbytes))]
+        headers = [at, *stops[:-1]]
         if not far and headers[-1] >= MAX32:
             near = bisect_left(headers, MAX32)
-            nbytes, headers, stops = nbytes[:near], headers[:near], stops[:near]
-        pads = [-(header + fixed) % alignment for header in headers]
+            nbytes, headers, pads, stops = nbytes[:near], headers[:near], pads[:near], stops[:near]
         return cls(records, first, far, before, digits, nbytes, 0 not in nbytes, headers, pads, stops, archive.crc)
 
     @property

@@ -101,8 +101,8 @@ class TensorStorages:
 
     def _places(self, numbers: list[int]) -> tuple[list[int], list[int]]:
         """The addresses and lengths of storages, which are what they were. Raises `StorageMoved`."""
-        held = [self._storages[number] for number in numbers]
-        addresses, lengths = self._addresses[numbers].tolist(), self.nbytes[numbers].tolist()
+        held, some = [*map(self._storages.__getitem__, numbers)], np.array(numbers, np.int64)
+        addresses, lengths = self._addresses[some].tolist(), self.nbytes[some].tolist()
         now = [*map(torch.UntypedStorage.data_ptr, held)], [*map(torch.UntypedStorage.nbytes, held)]
         if now != (addresses, lengths):
             was = zip(addresses, lengths, *now, strict=True)
