@@ -16,6 +16,7 @@ A plan is pure. `engine/write.py` carries it out, `explain` says it in words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
 
 from msgspec import field
 from msgspec.structs import force_setattr
@@ -50,6 +51,18 @@ def without_hashes(sums: dict[str, int]) -> dict[str, int]:
         for label in [label for label in sums if SIGN in label]:
             del sums[label]
     return sums
+
+
+def put_together(pieces: Iterable[bytes], nbytes: int) -> bytes:
+    """Pieces of so many bytes together. None of them stays: with a million tensors they take as much memory as the whole."""
+    whole = BytesIO()
+    # Room for all of them at once.
+    whole.seek(max(nbytes - 1, 0))
+    whole.write(b" ")
+    whole.seek(0)
+    whole.writelines(pieces)
+    whole.truncate()
+    return whole.getvalue()
 
 
 def of_length(made: bytes, nbytes: int) -> bytes:

@@ -6,9 +6,8 @@ tensor and makes the text by kind, a batch of tensors at a time. Its length is k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from io import BytesIO
 from itertools import accumulate, chain, pairwise
 from operator import add, mul
 
@@ -38,7 +37,7 @@ from holdfast.formats.native.schema import (
 from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST
 from holdfast.formats.safetensors.write import plain_index
 from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
-from holdfast.plan.saves import FilePlan, Late, Literal
+from holdfast.plan.saves import FilePlan, Late, Literal, put_together
 
 INDEX = "model.safetensors.index.json"
 """What `transformers` looks for."""
@@ -163,19 +162,18 @@ def lay_out_index(
 
     def make(crcs: Mapping[str, int]) -> bytes:
         stored = [part.stored for part in parts] if later is None else later(crcs)
-        whole, crc = BytesIO(), 0
-        # Room for all of it at once, and no piece stays: with a million tensors either would take as much memory as the whole.
-        whole.seek(nbytes - 1)
-        whole.write(b" ")
-        whole.seek(0)
-        for piece in chain((before,), chunks.pieces(stored), (behind,)):
-            crc = crc32(piece, crc)
-            whole.write(piece)
-        whole.write(sealing(crc, whole.tell(), nbytes))
-        whole.truncate()
-        return whole.getvalue()
+        return put_together(_sealed(chain((before,), chunks.pieces(stored), (behind,)), nbytes), nbytes)
 
     return (*others, FilePlan(MANIFEST, (Literal(make({})) if later is None else Late(nbytes, make),)))
+
+
+def _sealed(pieces: Iterable[bytes], nbytes: int) -> Iterator[bytes]:
+    """Pieces of a document, and its seal behind them."""
+    crc, done = 0, 0
+    for piece in pieces:
+        crc, done = crc32(piece, crc), done + len(piece)
+        yield piece
+    yield sealing(crc, done, nbytes)
 
 
 def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:

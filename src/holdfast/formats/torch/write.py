@@ -19,6 +19,7 @@ storage differs: torch writes all of the storage, this writes what is reached (u
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress
@@ -283,7 +284,7 @@ class RecordContents:
 
     def __init__(self, numbers: Ints, records: Sequence[StorageRecord], storages: RecordBytes) -> None:
         """`numbers` has that of a storage for each record of the file, `ODD` for those of `records`."""
-        self._column, self._numbers, self._storages = numbers, numbers.tolist(), storages
+        self._numbers, self._storages = array("q", numbers.tobytes()), storages
         self._tensors = {record.number: record.tensor() for record in records}
         rest = [*self._tensors]
         self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()]) if rest else NO_TENSORS
@@ -294,7 +295,7 @@ class RecordContents:
 
     def of_records(self, column: Ints) -> Ints:
         """For each record what a column says of its storage; the length of one that tensors by themselves reach."""
-        numbers = self._column
+        numbers = np.asarray(self._numbers, np.int64)
         if not self._tensors:
             return column[numbers]
         found = np.empty(len(numbers), np.int64)

@@ -167,6 +167,8 @@ class TorchPickle(PickleWriter):
             # An empty tensor begins nowhere, and may come before what its record holds.
             out[place + OFFSET] = integer((start - record.base) // bits) if start > record.base else ZERO
         out.append(b".")
+        # What is remembered of a million tensors takes more memory than the pickle.
+        self.memo, self._identities, self.out = {}, [], []
         return b"".join(out)
 
     def attributes(self, value: dict[object, object]) -> None:

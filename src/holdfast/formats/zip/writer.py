@@ -30,6 +30,7 @@ each other are laid out by arithmetic on columns of lengths (`_Stretch`):
 from __future__ import annotations
 
 import struct
+from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -52,7 +53,7 @@ from holdfast.formats.zip.layout import (
     UTF8,
 )
 from holdfast.plan import saves as blocks
-from holdfast.plan.saves import MISTAKEN_KEY, Data, Gathered, Hole, Late, Literal, Memory, Segment
+from holdfast.plan.saves import MISTAKEN_KEY, Data, Gathered, Hole, Late, Literal, Memory, Segment, put_together
 
 Payload = bytes | Data | Memory | Hole | Late
 """What a record holds. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
@@ -61,6 +62,9 @@ A `Late` one is known when the checksums of all records before it are; it stands
 
 CRC_BEGIN, CRC_END = 16, 20
 """Where the checksum lies in an entry of the directory."""
+
+AT_ONCE = 8 * blocks.BATCH
+"""Records that are laid out at a time."""
 
 LONG_NBYTES = 1024
 """Of records, on the average."""
@@ -172,21 +176,24 @@ class Ending:
         self.nbytes = self.directory + payload.nbytes + _descriptor_nbytes(payload.nbytes, wide=wide)
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
-        made, own = [], 0
+        return put_together(self._pieces(crcs), self.nbytes)
+
+    def _pieces(self, crcs: Mapping[str, int]) -> Iterator[bytes]:
+        own = 0
         if self.payload is not None:
             before = self.payload.content(crcs)
             if before:
                 own = crc32(before) if self.crc else 0
                 pack = (LONG_DESCRIPTOR if self.wide else SHORT_DESCRIPTOR).pack
-                made += [before, pack(DESCRIPTOR_SIGNATURE, own, len(before), len(before))]
+                yield before
+                yield pack(DESCRIPTOR_SIGNATURE, own, len(before), len(before))
         for part in self.parts:
             if isinstance(part, bytes):
-                made.append(part)
+                yield part
             elif isinstance(part, _Stretch):
-                made += part.entries(crcs)
+                yield from part.entries(crcs)
             else:
-                made.append((own if part is None else crcs[part]).to_bytes(4, "little"))
-        return b"".join(made)
+                yield (own if part is None else crcs[part]).to_bytes(4, "little")
 
 
 def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool = True) -> tuple[Segment, ...]:
@@ -366,14 +373,14 @@ class _Stretch(Value, frozen=True, eq=False):
     """What stands before the number in each name."""
     digits: int
     """Of each number."""
-    nbytes: list[int]
+    nbytes: array[int]
     filled: bool
     """Whether none of them is empty."""
-    headers: list[int]
+    headers: array[int]
     """First byte of each header."""
     pads: list[int]
     """The padding of each header."""
-    stops: list[int]
+    stops: array[int]
     """The byte after each descriptor."""
     crc: bool
 
@@ -382,7 +389,7 @@ class _Stretch(Value, frozen=True, eq=False):
         """Behind what an archive has so far, as many as are alike."""
         at, alignment = archive.at, archive.alignment
         before, digits, far = archive.prefix + records.folder.encode("utf-8") + b"/", len(str(first)), at >= MAX32
-        nbytes: list[int] = records.content.nbytes[first : min(stop, 10**digits)].tolist()
+        nbytes: list[int] = records.content.nbytes[first : min(stop, 10**digits, first + AT_ONCE)].tolist()
         fixed = FIXED + len(before) + digits + (FAR_BLOCK.size if far else 0)
         tails = (LONG_DESCRIPTOR if far else SHORT_DESCRIPTOR).size
         # From a payload to the byte after its descriptor. Each begins at a multiple of the alignment, so what is padded behind it
@@ -397,7 +404,8 @@ class _Stretch(Value, frozen=True, eq=False):
         if not far and headers[-1] >= MAX32:
             near = bisect_left(headers, MAX32)
             nbytes, headers, pads, stops = nbytes[:near], headers[:near], pads[:near], stops[:near]
-        return cls(records, first, far, before, digits, nbytes, 0 not in nbytes, headers, pads, stops, archive.crc)
+        columns = array("q", nbytes), 0 not in nbytes, array("q", headers), pads, array("q", stops)
+        return cls(records, first, far, before, digits, *columns, archive.crc)
 
     @property
     def name_nbytes(self) -> int:
