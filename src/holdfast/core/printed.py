@@ -177,7 +177,7 @@ class Sizes:
                 size += sum(map(len, own))
             elif kind is LazyTensor:
                 self.apart += [(tensor.traits.state, link) for tensor in own if tensor.traits.state is not None]
-                size += RECORD * len(own) + sum([len(tensor.name) for tensor in own])
+                size += RECORD * len(own) + sum(map(len, [tensor.name for tensor in own]))
             else:
                 size += SMALL * len(own)
         pairs = zip(keys, values, strict=True)

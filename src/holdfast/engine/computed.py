@@ -10,24 +10,25 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dense import read_tensors
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
-from holdfast.core.table import Kind, Piece
+from holdfast.core.table import Kind, Piece, StorageMoved, Storages
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.source import OpenSource, Sourced
 from holdfast.engine.threads import computing
 from holdfast.errors import Unsupported, located
-from holdfast.plan.files import FileStorages
 from holdfast.plan.saves import Data, Memory
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
@@ -190,16 +191,29 @@ class Elementwise(Value, frozen=True, eq=False):
 
 
 class ComputedStorages:
-    """Storages whose bytes are computed of those of others: of many short ones together, of a long one a block at a time."""
+    """Storages whose bytes are computed of those of others: of many short ones together, of a long one a block at a time.
 
-    def __init__(self, origin: FileStorages, ways: Sequence[Elementwise], way: Ints) -> None:
-        """`way` says of each storage of `origin` how it is computed: a position in `ways`, -1 for one that stays as it is."""
-        self._origin, self._ways, self._way = origin, ways, way
-        self.nbytes: Ints = origin.nbytes.copy()
+    Behind those of a medium there are the elements of tensors, in C order: what is no storage of it, or is computed by itself.
+    """
+
+    def __init__(
+        self, origin: Storages, names: Mapping[int, str], ways: Sequence[Elementwise], way: Ints, tensors: Sequence[LazyTensor] = ()
+    ) -> None:
+        """`way` says of each storage how it is computed: a position in `ways`, -1 for one that stays as it is.
+
+        `names` has for messages a tensor of each storage of `origin` that is computed.
+        """
+        self._origin, self._names, self._ways, self._way = origin, names, ways, way
+        self._first, self._tensors = len(origin.nbytes), tensors
+        sizes = np.array(
+            [tensor.size * ways[way[self._first + at]].origin.numpy.itemsize for at, tensor in enumerate(tensors)], np.int64
+        )
+        self.nbytes: Ints = np.concatenate([origin.nbytes, sizes])
         for number, one in enumerate(ways):
             own = way == number
             self.nbytes[own] = self.nbytes[own] // one.origin.numpy.itemsize * one.dtype.numpy.itemsize
-        self.read_nbytes, self.stores = origin.nbytes, origin.stores
+        self.read_nbytes: Ints = np.concatenate([origin.read_nbytes, np.array([tensor.nbytes for tensor in tensors], np.int64)])
+        self.stores = tuple(dict.fromkeys((*origin.stores, *(tensor.source.store for tensor in tensors))))
         self._computed = Computed()
         self._rows: dict[int, tuple[LazyTensor, Seen]] = {}
         """Of storages that were asked for by themselves: all elements, and which of them were seen."""
@@ -208,7 +222,7 @@ class ComputedStorages:
         self._lock = threading.Lock()
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
-        pieces: list[Piece] = [*self._origin.read(numbers)]
+        pieces = self._originals(numbers)
         wanted = np.array(numbers, np.int64)
         ways = self._way[wanted]
         for number in np.unique(ways[ways >= 0]).tolist():
@@ -223,6 +237,23 @@ class ComputedStorages:
                 pieces[place] = data[start:stop]
         return pieces
 
+    def _originals(self, numbers: Sequence[int]) -> list[Piece]:
+        """The bytes that these are computed of, or are."""
+        first = self._first
+        here = [at for at, number in enumerate(numbers) if number < first] if self._tensors else range(len(numbers))
+        try:
+            found = self._origin.read([numbers[at] for at in here])
+        except StorageMoved as moved:
+            raise StorageMoved(here[moved.at]) from None
+        if len(here) == len(numbers):
+            return [*found]
+        pieces: list[Piece] = [b""] * len(numbers)
+        others = [at for at, number in enumerate(numbers) if number >= first]
+        arrays = read_tensors([self._tensors[numbers[at] - first] for at in others])
+        for at, piece in chain(zip(here, found, strict=True), zip(others, [byte_row(array).data for array in arrays], strict=True)):
+            pieces[at] = piece
+        return pieces
+
     def _observe(self, way: Elementwise, numbers: Ints, elements: np.ndarray, made: np.ndarray) -> None:
         """Show what was not seen before."""
         counts = self.nbytes[numbers] // way.dtype.numpy.itemsize
@@ -234,7 +265,7 @@ class ComputedStorages:
             self._seen[numbers] = True
         fresh = ~(again | known)
         if fresh.any():
-            names, kept = self._names(numbers[fresh]), np.repeat(fresh, counts)
+            names, kept = self._named(numbers[fresh]), np.repeat(fresh, counts)
             every = fresh.all()
             own = np.cumsum(counts[fresh]) - counts[fresh]
             way.observe(names, own, elements if every else elements[kept], made if every else made[kept])
@@ -242,25 +273,29 @@ class ComputedStorages:
             number = int(numbers[at])
             for low, high in self._rows[number][1].add(0, int(counts[at])):
                 part = slice(int(starts[at]) + low, int(starts[at]) + high)
-                way.observe(self._names(numbers[at : at + 1]), np.zeros(1, np.int64), elements[part], made[part])
+                way.observe(self._named(numbers[at : at + 1]), np.zeros(1, np.int64), elements[part], made[part])
 
-    def _names(self, numbers: Ints) -> list[str]:
-        names = self._origin.names
-        return [names[number] for number in numbers.tolist()]
+    def _named(self, numbers: Ints) -> list[str]:
+        first, names, tensors = self._first, self._names, self._tensors
+        return [names[number] if number < first else tensors[number - first].name for number in numbers.tolist()]
 
     def _row(self, number: int) -> LazyTensor:
         """All elements of a storage, in a row."""
         with self._lock:
             if number not in self._rows:
-                way, name = self._ways[self._way[number]], self._origin.names[number]
-                count = int(self.nbytes[number]) // way.dtype.numpy.itemsize
+                way, seen = self._ways[self._way[number]], Seen()
+                if number < self._first:
+                    name, count = self._names[number], int(self.nbytes[number]) // way.dtype.numpy.itemsize
+                    original = self._origin.view(number, Kind.plain(way.origin, (count,)), name, 0)
+                else:
+                    original = self._tensors[number - self._first]
+                    name = original.name
                 done = self._seen  # not `self`, which leads back here
 
                 def observe(elements: np.ndarray, made: np.ndarray) -> None:
                     if not done[number]:
                         way.observe([name], np.zeros(1, np.int64), elements, made)
 
-                seen, original = Seen(), self._origin.view(number, Kind.plain(way.origin, (count,)), name)
                 self._rows[number] = self._computed.tensor(original, way.dtype, way.compute, observe=observe, seen=seen), seen
             return self._rows[number][0]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import cast as typed
 
 import numpy as np
@@ -26,25 +26,24 @@ import numpy as np
 from holdfast.core.arguments import AnyDType
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES, SHORT, DType
 from holdfast.core.leaves import Leaf
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.order import natural
 from holdfast.core.patterns import matcher, meant, rename_problems, renamed, unmatched
-from holdfast.core.protocols import Source, State
+from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity, tied
-from holdfast.core.table import ODD, Kind, Table
+from holdfast.core.table import ODD, Kind, Table, is_inside
 from holdfast.core.tensor import AliasView, Composite, LazyTensor
 from holdfast.core.tree import dotted, entered, is_entered, leaf_names, leaf_paths, refilled, step, values_inside
 from holdfast.core.value import Value, replace
-from holdfast.engine.casting import OUTCOMES, cast, count_losses, count_losses_each, largest
-from holdfast.engine.computed import Computed, ComputedStorages, Elementwise, Observe
+from holdfast.engine.casting import OUTCOMES, cast, count_losses_each, largest
+from holdfast.engine.computed import ComputedStorages, Elementwise
 from holdfast.engine.dequantize import Dequantized, dequantize
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.brief import root_global
-from holdfast.plan.files import FileStorages
 from holdfast.rewrite.rows import flat_state, with_odd, with_table, with_tree
 
 SHOWN = 3
@@ -104,73 +103,6 @@ class Losses:
 
 Casts = tuple[tuple[str, DType | None], ...]
 """Patterns of names and the dtype that floating-point tensors of these names are cast to, None to leave them; the first decides."""
-
-Kinds = dict[Storage, set[tuple[DType, DType | None]]]
-"""What the tensors over each storage are, and what they shall be."""
-
-
-class Cast:
-    """Casts tensors that are no plain rows to one dtype. Nothing is read.
-
-    `kinds` is about all tensors of the state. A storage of one kind is cast as a whole, so that its views stay views.
-    """
-
-    def __init__(self, dtype: DType, kinds: Kinds, *, losses: Losses) -> None:
-        self._dtype = dtype
-        self._losses = losses
-        self._kinds = kinds
-        self._computed: dict[Source, Computed] = {}
-        self._storages: dict[Storage | View, LazyTensor] = {}
-
-    def __call__(self, tensor: LazyTensor) -> LazyTensor:
-        """A floating-point tensor of another dtype, cast."""
-        tensor = replace(tensor, traits=replace(tensor.traits, alias=self._alias(tensor)))
-        if tensor.traits.meta:
-            return replace(tensor, dtype=self._dtype)
-        computed = self._computed.setdefault(tensor.source, Computed())
-        if len(tensor.chunks) == 1:
-            (chunk,) = tensor.chunks
-            moved = self._scaled(tensor.dtype, (chunk.offset, *chunk.strides))
-            uniform = len(self._kinds.get(chunk.storage, ())) < 2
-            if moved is not None and uniform and chunk.storage.nbytes:
-                flat = self._storage(tensor, chunk.storage, computed)
-                view = Chunk(chunk.box, flat.chunks[0].storage, moved[0], moved[1:])
-                return replace(tensor, dtype=self._dtype, chunks=(view,), source=flat.source)
-        return self._once(identity(tensor), tensor, computed)
-
-    def _storage(self, tensor: LazyTensor, storage: Storage, computed: Computed) -> LazyTensor:
-        """A whole storage as a row of elements, cast."""
-        count = storage.nbytes * 8 // tensor.dtype.bits
-        row = Chunk(Box((0,), (count,)), storage, 0, (tensor.dtype.bits,))
-        flat = LazyTensor(tensor.name, tensor.dtype, (count,), (row,), tensor.source)
-        return self._once(storage, flat, computed)
-
-    def _once(self, key: Storage | View, tensor: LazyTensor, computed: Computed) -> LazyTensor:
-        if key not in self._storages:
-            self._storages[key] = computed.tensor(
-                tensor, self._dtype, lambda array: cast(array, self._dtype), observe=self._observer(tensor.name)
-            )
-        return replace(self._storages[key], name=tensor.name, traits=replace(tensor.traits, conj=False, neg=False))
-
-    def _observer(self, name: str) -> Observe:
-        def observe(array: np.ndarray, made: np.ndarray) -> None:
-            self._losses.add(name, array.size, count_losses(array, made, self._dtype))
-
-        return observe
-
-    def _alias(self, tensor: LazyTensor) -> AliasView | None:
-        """Where the tensor lay in a storage of old, had that been cast."""
-        view = tensor.traits.alias
-        if view is None or any(len(self._kinds.get(storage, ())) > 1 for storage in tensor.shared_storages):
-            return None
-        moved = self._scaled(tensor.dtype, (view.nbytes * 8, view.offset, *view.strides))
-        return None if moved is None else AliasView(view.group, moved[0] // 8, moved[1], moved[2:])
-
-    def _scaled(self, dtype: DType, places: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Places counted in bits, for elements of the new width; None where they are no places of elements."""
-        if any(place % dtype.bits for place in places[1:]):
-            return None
-        return tuple(place // dtype.bits * self._dtype.bits for place in places)
 
 
 class Edits(Value, frozen=True):
@@ -485,85 +417,160 @@ def _quantized_parts(state: State) -> set[int]:
 
 
 class Casting:
-    """Casts rows of a table; `chosen` has for each of them the position of its new dtype in `dtypes`, where None keeps its own."""
+    """Casts rows of a table; `chosen` has for each of them the position of its new dtype in `dtypes`, where None keeps its own.
+
+    All that is cast lies in computed storages afterwards (engine/computed). A storage whose rows are cast alike is cast as a row of
+    elements, and its rows are the same views of the result. Any other row has a storage of its own.
+    """
 
     def __init__(
         self, table: Table, dtypes: Sequence[DType | None], chosen: Mapping[int, int], losses: dict[DType, Losses]
     ) -> None:
         self._table, self._losses, self._chosen = table, losses, chosen
         kind = table.kind
-        pairs = {(kind[row], number) for row, number in chosen.items()}
-        self._pairs = {(one, number): to for one, number in pairs if (to := dtypes[number]) and to is not table.kinds[one].dtype}
+        pairs = sorted({(number, kind[row]) for row, number in chosen.items()})
+        self._pairs = {(one, number): to for number, one in pairs if (to := dtypes[number]) and to is not table.kinds[one].dtype}
         """Pairs of a kind and a position, with the dtype that rows of this kind are cast to."""
+        for dtype in self._pairs.values():
+            losses.setdefault(dtype, Losses())
+        self._ways: dict[tuple[DType, DType], int] = {}
+        """Numbers of the casts from one dtype to another."""
+        self._kinds, self._kind, self._storage = [*table.kinds], [*table.kind], [*table.storage]
+        self._offsets, self._odd = dict(table.offsets), dict(table.odd)
+        self._tensors: list[LazyTensor] = []
+        """What is cast and is no storage of the table: its elements, in C order."""
+        self._of_tensors: list[int] = []
+        """The cast of each."""
 
     def table(self) -> Table:
-        """All rows: cast by storages where that can be, by themselves where not, or as they are."""
-        table, pairs, chosen = self._table, self._pairs, self._chosen
-        storages, numbers = table.storages, np.array(table.storage, np.int64)
-        kinds, kind, offsets = [*table.kinds], [*table.kind], dict(table.offsets)
-        ways: dict[tuple[DType, DType], int] = {}
-        cast: dict[tuple[int, int], tuple[int, int]] = {}
-        """Of each pair: the kind that it becomes, and the way; -1 where elements cannot be cast where they lie."""
-        for (one, number), dtype in pairs.items():
-            made = _cast_kind(kinds[one], dtype) if isinstance(storages, FileStorages) else None
-            cast[one, number] = len(kinds), -1 if made is None else ways.setdefault((kinds[one].dtype, dtype), len(ways))
-            kinds += [] if made is None else [made]
+        """All rows, those that were chosen among them cast."""
+        table, pairs, chosen, kind = self._table, self._pairs, self._chosen, self._kind
+        if not pairs:
+            return table
+        nbytes, numbers = table.storages.nbytes, np.array(table.storage, np.int64)
+        cast = {(one, number): self._cast_kind(self._kinds[one], dtype) for (one, number), dtype in pairs.items()}
         way, wanted = np.full(len(table), -1), np.zeros(len(table), np.bool_)
         for row, number in chosen.items():
             found = kind[row], number
             if found in cast:
                 # An element that lies across others cannot be cast with them.
-                fits = row not in offsets or not offsets[row] % kinds[kind[row]].dtype.bits
+                fits = row not in self._offsets or not self._offsets[row] % self._kinds[kind[row]].dtype.bits
                 way[row], wanted[row] = cast[found][1] if fits else -1, True
         # The rows of a storage are cast together where all of them are cast in one way.
         held = np.flatnonzero(numbers != ODD)
-        by, mixed = np.full(len(storages.nbytes), -1), np.zeros(len(storages.nbytes), np.bool_)
+        by, mixed = np.full(len(nbytes), -1), np.zeros(len(nbytes), np.bool_)
         by[numbers[held]] = way[held]
         mixed[numbers[held[(by[numbers[held]] != way[held]) | (wanted & (way < 0))[held]]]] = True
         by[mixed] = -1
         apart = numbers == ODD
         apart[held] = mixed[numbers[held]]
+        names: dict[int, str] = {}
         for row in np.flatnonzero(wanted & ~apart).tolist():
-            old, kind[row] = kinds[kind[row]], cast[kind[row], chosen[row]][0]
-            if row in offsets:
-                offsets[row] = offsets[row] // old.dtype.bits * kinds[kind[row]].dtype.bits
-        if isinstance(storages, FileStorages) and (by >= 0).any():
-            storages = ComputedStorages(storages, [self._way(*pair) for pair in ways], by)
-        alone = self._alone(np.flatnonzero(apart).tolist())
-        made_table = Table(table.names, kinds, kind, table.storage, storages, table.odd, offsets=offsets)
-        return with_odd(made_table, alone).compact_kinds()
+            old, kind[row] = self._kinds[kind[row]], cast[kind[row], chosen[row]][0]
+            names.setdefault(self._storage[row], table.names[row])
+            if row in self._offsets:
+                self._offsets[row] = self._offsets[row] // old.dtype.bits * self._kinds[kind[row]].dtype.bits
+        self._cast_apart(np.flatnonzero(apart).tolist())
+        ways = [self._way(*pair) for pair in self._ways]
+        each = np.concatenate([by, np.array(self._of_tensors, np.int64)])
+        storages = ComputedStorages(table.storages, names, ways, each, self._tensors)
+        made = Table(table.names, self._kinds, kind, self._storage, storages, self._odd, offsets=self._offsets)
+        return made.compact_kinds()
+
+    def _cast_kind(self, kind: Kind, dtype: DType) -> tuple[int, int]:
+        """The kind that rows of a kind become where their storages are cast as rows of elements, and the way.
+
+        -1 in its place where the bytes are no such row.
+        """
+        bits, traits = kind.dtype.bits, kind.traits
+        odd = kind.dtype.packed or traits.alias is not None or traits.meta or kind.byteorder != "little"
+        if odd or kind.storage_nbytes * 8 % bits or any(stride % bits for stride in kind.strides):
+            return -1, -1
+        strides, nbytes = _scaled(kind.strides, kind.dtype, dtype), kind.storage_nbytes * 8 // bits * dtype.bits // 8
+        self._kinds.append(
+            Kind.strided(
+                dtype, kind.shape, strides, storage_nbytes=nbytes, traits=traits, location=kind.location, inside=kind.inside
+            )
+        )
+        return len(self._kinds) - 1, self._ways.setdefault((kind.dtype, dtype), len(self._ways))
 
     def _way(self, origin: DType, dtype: DType) -> Elementwise:
-        losses = self._losses.setdefault(dtype, Losses())
+        losses = self._losses[dtype]
 
         def observe(names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray) -> None:
             losses.add_each(names, elements.size, count_losses_each(elements, made, dtype, starts))
 
         return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
 
-    def _alone(self, rows: Sequence[int]) -> dict[int, LazyTensor]:
-        """Rows that are odd, or share a storage with rows that are not cast alike: those among them that are cast."""
+    def _cast_apart(self, rows: Sequence[int]) -> None:
+        """Cast rows that are odd, or share a storage with rows that are not cast alike."""
         table, kind, chosen = self._table, self._table.kind, self._chosen
         new = {row: self._pairs[pair] for row in rows if row in chosen and (pair := (kind[row], chosen[row])) in self._pairs}
         tensors = {row: table.view(row) for row in rows} if new else {}
-        kinds: Kinds = {}
+        alike: dict[Storage, set[tuple[DType, DType | None]]] = {}
         for row, tensor in tensors.items():
             for storage in (*tensor.storages, *tensor.shared_storages):
-                kinds.setdefault(storage, set()).add((tensor.dtype, new.get(row)))
-        casts = {dtype: Cast(dtype, kinds, losses=self._losses.setdefault(dtype, Losses())) for dtype in {*new.values()}}
-        return {row: casts[dtype](tensors[row]) for row, dtype in new.items()}
+                alike.setdefault(storage, set()).add((tensor.dtype, new.get(row)))
+        numbers: dict[tuple[Storage | View, DType], int] = {}
+        kinds: dict[tuple[object, ...], int] = {}
+        for row, dtype in new.items():
+            tensor = tensors[row]
+            traits = tensor.traits
+            if traits.alias is not None:
+                uniform = all(len(alike[storage]) == 1 for storage in tensor.shared_storages)
+                traits = replace(traits, alias=_cast_alias(traits.alias, tensor.dtype, dtype) if uniform else None)
+            if traits.meta:
+                self._odd[row], self._kind[row] = replace(tensor, dtype=dtype, traits=traits), len(self._kinds)
+                self._kinds.append(Kind.of(self._odd[row]))
+                continue
+            key, original, (offset, *strides) = _origin(tensor, alike)
+            if original is tensor:
+                # The flags for conjugated and negated elements are resolved by reading it.
+                traits = replace(traits, conj=False, neg=False)
+            if (key, dtype) not in numbers:
+                numbers[key, dtype] = len(table.storages.nbytes) + len(self._tensors)
+                self._tensors.append(original)
+                self._of_tensors.append(self._ways.setdefault((tensor.dtype, dtype), len(self._ways)))
+            offset, nbytes = offset * dtype.bits, dtype.nbytes(original.size)
+            inside = is_inside(offset, dtype.nbytes(tensor.size), nbytes)
+            like = id(dtype), tensor.shape, *strides, nbytes, inside, id(tensor.traits), traits.alias, traits.neg
+            if like not in kinds:
+                kinds[like], steps = len(self._kinds), tuple([stride * dtype.bits for stride in strides])
+                self._kinds.append(Kind.strided(dtype, tensor.shape, steps, storage_nbytes=nbytes, traits=traits, inside=inside))
+            self._kind[row], self._storage[row] = kinds[like], numbers[key, dtype]
+            self._odd.pop(row, None)
+            self._offsets.pop(row, None)
+            if offset:
+                self._offsets[row] = offset
 
 
-def _cast_kind(kind: Kind, dtype: DType) -> Kind | None:
-    """What becomes of a kind where its storages are cast as rows of elements; None where elements do not lie so."""
-    bits, traits = kind.dtype.bits, kind.traits
-    odd = kind.dtype.packed or dtype.packed or traits.alias is not None or traits.neg or traits.meta or kind.byteorder != "little"
-    if odd or kind.storage_nbytes * 8 % bits or any(stride % bits for stride in kind.strides):
+def _origin(tensor: LazyTensor, alike: Mapping[Storage, Collection[object]]) -> tuple[Storage | View, LazyTensor, tuple[int, ...]]:
+    """What a tensor is cast from: its storage as a row of elements, where all rows over that are cast alike; else it alone.
+
+    With what tells that from others, and where the tensor lies in it: offset and strides, in elements.
+    """
+    dtype, chunks = tensor.dtype, tensor.chunks
+    if len(chunks) == 1 and chunks[0].shape == tensor.shape:
+        storage, places = chunks[0].storage, (chunks[0].offset, *chunks[0].strides)
+        if storage.nbytes and len(alike[storage]) == 1 and not any(place % dtype.bits for place in places):
+            count = storage.nbytes * 8 // dtype.bits
+            every = Chunk(Box((0,), (count,)), storage, 0, (dtype.bits,))
+            elements = LazyTensor(tensor.name, dtype, (count,), (every,), tensor.source)
+            return storage, elements, tuple([place // dtype.bits for place in places])
+    return identity(tensor), tensor, (0, *c_strides(tensor.shape, 1))
+
+
+def _cast_alias(view: AliasView, old: DType, new: DType) -> AliasView | None:
+    """Where a tensor lay in a storage of old, had that been cast; None where it was no view of a row of elements."""
+    if any(place % old.bits for place in (view.offset, *view.strides)):
         return None
-    return Kind.strided(
-        dtype, kind.shape, tuple([stride // bits * dtype.bits for stride in kind.strides]),
-        storage_nbytes=kind.storage_nbytes * 8 // bits * dtype.bits // 8, traits=traits, location=kind.location, inside=kind.inside,
-    )  # fmt: skip
+    nbytes, offset, *strides = _scaled((view.nbytes * 8, view.offset, *view.strides), old, new)
+    return AliasView(view.group, nbytes // 8, offset, tuple(strides))
+
+
+def _scaled(places: tuple[int, ...], old: DType, new: DType) -> tuple[int, ...]:
+    """Places counted in bits, for elements of another width."""
+    return tuple([place // old.bits * new.bits for place in places])
 
 
 def _check_casts(casts: Casts, names: Sequence[str], deciding: set[int | None], problems: list[str]) -> None:
