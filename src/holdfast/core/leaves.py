@@ -215,7 +215,7 @@ class Leaves:
                 below = f"{prefix}{key}." if level else ""
                 if types <= kinds:
                     walked[ident] = bool(types)
-                    names += [f"{below}{one}" for one in keys] if below else map(str, keys)
+                    names += [f"{below}{one}" for one in keys] if below else map(str, keys) if int in named else keys  # type: ignore[arg-type]
                     values += content
                 elif types <= simple:
                     walked[ident] = bool(types & kinds)

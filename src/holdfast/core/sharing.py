@@ -129,7 +129,12 @@ def tied(table: Table) -> dict[int, int]:
 
     Rows of one view have one dtype and shape, one place in one storage, and one meaning of its bytes. What has no bytes is no view.
     """
-    return {} if len({*table.storage}) == len(table) else shared_rows([table]).ties()
+    return {} if are_distinct(table.storage) else shared_rows([table]).ties()
+
+
+def are_distinct(numbers: Sequence[int]) -> bool:
+    """Whether no number is there twice."""
+    return isinstance(numbers, range) or len({*numbers}) == len(numbers)
 
 
 class _Search:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 ODD = -1
 """The number of the storage of an odd row."""
 
+MOST_NBYTES = 1 << 61
+
 Piece = bytes | memoryview
 
 
@@ -260,6 +262,7 @@ class Table(Mapping[str, LazyTensor]):
         """By row, the bit of its storage where the first element lies; of those that do not begin with their storage."""
         self._rows: dict[str, int] | None = None
         self._apart: dict[int, None] | None = None
+        self._kind_numbers: Ints | None = None
         self._views = views
 
     @property
@@ -273,6 +276,13 @@ class Table(Mapping[str, LazyTensor]):
         if self._rows is None:
             self._rows = dict(zip(self.names, range(len(self.names)), strict=True))
         return self._rows
+
+    @property
+    def kind_numbers(self) -> Ints:
+        """`kind` as an array."""
+        if self._kind_numbers is None:
+            self._kind_numbers = np.array(self.kind, np.int64)
+        return self._kind_numbers
 
     @property
     def apart(self) -> Mapping[int, None]:
@@ -312,16 +322,18 @@ class Table(Mapping[str, LazyTensor]):
     def kind_of(self, row: int) -> Kind:
         return self.kinds[self.kind[row]]
 
-    def nbytes_of(self, rows: Sequence[int]) -> Ints:
+    def nbytes_of(self, rows: Column) -> Ints:
         """Bytes of the elements of these rows."""
-        lengths, kind = [kind.nbytes for kind in self.kinds], self.kind
-        return np.array([lengths[kind[row]] for row in rows], np.int64)
+        # A view that repeats its elements may have more bytes than a column has room for. No layout copies it.
+        lengths = np.array([min(kind.nbytes, MOST_NBYTES) for kind in self.kinds], np.int64)
+        where = slice(rows.start, rows.stop) if isinstance(rows, range) else np.asarray(rows, np.int64)
+        return lengths[self.kind_numbers[where]]
 
     def read(self, rows: Sequence[int]) -> Sequence[Piece]:
         """The bytes of rows that are all of their storages, all together."""
         storage = self.storage
         try:
-            return self.storages.read([storage[row] for row in rows])
+            return self.storages.read(rows if storage == range(len(self)) else [storage[row] for row in rows])
         except StorageMoved as moved:
             raise self._moved(rows[moved.at]) from None
 

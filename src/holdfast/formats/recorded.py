@@ -19,7 +19,7 @@ from msgspec import field
 from holdfast.core.chunk import in_c_order
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
-from holdfast.core.sharing import shared_rows
+from holdfast.core.sharing import are_distinct, shared_rows
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
@@ -76,7 +76,7 @@ def share(table: Table) -> Shared:
     """
     names, count = table.names, len(table)
     noted = {number for number, kind in enumerate(table.kinds) if _has_view(kind)}
-    if not noted and not table.odd and len({*table.storage}) == count:
+    if not noted and not table.odd and are_distinct(table.storage):
         return Shared(range(count))
     shared = shared_rows([table])
     again, first = shared.ties(), shared.first_rows(count)

@@ -36,7 +36,7 @@ class ViewTable(Table):
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         self.names, self._views = [*tensors], [*tensors.values()]
-        self._rows = self._apart = None
+        self._rows = self._apart = self._kind_numbers = None
 
     def __getattr__(self, name: str) -> object:
         if name not in COLUMNS:

@@ -31,6 +31,9 @@ from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Mem
 
 MEASURE = 1 << 20
 
+TOGETHER = 2 * saves.BATCH
+"""Rows that are one segment, at the most. What reads them holds the interpreter lock: fewer for each thread is no gain."""
+
 
 class MemoryBytes(Protocol):
     """The bytes of storages in memory, of one library."""
@@ -218,13 +221,13 @@ def segments(
 
 
 def segment_runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are one segment: each of those that are alone, and between them a few megabytes or `BATCH` at a time."""
+    """Ranges of rows that are one segment: each that is alone, and between them a few megabytes or `TOGETHER` at a time."""
     first = 0
     for single in [*alone, len(stops)]:
         while first < single:
             before = int(stops[first - 1]) if first else 0
             # Up to the first one that passes the size, and with it.
-            stop = min(int(stops.searchsorted(before + saves.BLOCK_NBYTES)) + 1, first + saves.BATCH, single)
+            stop = min(int(stops.searchsorted(before + saves.BLOCK_NBYTES)) + 1, first + TOGETHER, single)
             yield first, stop
             first = stop
         if single < len(stops):

@@ -144,7 +144,7 @@ class BoxEntries(Value, frozen=True, eq=False):
         Boxes are packed where `pack` says so. With `hashes`, they have their hashes; those that `changed`, their heads.
         """
         table = boxes.table
-        own = [table.names[row] for row in rows]
+        own = [table.names[row] for row in rows] if pack or hashes else []
         views = {table.names[row]: table.view(row) for row in rows} if pack else {}
         packed = without_clashes(pack(views), own if names is None else names) if pack else {}
         known = hashes({name: views[name] for name in packed}) if hashes and packed else {}
@@ -211,12 +211,12 @@ class BoxFiles(Value, frozen=True, eq=False):
             return [(stored, sum(map(len, stored.tails))) for stored in self.stored(NO_SUMS)]
         return [(_places(one), self._tails_nbytes(one.rows)) for one in self.layouts]
 
-    def _tails_nbytes(self, rows: Sequence[int]) -> int:
+    def _tails_nbytes(self, rows: Ints) -> int:
         hashing, table = self.entries.hashing, self.entries.table
         if not hashing:
             return 0
         long = [kind.nbytes > HEAD_NBYTES for kind in table.kinds]
-        ways = Counter([(hashing[table.names[row]], long[table.kind[row]]) for row in rows])
+        ways = Counter([(hashing[table.names[row]], long[table.kind[row]]) for row in rows.tolist()])
         return sum(count * TAILS[way] for way, count in ways.items())
 
     def stored(self, crcs: Mapping[str, int], blank: Sequence[StoredBoxes] = ()) -> list[StoredBoxes]:
@@ -226,7 +226,7 @@ class BoxFiles(Value, frozen=True, eq=False):
         found, hashing = [], self.entries.hashing
         for at, layout in enumerate(self.layouts):
             labels = [self.label + name for name in layout.names] if self.label else layout.names
-            tails = hash_tails(crcs, self.entries.table, layout.rows, labels, hashing) if hashing else []
+            tails = hash_tails(crcs, self.entries.table, layout.rows.tolist(), labels, hashing) if hashing else []
             known = blank[at] if blank else _places(layout)
             found.append(StoredBoxes(known.boxes, known.starts, known.stops, _digits_of(crcs, labels), tails))
         return found

@@ -96,7 +96,7 @@ class Outlines(Value, frozen=True, eq=False):
     names: Sequence[str]
     kinds: Sequence[tuple[str, tuple[int, ...]]]
     """Dtypes, by Holdfast's names, and shapes."""
-    kind: Sequence[int]
+    kind: Sequence[int] | Ints
     """Of each tensor, a position in `kinds`."""
 
 
@@ -146,7 +146,7 @@ def lay_out_index(
     Raises `CannotHold` where the manifest would be longer than a reader takes.
     """
     chunks = _Chunks(parts, outlines)
-    others = [] if alone or not chunks.whole else [plain_index(INDEX, *chunks.weights([file.name for file in files]))]
+    others = [] if alone or not chunks.whole else [plain_index(INDEX, [file.name for file in files], *chunks.weights())]
     version, hash = (HASHED_VERSION, HASH) if any(part.tails_nbytes for part in parts) else (VERSION, msgspec.UNSET)
     version = BESIDE_VERSION if any("/" in file.name for file in files) else version
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
@@ -192,7 +192,7 @@ class _Chunks:
 
     def __init__(self, parts: Sequence[FileBoxes], outlines: Outlines) -> None:
         self._parts = parts
-        kind_of, extents = np.array(outlines.kind, np.int64), shape_columns([shape for _, shape in outlines.kinds])
+        kind_of, extents = np.asarray(outlines.kind, np.int64), shape_columns([shape for _, shape in outlines.kinds])
         numbers = [as_column(part.stored.boxes) for part in parts]
         counts = [*map(len, numbers)]
         self._edges = [*accumulate(counts, initial=0)]
@@ -215,7 +215,8 @@ class _Chunks:
         begins[1:] = owners[1:] != owners[:-1]
         self._heads = begins.nonzero()[0]
         of_each = owners[self._heads]
-        self._names = [outlines.names[tensor] for tensor in of_each.tolist()]
+        every = len(of_each) == len(outlines.names)
+        self._names = outlines.names if every else [outlines.names[tensor] for tensor in of_each.tolist()]
         self._quoted = as_keys(self._names)
         self._kinds, self._kind = outlines.kinds, kind_of[of_each]
         self._boxed = self._placed(boxed)
@@ -225,14 +226,13 @@ class _Chunks:
         """Whether every tensor lies whole in one file, as it is in memory."""
         return not self._boxed and not any(part.stored.packed for part in self._parts)
 
-    def weights(self, files: Sequence[str]) -> tuple[list[str], list[str], int]:
-        """The names of all tensors in the order in which they lie in files, the file of each, and the bytes of all together."""
+    def weights(self) -> tuple[list[str], list[int], int]:
+        """The names of all tensors in the order in which they lie in files, the number of the file of each, and all bytes."""
         names = self._names
         order = np.lexsort((self._stops, self._starts, self._files)).tolist()
         if (self._starts == self._stops).any():
             order.sort(key=lambda at: (self._files[at], self._starts[at], self._stops[at], names[at]))
-        numbers = self._files.tolist()
-        return [names[at] for at in order], [files[numbers[at]] for at in order], int((self._stops - self._starts).sum())
+        return [names[at] for at in order], self._files[order].tolist(), int((self._stops - self._starts).sum())
 
     def measure(self) -> tuple[int, int]:
         """How long the text will be, and how many lists and objects it will have; whatever the checksums are."""
@@ -252,7 +252,8 @@ class _Chunks:
         """The text, from the first name to the end of the last tensor."""
         quote, keys = self._quoted
         openings = [f"{quote}{_opening(*kind)}" for kind in self._kinds]
-        digits = "".join([one.crcs for one in stored])
+        seps, openings = [*[f"{ENDING},{quote}"] * len(openings), ""], [*openings, NEXT]
+        sums = np.frombuffer("".join([one.crcs for one in stored]).encode(), f"S{CRC_DIGITS}")
         hashed = any(one.tails for one in stored)
         counts = [last - first for first, last in pairwise(self._edges)]
         tails = [tail for one, count in zip(stored, counts, strict=True) for tail in one.tails or [""] * count] if hashed else []
@@ -261,24 +262,27 @@ class _Chunks:
             beyond[at] = beyond.get(at, "") + text
         places = sorted(beyond)
         for first in range(0, len(keys), PIECE):
+            own = keys[first : first + PIECE]
             edges = [*self._heads[first : first + PIECE + 1].tolist(), len(self._order)][: PIECE + 1]
             low, high = edges[0], edges[-1]
-            order = self._order[low:high].tolist()
-            columns = (column[low:high].tolist() for column in (self._files, self._starts, self._stops))
-            chunks = [
-                f'{file},"bytes":[{start},{stop}],"crc32":"{digits[8 * at : 8 * at + 8]}"'
-                for file, start, stop, at in zip(*columns, order, strict=True)
-            ]
+            order = self._order[low:high]
+            kind, named = self._kind[first : first + PIECE], own
+            if high - low > len(own):
+                # A chunk that is not the first of its tensor stands behind no name.
+                kind, named = np.full(high - low, len(self._kinds)), [""] * (high - low)
+                kind[self._heads[first : first + PIECE] - low] = self._kind[first : first + PIECE]
+                for head, key in zip(edges, own, strict=False):
+                    named[head - low] = key
+            behind = [tails[at] for at in order.tolist()] if hashed else [""] * (high - low)
             for at in places[int(np.searchsorted(places, low)) : int(np.searchsorted(places, high))] if places else ():
-                chunks[at - low] += beyond[at]
-            if hashed:
-                chunks = [f"{chunk}{tails[at]}" for chunk, at in zip(chunks, order, strict=True)]
-            if high - low > min(PIECE, len(keys) - first):
-                bounds = [edge - low for edge in edges]
-                chunks = [NEXT.join(chunks[head:tail]) for head, tail in pairwise(bounds)]
-            each = zip(keys[first : first + PIECE], self._kind[first : first + PIECE].tolist(), chunks, strict=True)
-            text = f"{ENDING},{quote}".join([f"{key}{openings[kind]}{chunk}" for key, kind, chunk in each])
-            yield f"{',' * bool(first)}{quote}{text}{ENDING}".encode()
+                behind[at - low] = beyond[at] + behind[at - low]
+            columns = (column[low:high].tolist() for column in (self._files, self._starts, self._stops))
+            each = zip(named, kind.tolist(), *columns, sums[order].astype(str).tolist(), behind, strict=True)
+            text = "".join([
+                f'{seps[kind]}{key}{openings[kind]}{file},"bytes":[{start},{stop}],"crc32":"{crc}"{tail}'
+                for key, kind, file, start, stop, crc, tail in each
+            ])  # fmt: skip
+            yield f"{text[len(ENDING) + (not first) :]}{ENDING}".encode()
 
     def _packed_texts(self, stored: Sequence[StoredBoxes]) -> dict[int, str]:
         """What is said of chunks that are packed, by their places."""

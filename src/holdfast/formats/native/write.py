@@ -62,7 +62,7 @@ def lay_out_native(
     reuse = take_over(table, rows) if take_over else NOTHING
     names = table.names
     new = [row for row in rows if row not in reuse.chunks] if reuse.chunks else rows
-    extents = shape_columns([kind.shape for kind in table.kinds])[:, np.array(table.kind, np.int64)]
+    extents = shape_columns([kind.shape for kind in table.kinds])[:, table.kind_numbers]
     boxes = Boxes(table, np.broadcast_to(np.int64(0), extents.shape), table.kind)
     # What only moved is expected to stay. It is not mixed with what changes, and has the lower numbers, which the next step keeps.
     moved = [row for row in new if row in reuse.moved] if reuse.moved else []
@@ -132,7 +132,7 @@ def _directory(
     save: str,
 ) -> SavePlan:
     """The plan of a directory of files that are `there`, and of new ones."""
-    outlines = Outlines(table.names, [(kind.dtype.name, kind.shape) for kind in table.kinds], table.kind)
+    outlines = Outlines(table.names, [(kind.dtype.name, kind.shape) for kind in table.kinds], table.kind_numbers)
     plans = [plan for one, _ in files for plan in one.plans]
     listed = [*(file for file, _ in there), *(DataFile(plan.key, plan.nbytes) for plan in plans)]
     parts = [part for _, part in there]

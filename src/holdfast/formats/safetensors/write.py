@@ -25,6 +25,7 @@ from json.encoder import encode_basestring
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
@@ -78,7 +79,7 @@ class FileLayout(Value, frozen=True, eq=False):
     header_nbytes: int
     names: Sequence[str]
     """Its tensors, in the order of the file."""
-    rows: Sequence[int]
+    rows: Ints
     """Those of its table, in that order."""
     stops: Ints
     """The byte of the file after each tensor, in that order."""
@@ -117,25 +118,26 @@ def plan_file(
     each kind, a batch of tensors at a time.
     """
     order = array("q", _ordered(table, rows, kinds))
+    placed = np.asarray(order, np.int64)
     named = [table.names[row] for row in order]
-    nbytes = table.nbytes_of(order)
+    nbytes = table.nbytes_of(placed)
     stops = nbytes.cumsum()
     quote, keys = as_keys(named)
     openings = [quote + _opening(*kind) for kind in kinds]
-    kind = table.kind
+    kind = table.kind_numbers[placed].tolist()
     listed: list[bytes] = []
     for first in range(0, len(named), BATCH):
         stop = first + BATCH
         # Each begins where the one before it ends.
         ends = [str(first and stops[first - 1]), *map(str, stops[first:stop].tolist())]
-        each = zip(keys[first:stop], [openings[kind[row]] for row in order[first:stop]], ends, islice(ends, 1, None), strict=False)
-        text = f"]}},{quote}".join([f"{name}{opening}{start},{end}" for name, opening, start, end in each])
+        each = zip(keys[first:stop], kind[first:stop], ends, islice(ends, 1, None), strict=False)
+        text = f"]}},{quote}".join([f"{name}{openings[number]}{start},{end}" for name, number, start, end in each])
         listed.append(f"{',' * bool(first)}{quote}{text}]}}".encode())
     labels = [label + name for name in named] if label else named
-    empty = [label for label, length in zip(labels, nbytes.tolist(), strict=True) if not length]
+    empty = [labels[at] for at in (nbytes == 0).nonzero()[0].tolist()]
     framed = frame(listed, labels, metadata, fields=fields, empty=empty)
     plan = FilePlan(key, (*framed.segments, *segments(table, order, nbytes, labels, hashed)))
-    return FileLayout(plan, framed.header_nbytes, named, order, stops + (PREFIX_NBYTES + framed.header_nbytes), nbytes)
+    return FileLayout(plan, framed.header_nbytes, named, placed, stops + (PREFIX_NBYTES + framed.header_nbytes), nbytes)
 
 
 @lru_cache(1024)
@@ -354,15 +356,18 @@ def index_file(
     metadata: dict[str, object] = {"total_size": total_nbytes} | ({} if files is None else {FILES: list(files)})
     if fields is not None:
         metadata[RECORD] = RecordText(fields, fingerprint(weight_map), {**metadata}).whole().decode("utf-8")
-    return FilePlan(key, _index_text(metadata, [*weight_map], [*weight_map.values()]))
+    numbers = {file: number for number, file in enumerate(dict.fromkeys(weight_map.values()))}
+    return FilePlan(key, _index_text(metadata, [*numbers], [*weight_map], [numbers[file] for file in weight_map.values()]))
 
 
-def plain_index(key: str, names: Sequence[str], files: Sequence[str], total_nbytes: int) -> FilePlan:
-    """The same without a record, of names and the file of each."""
-    return FilePlan(key, _index_text({"total_size": total_nbytes}, names, files))
+def plain_index(key: str, files: Sequence[str], names: Sequence[str], number: Sequence[int], total_nbytes: int) -> FilePlan:
+    """The same without a record: of files, of names, and of each name the number of its file."""
+    return FilePlan(key, _index_text({"total_size": total_nbytes}, files, names, number))
 
 
-def _index_text(metadata: Mapping[str, object], names: Sequence[str], files: Sequence[str]) -> tuple[Literal, ...]:
+def _index_text(
+    metadata: Mapping[str, object], files: Sequence[str], names: Sequence[str], number: Sequence[int]
+) -> tuple[Literal, ...]:
     """The text as `json.dumps` makes it with an indent of 2, in pieces."""
     raw = msgspec.json.encode({"metadata": metadata, "weight_map": {}})
     head = msgspec.json.format(raw, indent=2).decode().removesuffix("}\n}")
@@ -371,13 +376,13 @@ def _index_text(metadata: Mapping[str, object], names: Sequence[str], files: Seq
     quote, keys = as_keys(names)
     if not quote:
         keys = [*map(encode_basestring, names)]
-    behind = {file: f"{quote}: {encode_basestring(file)}" for file in dict.fromkeys(files)}
+    behind = [f"{quote}: {encode_basestring(file)}" for file in files]
     between = f",\n    {quote}"
     pieces = [f"{head}\n    {quote}".encode()]
     for first in range(0, len(keys), BATCH):
-        some, places = keys[first : first + BATCH], files[first : first + BATCH]
+        some, places = keys[first : first + BATCH], number[first : first + BATCH]
         if len(behind) == 1:
-            text = f"{behind[files[0]]}{between}".join(some) + behind[files[0]]
+            text = f"{behind[0]}{between}".join(some) + behind[0]
         else:
             text = between.join([name + behind[file] for name, file in zip(some, places, strict=True)])
         pieces.append((between * bool(first) + text).encode())

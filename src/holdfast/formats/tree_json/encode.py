@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count, repeat
+from itertools import chain, count, islice, repeat
+from operator import is_
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import cast
 
@@ -123,6 +124,12 @@ class LeafTexts:
         self.met = 0
         """How many of them came so far."""
 
+    def count_next(self, values: Collection[object]) -> int:
+        """How many of these values, from the first on, are the tensors that come next and have texts."""
+        first = self.met
+        same = [*map(is_, values, self.leaves.values[first : first + len(values)]), False].index(False)
+        return [*self.texts[first : first + same], ""].index("")
+
     def next_name(self, tensor: LazyTensor, given: object) -> str | None:
         """The name of a tensor, which `given` stands for in the state; None where it is not the next one."""
         row = self.met
@@ -172,8 +179,6 @@ class Encoder:
         """The JSON of short plain values."""
         self.forms: dict[tuple[object, ...], Sequence[str] | None] = {}
         """By the keys of a dict: what stands before each value; None where they are not written as an object."""
-        self.wholes: dict[tuple[tuple[object, ...], tuple[object, ...]], str] = {}
-        """The JSON of dicts of integers, by their keys and values."""
         self.spending = Spending(self.limits, 0)
 
     def problem(self, path: Path, what: str) -> object:
@@ -211,14 +216,17 @@ class Encoder:
 
         No function is called for a tensor or a plain value, and few for a plain dict, list or tuple. All others are nodes.
         """
-        seen, on_path, forms, known, texts, wholes = self.seen, self.on_path, self.forms, self.known, self.texts, self.wholes
-        rows, written, tensors, row = texts.leaves.values, texts.texts, texts.leaves.kinds, texts.met
-        stop = len(rows)
-        out: list[str] = []
+        seen, on_path, forms, known, texts = self.seen, self.on_path, self.forms, self.known, self.texts
+        rows, written, tensors = texts.leaves.values, texts.texts, texts.leaves.kinds
+        first, behind = texts.met, iter(openings)
+        row, stop = first + texts.count_next(values), len(rows)
+        self.steps += row - first
+        out = [*chain.from_iterable(zip(islice(behind, row - first), written[first:row], strict=True))]
         pending: list[tuple[Iterator[tuple[str, object, object]], str, int, object]] = []
         """The containers that are entered: what is left around each, its end, its identity, its key."""
         room = self.limits.depth + LEAF_DEPTH - len(on_path)
-        inside: Iterator[tuple[str, object, object]] = zip(openings, values, keys, strict=False)
+        left = islice(values, row - first, None), islice(keys, row - first, None)
+        inside: Iterator[tuple[str, object, object]] = zip(behind, *left, strict=False)
         while True:
             for opening, value, key in inside:
                 kind = type(value)
@@ -250,15 +258,6 @@ class Encoder:
                         if {*map(type, content)} <= TEXT:
                             starts = forms[form] if form in forms else self.add_form(form)
                         content = content.values()  # type: ignore[attr-defined]
-                        given = (*content,)
-                        if starts is not None and given and type(given[0]) is int and {*map(type, given)} == INTEGERS:
-                            # What a module says of its version: thousands that are alike.
-                            text = wholes[form, given] if (form, given) in wholes else self.integers_text(form, given)
-                            if text:
-                                seen |= {ident}
-                                self.steps += 1 + len(given)
-                                out += (opening, text)
-                                continue
                     if starts is not None:
                         seen |= {ident}
                         on_path |= {ident}
@@ -293,16 +292,6 @@ class Encoder:
             keep = bool(text)
         if keep and len(self.known[type(value)]) < MOST_KNOWN:
             self.known[type(value)][value] = text
-        return text
-
-    def integers_text(self, form: tuple[object, ...], values: tuple[object, ...]) -> str:
-        """The JSON of a dict of integers; nothing where it takes more than JSON has."""
-        openings = self.forms[form]
-        text = ""
-        if openings is not None and all(-SAFE_INTEGER <= value <= SAFE_INTEGER for value in cast("tuple[int, ...]", values)):
-            text = f"{{{''.join(map('{}{}'.format, openings, values))}}}"
-        if len(self.wholes) < MOST_KNOWN:
-            self.wholes[form, values] = text
         return text
 
     def add_form(self, form: tuple[object, ...]) -> Sequence[str] | None:
@@ -378,6 +367,8 @@ class Encoder:
         if some and not short and any(isinstance(key, str) and self.too_often(key) for key in value):
             self.problem(path, "one of too many places that share a long key; written out, they have no end")
             return {"entries": {}}
+        if texts and self.are_counts(value.values()):
+            return {"entries": msgspec.Raw(msgspec.json.encode(value))}
         if texts:
             openings = _openings(cast("Collection[str]", value))
             return {"entries": msgspec.Raw(f"{{{self.listed(value.values(), openings, value, path)}}}".encode())}
@@ -387,6 +378,27 @@ class Encoder:
         each = enumerate(zip(value, plain, strict=True))
         pairs = [f"],[{key}," if as_is else f"],[{self.key_text(key, at, path)}," for at, (key, as_is) in each]
         return {"items": msgspec.Raw(f"[{self.listed(value.values(), pairs, value, path)[2:]}]]".encode())}
+
+    def are_counts(self, values: Collection[object]) -> bool:
+        """Whether values are dicts of small integers that stand nowhere else: they are counted, and are JSON as they are.
+
+        What torch's `state_dict()` says of the versions of modules is such, and has as many of them as the state has modules.
+        """
+        if {*map(type, values)} != {dict} or len(self.on_path) >= self.limits.depth + LEAF_DEPTH:
+            return False
+        dicts, places = cast("Collection[dict[object, object]]", values), {*map(id, values)}
+        numbers, keys = [*chain.from_iterable(map(dict.values, dicts))], {*chain.from_iterable(dicts)}
+        if len(places) < len(dicts) or not places.isdisjoint(self.seen) or {*map(type, numbers)} != {int} or not are_texts(keys):
+            return False
+        lowest, highest = min(cast("list[int]", numbers)), max(cast("list[int]", numbers))
+        if (
+            any(len(str(key)) > LONG_LEAF or str(key).startswith(TAG) for key in keys)
+            or not -SAFE_INTEGER <= lowest <= highest <= SAFE_INTEGER
+        ):
+            return False
+        self.seen |= places
+        self.steps += len(dicts) + len(numbers)
+        return True
 
     def key_text(self, key: object, size: int, path: Path) -> str:
         """The JSON of a dict key."""
@@ -544,7 +556,6 @@ PLAIN_CONTAINERS: dict[type, tuple[str, str]] = {dict: ("{", "}"), list: ("[", "
 
 NONE = type(None)
 TEXT = frozenset({str})
-INTEGERS = frozenset({int})
 FIRST = ("",)
 """What stands before the first value of a list."""
 SAFE_INTEGER = scalars.SAFE_INTEGER

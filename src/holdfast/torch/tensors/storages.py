@@ -77,18 +77,17 @@ class TensorStorages:
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
-        some = list(numbers)
-        addresses, lengths = self._places(some)
+        addresses, lengths = self._places(numbers)
         if self._gpus is None:
             return memories_at(addresses, lengths)
-        far = [number for number in some if number in self._far]
-        if len(far) == len(some):
+        far = [number for number in numbers if number in self._far]
+        if len(far) == len(numbers):
             return self._gpus.read(far)
-        near = [at for at, number in enumerate(some) if number not in self._far]
+        near = [at for at, number in enumerate(numbers) if number not in self._far]
         pieces = dict(zip(far, self._gpus.read(far), strict=True))
         memories = memories_at([addresses[at] for at in near], [lengths[at] for at in near])
-        pieces.update(zip([some[at] for at in near], memories, strict=True))
-        return [pieces[number] for number in some]
+        pieces.update(zip([numbers[at] for at in near], memories, strict=True))
+        return [pieces[number] for number in numbers]
 
     def alone(self, number: int, label: str) -> Memory | Data | bytes:
         """Those of one."""
@@ -99,15 +98,20 @@ class TensorStorages:
             return self._gpus.alone(number, label)
         return Memory(memory_at(address, nbytes), label, self._storages[number])
 
-    def _places(self, numbers: list[int]) -> tuple[list[int], list[int]]:
+    def _places(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """The addresses and lengths of storages, which are what they were. Raises `StorageMoved`."""
-        held, some = [*map(self._storages.__getitem__, numbers)], np.array(numbers, np.int64)
-        addresses, lengths = self._addresses[some].tolist(), self.nbytes[some].tolist()
+        wanted = np.array(numbers, np.int64)
+        # Asked in the order of the state, which is nearly that of memory: in the order of a file it takes three times as long.
+        ordered = np.sort(wanted)
+        held = [*map(self._storages.__getitem__, ordered.tolist())]
         now = [*map(torch.UntypedStorage.data_ptr, held)], [*map(torch.UntypedStorage.nbytes, held)]
-        if now != (addresses, lengths):
-            was = zip(addresses, lengths, *now, strict=True)
-            raise StorageMoved(next(at for at, (place, nbytes, here, long) in enumerate(was) if (place, nbytes) != (here, long)))
-        return addresses, lengths
+        if now != (self._addresses[ordered].tolist(), self.nbytes[ordered].tolist()):
+            raise StorageMoved(next(at for at, number in enumerate(numbers) if self._has_moved(number)))
+        return self._addresses[wanted].tolist(), self.nbytes[wanted].tolist()
+
+    def _has_moved(self, number: int) -> bool:
+        storage = self._storages[number]
+        return (storage.data_ptr(), storage.nbytes()) != (self._addresses[number], self.nbytes[number])
 
 
 def tabulate_tensors(values: list[object]) -> Tabulated:
