@@ -25,7 +25,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 MAX_LINES = 700
 
-TOTALS = {"lines": 91270, "modules": 414, "classes": 927}
+TOTALS = {"lines": 91190, "modules": 409, "classes": 927}
 """Of `src`: a ratchet. A commit that makes less lowers a number; one that raises one says here what a user gets for it.
 
 2026-11-17: 1,179 lines more: the table of docs/design/028 (every option of a save at the speed of none), places and targets of 029,
@@ -536,7 +536,7 @@ def test_imports_are_found(source: str, names: list[str]):
     [
         ("holdfast.core.box", "holdfast.inspect.open", True),
         ("holdfast.core.box", "holdfast", True),
-        ("holdfast.plan.runs", "holdfast.stores.local", True),
+        ("holdfast.plan.reads", "holdfast.stores.local", True),
         ("holdfast.engine.transfer", "holdfast.formats.zip", True),
         ("holdfast.formats.native.chunks", "holdfast.stores.local", True),
         ("holdfast.formats.native.chunks", "holdfast.stores.virtual", False),

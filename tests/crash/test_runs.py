@@ -16,8 +16,7 @@ from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.step_seal import Stamp, with_seal
 from holdfast.rewrite.writing import Writing
 from holdfast.runs import directory
-from holdfast.runs.delete import clean, hide
-from holdfast.runs.directory import RunDirectory, open_for_writing
+from holdfast.runs.directory import RunDirectory, clean, hide, open_for_writing
 from holdfast.runs.record import RunRules, pin_step, read_pins, unpin_step
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Every, Latest, Rule

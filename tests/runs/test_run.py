@@ -251,7 +251,7 @@ def test_pause_waits_until_there_is_room(tmp_path: Path, monkeypatch: pytest.Mon
     def sleep(seconds: float) -> None:
         waited.append(seconds)
         if len(waited) == 3:
-            holdfast.runs.delete.hide(run._folder.files, "step-00000001", at=opened).remove()
+            holdfast.runs.directory.hide(run._folder.files, "step-00000001", at=opened).remove()
 
     opened = run._folder.files.open_directory(str(tmp_path))
     monkeypatch.setattr(run_module.time, "sleep", sleep)

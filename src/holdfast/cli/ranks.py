@@ -31,8 +31,6 @@ WIDTH, HEIGHT = 32, 8
 PICTURES = 24
 """Different pictures that are drawn; the rest is counted."""
 
-Cuts = tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]
-
 
 def run(path: Path, *, pattern: str | None) -> int:
     """The command; returns its exit code."""

@@ -18,16 +18,6 @@ DOT_ELEMENTS = 8192
 """Of a row that BLAS multiplies by itself: from 10,000 on it would start threads of its own, for each of ours."""
 
 
-def are_apart(numbers: Ints) -> bool:
-    """Whether no two numbers are the same.
-
-    >>> are_apart(np.array([3, 1, 2])), are_apart(np.array([3, 1, 3]))
-    (True, False)
-    """
-    ordered = np.sort(numbers)
-    return bool((ordered[1:] != ordered[:-1]).all())
-
-
 def listed(column: Sequence[int] | Ints) -> Sequence[int]:
     """The numbers of a column as integers of Python's."""
     return column.tolist() if isinstance(column, np.ndarray) else column

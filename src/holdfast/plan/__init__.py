@@ -1,6 +1,5 @@
 """Pure functions from descriptions to lists of reads and writes; nothing here touches a file.
 
-runs             the byte ranges that a chunk touches, as a comb
 coalesce         which neighbouring ranges are read together: for everybody, by a policy for each medium
 reads            the plan of a read
 saves            the plan of a save: every file as segments

@@ -21,7 +21,7 @@ class Writing(Value, frozen=True, kw_only=True):
     max_memory: Size | None = None
     """Memory above the interpreter's own; None: a few blocks a thread."""
     resume: bool = False
-    """Take over the finished files of an interrupted try at the same directory (engine/commit/resumable.py)."""
+    """Take over the finished files of an interrupted try at the same directory (engine/targets/folder.py)."""
     dry_run: bool = False
     """Not at all: `carry_out` only looks."""
     requests: int = 0

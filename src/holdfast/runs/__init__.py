@@ -8,7 +8,6 @@ steps            which folders are steps, under which number, and whether each i
 table            the whole of a run at a look, for people: why each step is kept, what it shares
 retention        what goes and why the rest stays; letting it go
 sweep            what dead savers left in a bucket
-delete           a rename, then unlinking; cleaning what dead processes left
 record           the rules and the pins that a run's directory keeps
 lock             one writer a run, as long as its process lives
 space            room for a step: the disk and the budget

@@ -8,5 +8,4 @@ temporaries      the hidden names beside it: whose they are, who cleans them, wh
 linked           a finished file of another directory, under a second name; a copy where that cannot be had
 remote           the same in an object store: data under names of their own, one conditional put that publishes
 claims           objects that several checkpoints name: a save that is about to name them, and a deletion, learn of each other
-resumable        finished files of an interrupted conversion, kept for the next try
 """

@@ -1,7 +1,7 @@
 """The native directory: plain safetensors files, and a manifest that says everything about them. docs/formats/native.md
 
 read, write    the format          schema    the manifest, its text and the way back
-tensors        the tensors of a manifest, as columns     check    whether the data files say what the manifest says
+tensors        the tensors of a manifest, as columns
 chunks         a chunk in the manifest; one that is stored packed, as a file of its own with the dense bytes
 base           what a new directory takes over from an older one: which files are linked, which chunks move
 """

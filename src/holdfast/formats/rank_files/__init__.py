@@ -2,7 +2,6 @@
 
 recognise    which files of a folder belong together, by their names; what is missing, or one too many
 assemble     a rank's file, read by the closed interpreter; parts of several files as one tensor, one tree of all ranks
-replicas     what several ranks have: equal, or refused when it is read
 placements   which part of a tensor a rank has, by its mesh and placements
 flat         rows of elements that are cut into tensors
 steps        which of several steps in a folder is meant: the one that `latest` names

@@ -421,9 +421,6 @@ def _kind(value: object) -> str:
             return "a value"
 
 
-LONG = 1024
-"""Characters at both ends of a text that are compared."""
-
 PLAIN_VALUES = (bool, int, float, str, bytes, type(None), DType)
 
 
