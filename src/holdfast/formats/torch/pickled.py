@@ -245,17 +245,15 @@ STORAGE = "storage"
 
 
 @lru_cache(4096)
-def kind_opcodes(kind: Kind, offset: int, *, anew: bool) -> tuple[tuple[object, ...], frozenset[object]]:
+def kind_opcodes(kind: Kind) -> tuple[tuple[object, ...], frozenset[object]]:
     """What is written for a tensor: bytes, names of globals (pairs) and texts that are shared, `REMEMBER` and `RECORD_KEY`.
 
-    Also which names and texts there are. `anew` says that the location of a storage on a device is written each time.
+    Also which names and texts there are.
     """
     dtype, traits, bits = kind.dtype, kind.traits, kind.dtype.bits
     shape, strides = integers(kind.shape), integers(tuple([stride // bits for stride in kind.strides]))
     # In bytes, for dtypes whose storage has no elements.
     count = kind.storage_nbytes * 8 // bits if dtype.storage else kind.storage_nbytes
-    location = sys.intern(kind.location or "cpu")
-    raw = location.encode("utf-8")
     hooks = [("collections", "OrderedDict"), b")R", REMEMBER]
     made: list[object] = [
         *([(UTILS, "_rebuild_parameter")] if traits.parameter else ()),
@@ -264,10 +262,10 @@ def kind_opcodes(kind: Kind, offset: int, *, anew: bool) -> tuple[tuple[object, 
         STORAGE,
         ("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage"),
         RECORD_KEY,
-        *([TEXT(b"X", len(raw)) + raw, REMEMBER] if anew and location != "cpu" else [location]),
+        sys.intern(kind.location or "cpu"),
         integer(count) + b"t",
         REMEMBER,
-        b"Q" + integer(offset // bits) + shape,
+        b"QK\x00" + shape,
         *([REMEMBER, strides, REMEMBER] if kind.shape else [strides]),
         b"\x88" if traits.requires_grad and not traits.parameter else b"\x89",
         *hooks,
@@ -304,12 +302,12 @@ class PickledKind(Struct, eq=False):
     """The same where it is not."""
 
     @classmethod
-    def of(cls, kind: Kind, offset: int = 0, *, anew: bool) -> PickledKind | None:
+    def of(cls, kind: Kind) -> PickledKind | None:
         """None for tensors that are more than their elements, or none of torch's: each is written, or refused, by itself."""
         dtype = kind.dtype
         if not is_simple(kind.traits) or dtype.torch is None or dtype.packed or dtype.kind == "quantized":
             return None
-        return cls(*kind_opcodes(kind, offset, anew=anew))
+        return cls(*kind_opcodes(kind))
 
 
 def is_simple(traits: Traits) -> bool:
@@ -338,8 +336,6 @@ class PickledRows(Value, frozen=True, eq=False):
     """What is written for a value that is no row, and none that a pickle has; others are given back."""
     others: frozenset[type] = frozenset()
     """Types of values that are no rows, and of which `described` may make something."""
-    offset: Sequence[int] = ()
-    """Of each kind: the bit of the storage where rows of it begin, where some do not begin with the first."""
 
 
 NO_ROWS = PickledRows((), (), (), (), frozenset(), lambda row: row, lambda value: value)

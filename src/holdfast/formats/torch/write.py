@@ -251,7 +251,7 @@ def pickled_rows(state: State) -> PickledRows:
     leaves, table = state.leaves, state.tensors
     storage, kinds = table.storage, table.kinds
     classes = [kind.dtype.storage or UNTYPED for kind in kinds]
-    alone = {at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes) or PickledKind.of(kind, anew=False) is None}
+    alone = {at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes) or PickledKind.of(kind) is None}
     # A record has one dtype, and all that is written by itself asks for its own: lazy tensors say who shares it.
     shared = {number for kind, number in zip(table.kind, storage, strict=True) if kind in alone} if alone else set[int]()
     if len({*storage}) < len(storage):

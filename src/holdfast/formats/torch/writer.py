@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from itertools import repeat
 
 import numpy as np
 
@@ -48,7 +47,6 @@ from holdfast.formats.pickle.writer import (
     LONG_GET,
     LONG_PUT,
     PUT1,
-    TEXT,
     TUPLES,
     PickleWriter,
     Row,
@@ -106,15 +104,11 @@ def _own(record: int) -> int:
 
 
 class TorchPickle(PickleWriter):
-    """The pickle of a torch file, and the records that it points at.
+    """The pickle of a torch file, and the records that it points at."""
 
-    torch makes the location of a storage on a device anew at each use, and `anew` writes it so.
-    """
-
-    def __init__(self, limits: Limits | None = None, *, trim: bool = True, rows: PickledRows = NO_ROWS, anew: bool = False) -> None:
+    def __init__(self, limits: Limits | None = None, *, trim: bool = True, rows: PickledRows = NO_ROWS) -> None:
         super().__init__(limits)
         self.storages = StorageRecords(trim=trim)
-        self._anew = anew
         self._given = rows
         self._plain_rows = {kind: self.rows.get(kind, PickleWriter._problem) for kind in (*rows.types, *rows.others)}
         """How values of the types of rows are written that are none: in the attributes of a container."""
@@ -129,9 +123,7 @@ class TorchPickle(PickleWriter):
         self._records: dict[int, int] = {}
         """Of each record, in their order: the number of a storage of the table, or `_own` of what tensors by themselves asked for;
         and the memo's number of its key."""
-        self._kinds: list[PickledKind | None] = [
-            PickledKind.of(kind, offset, anew=anew) for kind, offset in zip(rows.kinds, rows.offset or repeat(0), strict=False)
-        ]
+        self._kinds: list[PickledKind | None] = [*map(PickledKind.of, rows.kinds)]
         self._alike: dict[tuple[object, ...], PickledKind | None] = {}
         """Kinds of lazy tensors."""
         self._identities, self._stop = [*map(id, rows.values)], len(rows.values)
@@ -429,9 +421,7 @@ class TorchPickle(PickleWriter):
         key = dtype, shape, chunk.strides, traits.requires_grad, traits.parameter, storage.location
         if key not in self._alike:
             plain = chunk.strides == c_strides(shape, bits)
-            self._alike[key] = (
-                PickledKind.of(Kind.plain(dtype, shape, traits, location=storage.location), anew=self._anew) if plain else None
-            )
+            self._alike[key] = PickledKind.of(Kind.plain(dtype, shape, traits, location=storage.location)) if plain else None
         return self._alike[key]
 
     def _place(self, tensor: LazyTensor) -> tuple[StorageRecord, int, tuple[int, ...]]:
@@ -485,7 +475,7 @@ class TorchPickle(PickleWriter):
         out = self.out
         self._begin_storage(tensor.dtype)
         self._key(_own(record.number))
-        self._location(record.location)
+        self._shared(record.location)
         self._open.append((len(out), record, start, tensor.dtype.bits))
         out += (b"", b"t")
         self.put()
@@ -520,14 +510,6 @@ class TorchPickle(PickleWriter):
                 self.keep(key)
                 self.memo[id(key)] = number
         self._records[source] = number
-
-    def _location(self, location: str) -> None:
-        if self._anew and location != "cpu":
-            raw = location.encode("utf-8")
-            self.out.append(TEXT(b"X", len(raw)) + raw)
-            self.put()
-        else:
-            self._shared(location)
 
     def _shared(self, text: str) -> None:
         """A text that torch has once, however often it is written."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from holdfast.core.arrays import Ints
-from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.dtype import DTYPES
 from holdfast.core.runtime import memories_at, memory_at
 from holdfast.core.table import Kind, StorageMoved, with_outside
 from holdfast.core.tensor import PLAIN, Traits
@@ -116,41 +116,20 @@ class TensorStorages:
 
 def tabulate_tensors(values: list[object]) -> Tabulated:
     """The plain ones among tensors of `TYPES`. Those over one place in memory have one storage."""
-    columns = _columns(cast("list[torch.Tensor]", values), marked=True)
+    columns = _columns(cast("list[torch.Tensor]", values))
     if 0 in columns.filled():
         # What has bytes and no address only looks like a tensor.
         columns = columns.only([at for at, place in enumerate(columns.addresses) if place or not columns.nbytes[at]])
     places = columns.filled()
     if len({*places}) == len(places):
-        return columns.tabulated(range(len(columns.rows)), columns.storages, views=False)
+        return columns.tabulated(range(len(columns.rows)), columns.storages)
     # What is empty has no place, and shares with nobody.
     each = enumerate(zip(columns.addresses, columns.nbytes, strict=True))
     keys: list[object] = [place if place[1] else at for at, place in each]
     firsts = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
     storages = [columns.storages[at] for at in sorted(firsts.values())]
     numbers = dict(zip(dict.fromkeys(keys), range(len(firsts)), strict=True))
-    return columns.tabulated([*map(numbers.__getitem__, keys)], storages, views=False)
-
-
-def tabulate_views(values: list[object]) -> Tabulated:
-    """The plain ones among tensors of `TYPES`, with the storages that they share. What sees memory as two dtypes is left out."""
-    columns = _columns(cast("list[torch.Tensor]", values), marked=False)
-    if 0 in columns.filled():
-        columns = columns.only([at for at, place in enumerate(columns.addresses) if place or not columns.nbytes[at]])
-    places = columns.addresses
-    if len({*places}) == len(places):
-        return columns.tabulated(range(len(columns.rows)), columns.storages, views=True)
-    # What is empty has no address, and two storages may have the same memory.
-    seen: dict[int, DType] = {}
-    dtypes = [columns.kinds[kind].dtype for kind in columns.kind]
-    # Untyped storages count as bytes.
-    clash = {place for place, dtype in zip(places, dtypes, strict=True) if place and seen.setdefault(place, dtype) != dtype}
-    if clash:
-        columns = columns.only([row for row, place in enumerate(places) if place not in clash])
-    identities = list(map(IDENTITY, columns.storages))
-    numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
-    storages = [*dict(zip(identities, columns.storages, strict=True)).values()]
-    return columns.tabulated([numbers[identity] for identity in identities], storages, views=True)
+    return columns.tabulated([*map(numbers.__getitem__, keys)], storages)
 
 
 class _Columns(Value, frozen=True, eq=False):
@@ -179,20 +158,17 @@ class _Columns(Value, frozen=True, eq=False):
         offsets = _moved(self.offsets, places)
         return _Columns(rows, tensors, self.kinds, kind, storages, nbytes, addresses, offsets)  # type: ignore[arg-type]
 
-    def tabulated(self, storage: Sequence[int], storages: Sequence[torch.UntypedStorage], *, views: bool) -> Tabulated:
-        """The same as rows of a table; `storage` of each is a number in `storages`.
-
-        With `views`, storages on a GPU that no tensor is all of are read as well.
-        """
+    def tabulated(self, storage: Sequence[int], storages: Sequence[torch.UntypedStorage]) -> Tabulated:
+        """The same as rows of a table; `storage` of each is a number in `storages`."""
         nbytes, addresses = self.nbytes, self.addresses
         if len(storages) < len(self.rows):
             nbytes, addresses = [*map(torch.UntypedStorage.nbytes, storages)], [*map(torch.UntypedStorage.data_ptr, storages)]
-        distant = {number for number in {*self.kind} if self.kinds[number].location != CPU and (views or self.kinds[number].whole)}
+        distant = {number for number in {*self.kind} if self.kinds[number].location != CPU and self.kinds[number].whole}
         each = zip(storage, self.tensors, strict=True)
         gpus = dict(compress(each, map(distant.__contains__, self.kind))) if distant else {}
         alike = [self.kinds[number] for number in distant]
         # Of dtypes without a storage class, the newer ones, torch may not have all operations.
-        one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage and kind.whole for kind in alike)
+        one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage for kind in alike)
         devices = {torch.device(kind.location) for kind in alike}
         held = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, devices, alike=one)
         kinds, kind = self.kinds, self.kind
@@ -206,11 +182,10 @@ def _moved(offsets: Mapping[int, int], places: Sequence[int]) -> Mapping[int, in
     return {at: offsets[place] for at, place in enumerate(places) if place in offsets} if offsets else offsets
 
 
-def _columns(tensors: list[torch.Tensor], *, marked: bool) -> _Columns:
+def _columns(tensors: list[torch.Tensor]) -> _Columns:
     """What plain tensors are; none where somebody wants to be asked about everything that is done with tensors.
 
-    Each tensor is asked once. Which dtypes and devices are left out is decided for each kind, and so are, without `marked`, those
-    that are conjugated or negated.
+    Each tensor is asked once. Which dtypes and devices are left out is decided for each kind.
     """
     rows: Sequence[int] = range(len(tensors))
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
@@ -226,7 +201,7 @@ def _columns(tensors: list[torch.Tensor], *, marked: bool) -> _Columns:
             rows, tensors = [*compress(rows, fine)], [*compress(tensors, fine)]
     keys = [*numbers]
     kind, storages, nbytes, addresses = columns
-    kept = [_is_kept(key[0], key[4]) and (marked or not (key[7] or key[8])) for key in keys]
+    kept = [_is_kept(key[0], key[4]) for key in keys]
     hooked = any(key[5] for key in keys) and any(map(HOOKS, tensors))
     if hooked or not all(kept) or any(map(ATTRIBUTES, tensors)):
         each = zip(kind, map(ATTRIBUTES, tensors), map(HOOKS, tensors), strict=True)
