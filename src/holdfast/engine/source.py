@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress, pairwise
+from itertools import pairwise
 from weakref import ref
 
 import numpy as np
@@ -26,6 +26,7 @@ from holdfast.core.dense import DenseRows
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Content, Request, Store, by_source
+from holdfast.core.table import Piece
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, damage, whole_storages
@@ -338,10 +339,8 @@ class _Arrays:
         for number, place in zip(members.tolist(), places, strict=True):
             out[number] = array(shapes[number], dtypes[number], data, place).copy()
         if self._verify:
-            recorded = rows.crcs[members] != NO_CRC
             ends = (starts - start + rows.nbytes[members]).tolist()
-            sums = [crc32(data[place:end]) for place, end in compress(zip(places, ends, strict=True), recorded)]
-            self._compare(sums, members[recorded])
+            self._compare(members, [data[place:end] for place, end in zip(places, ends, strict=True)])
 
     def _scattered(self, key: str, members: Ints) -> None:
         """The arrays of tensors with much between them."""
@@ -360,13 +359,13 @@ class _Arrays:
         for number, row in zip(numbers, made, strict=True):
             out[number] = row.copy()
         if self._verify:
-            recorded = rows.crcs[members] != NO_CRC
-            self._compare([crc32(piece) for piece in compress(pieces, recorded)], members[recorded])
+            self._compare(members, pieces)
 
-    def _compare(self, sums: list[int], members: Ints) -> None:
-        found = np.array(sums, np.int64)
-        wrong = np.flatnonzero(found != self._rows.crcs[members])
-        self._changed.update(zip(members[wrong].tolist(), found[wrong].tolist(), strict=True))
+    def _compare(self, members: Ints, pieces: Sequence[Piece | bytearray]) -> None:
+        """Take note of rows whose bytes do not have the checksum that their file records."""
+        for row, crc, piece in zip(members.tolist(), self._rows.crcs[members].tolist(), pieces, strict=True):
+            if crc != NO_CRC and (found := crc32(piece)) != crc:
+                self._changed[row] = found
 
     def _named(self, key: str, members: Ints, error: HoldfastError) -> HoldfastError:
         """The error of the first of these rows that cannot be read, with the name of its tensor."""

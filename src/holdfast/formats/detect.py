@@ -104,10 +104,10 @@ def _refuse_second_reading(source: Source, found: Format) -> None:
     A tar header is told by a checksum, and any content can be made to have one. And whatever is no zip and no tar is unpickled from
     its first byte on, which the length at the start of safetensors and the counts of GGUF can be made to allow.
     """
-    from holdfast.formats.torch.legacy import refuse_tar
-
     if found.name not in PLAIN:
         return
+    from holdfast.formats.torch.legacy import refuse_tar
+
     (key,) = source.store.list()
     refuse_tar(source, key, found.name)
     if _unpickles(source, key):
@@ -124,11 +124,11 @@ OPCODES = frozenset(bytes([op]) for op in (*b"().012BCFGIJKLMNPQRSTUVX]abcdeghij
 
 def _unpickles(source: Source, key: str) -> bool:
     """Whether an unpickler that is given this file does anything before it fails."""
+    if source.first(key, 1) not in OPCODES:
+        return False
     from holdfast.formats.pickle.recording import read_ahead
     from holdfast.formats.torch.legacy import MAGIC
 
-    if source.first(key, 1) not in OPCODES:
-        return False
     size = source.store.size(key)
     found = read_ahead(lambda start, stop: source.bytes(key, start, min(stop, size)) if start < size else b"", size, source.limits)
     return found.acts or found.value == MAGIC

@@ -104,7 +104,7 @@ class PlainTable(ReducerTable):
             (BUILTINS, "set"): nothing_given(set),
         }
         super().__init__(
-            values={**plain_values(), **(values or {})},
+            values={**plain_values(), **values} if values else plain_values(),
             calls=plain | numpy_calls(proxy(self)) | dict(calls or {}),
             news=empty | dict(news or {}),
         )

@@ -133,7 +133,7 @@ class ReducerTable:
         calls: Mapping[Name, Row] | None = None,
         news: Mapping[Name, Row] | None = None,
     ) -> None:
-        self.values: dict[Name, object] = dict(values or {})
+        self.values: Mapping[Name, object] = values or {}
         self.calls: dict[Name, Row] = dict(calls or {})
         self.news: dict[Name, Row] = dict(news or {})
         self.offset = 0

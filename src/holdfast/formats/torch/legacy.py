@@ -247,26 +247,27 @@ def read_members(source: Source, key: str) -> dict[str, tuple[int, int]]:
     return members
 
 
+OCTAL = b"01234567"
+
+
 def _octal(field: bytes, at: int) -> int:
     text = field.strip(b" \0")
-    if not text or any(c not in b"01234567" for c in text):
+    if not text or text.strip(OCTAL):
         raise FormatError("a tar header whose size is no octal number", offset=at)
     return int(text, 8)
 
 
 def _checksum_ok(head: bytes) -> bool:
     field = head[148:156].strip(b" \0")
-    if not field or any(c not in b"01234567" for c in field):
+    if not field or field.strip(OCTAL):
         return False
     return int(field, 8) == sum(head[:148]) + 8 * 32 + sum(head[156:])
 
 
 def begins_like_tar(head: bytes) -> bool:
     """Whether CPython's tarfile takes the first block for a header: by its checksum, whatever else is in it."""
-    if len(head) < BLOCK_NBYTES or head[:BLOCK_NBYTES] == bytes(BLOCK_NBYTES):
-        return False
     field = head[148:156].split(b"\0", 1)[0].strip(b" ")
-    if not field or any(c not in b"01234567" for c in field):
+    if len(head) < BLOCK_NBYTES or not field or field.strip(OCTAL):
         return False
     unsigned = sum(head[:148]) + 256 + sum(head[156:BLOCK_NBYTES])
     signed = unsigned - 256 * sum(c > 127 for c in head[:148] + head[156:BLOCK_NBYTES])

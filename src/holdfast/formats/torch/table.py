@@ -6,8 +6,8 @@ strided view of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
@@ -16,8 +16,8 @@ from holdfast.core.runtime import weakly
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.plain import PlainTable
-from holdfast.formats.pickle.table import Pending
+from holdfast.formats.pickle.plain import PlainTable, plain_values
+from holdfast.formats.pickle.table import Name, Pending
 from holdfast.formats.pickle.tensor_templates import TensorArguments
 from holdfast.formats.torch.storages import ArchiveStorages, RecordKind
 from holdfast.formats.torch.tensors import (
@@ -50,6 +50,12 @@ TENSOR_CLASSES = tuple(
 )
 
 
+@cache
+def _values() -> Mapping[Name, object]:
+    """Globals that are only ever mentioned: those of Python, of numpy and of torch."""
+    return {**plain_values(), **VALUES}
+
+
 class TorchTable(PlainTable):
     """Plain Python and numpy values, plus torch's. `persistent` is given by the container."""
 
@@ -57,7 +63,7 @@ class TorchTable(PlainTable):
         """`storages` makes ordinary tensors, where it can."""
         super().__init__()
         self._storages = storages
-        self.values.update(VALUES)
+        self.values = _values()
         self.calls.update(CALLS)
         self.calls["torch._tensor", "_rebuild_from_type_v2"] = weakly(self._from_type)
         for module in ("torch._tensor", "torch.tensor"):
