@@ -25,7 +25,7 @@ from functools import lru_cache
 from operator import add
 from typing import cast
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
@@ -34,7 +34,7 @@ from holdfast.core.sharing import overlaps
 from holdfast.core.table import Kind
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
-from holdfast.formats.pickle.writer import MAX_TEXT_NBYTES, TEXT, TUPLES, integer
+from holdfast.formats.pickle.writer import LONG_PUT, MAX_TEXT_NBYTES, PUT1, TEXT, TUPLES, integer
 
 BYTES = DTYPES.storage("ByteStorage")
 UNTYPED = "ByteStorage"
@@ -198,15 +198,17 @@ KEY_TEXTS = [TEXT(b"X", length) for length in range(20)]
 """How a text of so many bytes begins."""
 
 
-class Template(Struct, eq=False):
-    """The opcodes of tensors of a kind, where the numbers of the memo have four bytes.
+class Template(Value, frozen=True, eq=False):
+    """The opcodes of tensors of a kind in a pickle.
 
-    What stands behind the key of the storage is one integer, its first byte the lowest. A tensor's numbers follow each other, so
-    all of them are right where `step` times the first one is added.
+    What stands behind the key of the storage is one integer, its first byte the lowest. The memo's numbers of a tensor follow each
+    other, so all of them are right where `step` times the first one is added.
     """
 
-    before: bytes
-    """Up to the key."""
+    lead: bytes
+    """What stands before the key. Of a new record with the key, for which `%d` stands."""
+    stop: float
+    """The first record whose key has more digits than `lead` says."""
     behind: int
     """What stands behind the key where the memo's numbers count from 0."""
     step: int
@@ -215,26 +217,6 @@ class Template(Struct, eq=False):
     """How long that is."""
     count: int
     """How many numbers of the memo a tensor takes."""
-    lead: bytes = b""
-    """A tensor with a new record up to the end of the key, for which `%d` stands."""
-    stop: int = 0
-    """The first record whose key has more digits than `lead` says."""
-
-    @classmethod
-    def of(cls, before: bytes, pieces: list[bytes]) -> Template:
-        """Of what stands behind the key in pieces: a number goes between two of them."""
-        behind = b"".join([piece + number.to_bytes(4, "little") for number, piece in enumerate(pieces[:-1])]) + pieces[-1]
-        step = b"".join([bytes(len(piece)) + b"\1\0\0\0" for piece in pieces[:-1]])
-        return cls(before, int.from_bytes(behind, "little"), int.from_bytes(step, "little"), len(behind), len(pieces) - 1)
-
-    def lengthen(self, record: int) -> None:
-        """Make `lead` for keys with as many digits as this record's."""
-        digits = len(str(record))
-        self.lead, self.stop = (self.before + KEY_TEXTS[digits]).replace(b"%", b"%%") + b"%d", 10**digits
-
-    def filled(self, number: int) -> bytes:
-        """What stands behind the key, with the memo's numbers from this one on."""
-        return (self.behind + number * self.step).to_bytes(self.nbytes, "little")
 
 
 REMEMBER, RECORD_KEY = object(), object()
@@ -280,10 +262,41 @@ def kind_opcodes(kind: Kind) -> tuple[tuple[object, ...], frozenset[object]]:
     return tuple(made), frozenset(one for one in made if isinstance(one, str | tuple))
 
 
+@lru_cache(1024)
+def template_of(
+    opcodes: tuple[object, ...], refers: frozenset[object], named: tuple[bytes, ...], *, digits: int, wide: bool
+) -> Template:
+    """The template of a kind in a pickle where `named` are the references to what it refers to, for keys of so many digits.
+
+    0 digits are for records that are known. In a pickle with `wide` numbers these have four bytes.
+    """
+    references = dict(zip(refers, named, strict=True))
+    known = [one if one is REMEMBER or type(one) is bytes else references.get(one) for one in opcodes]
+    cut = opcodes.index(RECORD_KEY)
+    before = b"".join(cast("list[bytes]", known[:cut]))
+    behind, step, count = b"", b"", 0
+    # A new key is remembered as well.
+    for one in [*([REMEMBER] if digits else ()), *known[cut + 1 :]]:
+        if one is REMEMBER:
+            behind += LONG_PUT(b"r", count) if wide else PUT1[count]
+            step += LONG_PUT(b"\0", 1) if wide else b"\0\1"
+            count += 1
+        else:
+            behind += cast("bytes", one)
+            step += bytes(len(cast("bytes", one)))
+    lead = (before + KEY_TEXTS[digits]).replace(b"%", b"%%") + b"%d" if digits else before
+    numbers = int.from_bytes(behind, "little"), int.from_bytes(step, "little")
+    return Template(lead, 10**digits if digits else math.inf, *numbers, len(behind), count)
+
+
 def integers(values: tuple[int, ...]) -> bytes:
     """A tuple of integers."""
     raw = b"".join(map(integer, values))
     return raw + TUPLES[len(values)] if len(values) < 4 else b"(" + raw + b"t"
+
+
+NEW, WIDE = 1, 2
+"""Of templates: for tensors whose record is new, and for numbers of the memo that have four bytes."""
 
 
 class PickledKind(Struct, eq=False):
@@ -294,12 +307,8 @@ class PickledKind(Struct, eq=False):
     """The globals and texts that they refer to."""
     named: bool = False
     """Whether all of these are in the pickle."""
-    joined: tuple[object, ...] | None = None
-    """The opcodes in fewer pieces, once all that they refer to is there."""
-    new: Template | None = None
-    """For tensors whose record is new."""
-    known: Template | None = None
-    """The same where it is not."""
+    made: list[Template | None] = field(default_factory=lambda: [None] * 4)
+    """The templates of this pickle, by the sum of `NEW` and `WIDE`."""
 
     @classmethod
     def of(cls, kind: Kind) -> PickledKind | None:

@@ -18,9 +18,9 @@ Tensors of a table (`PickledRows`) are written by templates. Those of a kind hav
 and the numbers that the memo counts.
 
 1. The opcodes of a kind are known before (`kind_opcodes`): bytes, references to globals and texts, and places where the memo takes
-   a number. As long as these numbers have one byte, and for the first tensor that refers to something, they are written one by one.
-2. From then on a tensor is its key between two pieces of bytes. The second one has the numbers in it, four bytes wide: all of it
-   is one integer, to which a multiple of the first number is added (`Template`).
+   a number. For the first tensor that refers to something they are written one by one.
+2. From then on a tensor is its key between two pieces of bytes. The second one has the numbers in it, one or four bytes wide: all
+   of it is one integer, to which a multiple of the first number is added (`Template`).
 
 All others (odd rows, composites, lazy tensors that are parts of a storage) are written opcode by opcode, by the same writer.
 """
@@ -57,11 +57,13 @@ from holdfast.formats.pickle.writer import (
 from holdfast.formats.torch.composites import COMPOSITES
 from holdfast.formats.torch.pickled import (
     KEY_TEXTS,
+    NEW,
     NO_ROWS,
     RECORD_KEY,
     REMEMBER,
     STORAGE,
     UTILS,
+    WIDE,
     PickledKind,
     PickledRows,
     StorageRecord,
@@ -73,6 +75,7 @@ from holdfast.formats.torch.pickled import (
     integers,
     is_simple,
     problem_of,
+    template_of,
 )
 from holdfast.formats.torch.table import LAYOUTS
 
@@ -233,7 +236,7 @@ class TorchPickle(PickleWriter):
                     if made is not None and storage != ODD and storage not in records:
                         record = len(records)
                         if record >= made.stop:
-                            made.lengthen(record)
+                            made = self._longer(kind_of[row])
                         out += (made.lead % record, (made.behind + number * made.step).to_bytes(made.nbytes, "little"))
                         records[storage] = number
                         number += made.count
@@ -257,6 +260,14 @@ class TorchPickle(PickleWriter):
         out += (opcode,)
         if len(out) - begin > PIECES and (not self._open or self._open[-1][0] < begin):
             out[begin:] = [b"".join(out[begin:])]
+
+    def _longer(self, kind: int) -> Template:
+        """The template of tensors with new records, for keys of one digit more."""
+        known = self._kinds[kind]
+        assert known is not None, "its tensors were written by a template"
+        self._made[kind] = made = self._template(known, NEW + WIDE, len(self._records))
+        assert made is not None, "there was one for shorter keys"
+        return made
 
     def _row(self, value: object) -> None:
         """A value of the type of a row."""
@@ -286,7 +297,7 @@ class TorchPickle(PickleWriter):
                 self.memo[id(value)] = self.memo[id(made)]
             return
         self._alike_tensor(value, kind, storage)
-        self._made[given.kind[row]] = kind.new
+        self._made[given.kind[row]] = kind.made[NEW + WIDE]
 
     def _other(self, value: object) -> None:
         """A value for which another is written, where there is one."""
@@ -306,26 +317,37 @@ class TorchPickle(PickleWriter):
     def _alike_tensor(self, value: object, kind: PickledKind, source: int) -> None:
         """A tensor of which the pickle knows all when it comes; `source` is as in `_records`."""
         number, known, record = self.count, self._records.get(source), len(self._records)
-        if number <= SHORT or record < ONE_DIGIT or not self._has_named(kind):
+        made = self._template(kind, (0 if number <= SHORT else WIDE) + (NEW if known is None else 0), record)
+        key = str(record) if known is None and record < ONE_DIGIT else ""
+        if made is None or number <= SHORT < number + made.count - 1 or (key and id(key) in self.memo):
             self._by_opcodes(kind, source)
-        elif known is None:
-            made = kind.new or self._template(kind, new=True)
-            if record >= made.stop:
-                made.lengthen(record)
-            self.out += (made.lead % record, made.filled(number))
-            self._records[source] = number
-            self.count = number + made.count
         else:
-            made = kind.known or self._template(kind, new=False)
-            self.out += (made.before, get(known), made.filled(number))
+            lead = made.lead % record if known is None else made.lead + get(known)
+            self.out += (lead, (made.behind + number * made.step).to_bytes(made.nbytes, "little"))
             self.count = number + made.count
+            if known is None:
+                self._records[source] = number
+            if key:
+                self.keep(key)
+                self.memo[id(key)] = number
         self.memo[id(value)] = self.count - 1
+
+    def _template(self, kind: PickledKind, which: int, record: int) -> Template | None:
+        """The opcodes of a kind in this pickle; None as long as something that they refer to is not in it."""
+        made = kind.made[which]
+        if made is None or record >= made.stop:
+            references = self._references
+            if not kind.named and not references.keys() >= kind.refers:
+                return None
+            kind.named = True
+            digits = len(str(record)) if which & NEW else 0
+            named = tuple([references[one] for one in kind.refers])
+            made = kind.made[which] = template_of(kind.opcodes, kind.refers, named, digits=digits, wide=bool(which & WIDE))
+        return made
 
     def _by_opcodes(self, kind: PickledKind, source: int) -> None:
         references, write = self._references, self.out.append
-        if kind.named and kind.joined is None:
-            kind.joined = self._joined(kind)
-        for opcode in kind.joined or kind.opcodes:
+        for opcode in kind.opcodes:
             if type(opcode) is bytes:
                 write(opcode)
             elif opcode is REMEMBER:
@@ -341,43 +363,6 @@ class TorchPickle(PickleWriter):
             else:
                 self.name(*opcode)  # type: ignore[misc]  # the name of a global
         kind.named = True
-
-    def _joined(self, kind: PickledKind) -> tuple[object, ...]:
-        """The opcodes of a kind with fewer pieces: all that they refer to is known."""
-        joined: list[object] = []
-        known = b""
-        for one in kind.opcodes:
-            if one is REMEMBER or one is RECORD_KEY:
-                joined += (known, one) if known else (one,)
-                known = b""
-            else:
-                known += one if type(one) is bytes else self._references[one]
-        return tuple(joined)
-
-    def _has_named(self, kind: PickledKind) -> bool:
-        """Whether all that tensors of a kind refer to is in the pickle."""
-        kind.named = kind.named or self._references.keys() >= kind.refers
-        return kind.named
-
-    def _template(self, kind: PickledKind, *, new: bool) -> Template:
-        """The opcodes of a kind in this pickle, without the key: all that they refer to is known."""
-        references = self._references
-        cut = kind.opcodes.index(RECORD_KEY)
-        before = b"".join([one if type(one) is bytes else references[one] for one in kind.opcodes[:cut]])
-        # A new key is remembered as well. The memo's numbers are long, and there is one behind each piece but the last.
-        pieces = [b"r", b""] if new else [b""]
-        for one in kind.opcodes[cut + 1 :]:
-            if one is REMEMBER:
-                pieces[-1] += b"r"
-                pieces.append(b"")
-            else:
-                pieces[-1] += one if type(one) is bytes else references[one]
-        made = Template.of(before, pieces)
-        if new:
-            kind.new = made
-        else:
-            kind.known = made
-        return made
 
     def tensor(self, tensor: LazyTensor) -> None:
         """A tensor with all that it is beyond its elements."""

@@ -66,9 +66,6 @@ CRC_BEGIN, CRC_END = 16, 20
 AT_ONCE = 8 * blocks.BATCH
 """Records that are laid out at a time."""
 
-LONG_NBYTES = 1024
-"""Of records, on the average."""
-
 SIGNATURE = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
 
 
@@ -487,10 +484,8 @@ class _Stretch(Value, frozen=True, eq=False):
                 joined[3 * at], joined[3 * at + 2] = self._head(pads[at], UTF8) % numbers[at], b""
         content = b"".join(joined)
         found = dict(zip(labels, crcs if self.filled else compress(crcs, nbytes), strict=True)) if self.crc else {}
-        # To look through all bytes of long records takes longer than to look where each begins.
-        if len(content) > LONG_NBYTES * len(pieces) or content.count(SIGNATURE) > len(labels):
-            found |= self._mistaken(pieces, self.first + low)
-        return content, found
+        signed = [number for number, piece in enumerate(pieces, self.first + low) if piece and piece[0] == SIGNATURE[0]]
+        return content, found | self._mistaken(signed, pieces, self.first + low) if signed else found
 
     def _head(self, pad: int, flags: int) -> bytes:
         """A header with its padding, and a place for what `_numbers` gives."""
@@ -498,12 +493,13 @@ class _Stretch(Value, frozen=True, eq=False):
         begin = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, self.name_nbytes, extra) + self.before
         return self._place.join([piece.replace(b"%", b"%%") for piece in (begin, padding(pad))])
 
-    def _mistaken(self, pieces: Sequence[bytes | memoryview], first: int) -> dict[str, int]:
+    def _mistaken(self, signed: Sequence[int], pieces: Sequence[bytes | memoryview], first: int) -> dict[str, int]:
         """What torch takes for a checksum more: what follows the signature of a descriptor where data begins with that."""
+        begins = {number: bytes(pieces[number - first][:8]) for number in signed}
         found = {
-            self.records.names[number] + MISTAKEN_KEY: int.from_bytes(piece[4:8], "little")
-            for number, piece in enumerate(pieces, first)
-            if len(piece) >= 8 and piece[:4] == SIGNATURE
+            self.records.names[number] + MISTAKEN_KEY: int.from_bytes(begin[4:], "little")
+            for number, begin in begins.items()
+            if len(begin) == 8 and begin.startswith(SIGNATURE)
         }
         return found | {MISTAKEN_KEY: 0} if found else found
 

@@ -35,8 +35,8 @@ from holdfast.torch.cuda.memory import GpuStorages
 TYPES = (torch.Tensor, torch.nn.Parameter)
 """By exact class."""
 
-ATTRIBUTES, DEVICE, DTYPE, SHAPE, GRAD, HOOKS, IDENTITY, LAYOUT, NESTED = map(
-    attrgetter, ("__dict__", "device", "dtype", "shape", "requires_grad", "_backward_hooks", "_cdata", "layout", "is_nested")
+ATTRIBUTES, DEVICE, DTYPE, SHAPE, GRAD, HOOKS, LAYOUT, NESTED = map(
+    attrgetter, ("__dict__", "device", "dtype", "shape", "requires_grad", "_backward_hooks", "layout", "is_nested")
 )
 
 CPU = "cpu"
