@@ -50,37 +50,28 @@ UTF8 = 1 << 11
 
 STORED, DEFLATED = 0, 8
 
-LOCAL = np.dtype(
-    [
-        ("signature", "<u4"),
-        ("needed", "<u2"),
-        ("flags", "<u2"),
-        ("method", "<u2"),
-        ("time", "<u2"),
-        ("date", "<u2"),
-        ("crc", "<u4"),
-        ("packed", "<u4"),
-        ("size", "<u4"),
-        ("name_nbytes", "<u2"),
-        ("extra_nbytes", "<u2"),
-    ]
-)
+COMMON = [
+    ("needed", "<u2"),
+    ("flags", "<u2"),
+    ("method", "<u2"),
+    ("time", "<u2"),
+    ("date", "<u2"),
+    ("crc", "<u4"),
+    ("packed", "<u4"),
+    ("size", "<u4"),
+    ("name_nbytes", "<u2"),
+    ("extra_nbytes", "<u2"),
+]
+"""What a local header and an entry of the directory both say."""
+
+LOCAL = np.dtype([("signature", "<u4"), *COMMON])
 """A local header, 30 bytes."""
 
 ENTRY = np.dtype(
     [
         ("signature", "<u4"),
         ("made_by", "<u2"),
-        ("needed", "<u2"),
-        ("flags", "<u2"),
-        ("method", "<u2"),
-        ("time", "<u2"),
-        ("date", "<u2"),
-        ("crc", "<u4"),
-        ("packed", "<u4"),
-        ("size", "<u4"),
-        ("name_nbytes", "<u2"),
-        ("extra_nbytes", "<u2"),
+        *COMMON,
         ("comment_nbytes", "<u2"),
         ("disk", "<u2"),
         ("internal", "<u2"),
