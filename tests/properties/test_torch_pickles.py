@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import holdfast.torch as ht
 from holdfast.core.runtime import resting_collector
 from holdfast.plan.saves import Memory
-from holdfast.torch import versions
 from holdfast.torch.serialization import pickling
 from holdfast.torch.serialization.save import plan_object
 
@@ -28,8 +27,6 @@ SHAPES = [(), (1,), (3,), (2, 3), (0,), (2, 0, 3), (1, 1, 1, 1, 2)]
 TEXTS = st.sampled_from(["cpu", "storage", "weight", "0", "7", "", "é\U0001f600", "a" * 300]) | st.text(max_size=3)
 NUMBERS = st.sampled_from([0, 255, 256, 65536, -1, 1 << 31, 1 << 62, -(1 << 63)])
 PLAIN = st.none() | st.booleans() | NUMBERS | st.floats() | TEXTS
-
-pytestmark = pytest.mark.skipif(not versions.NUMBERED_CONTAINER, reason=versions.NUMBERED_CONTAINER.reason)
 
 
 def made(kind, shape, how):
