@@ -112,6 +112,12 @@ def tied(n: int) -> dict[str, object]:
     return {**state, **{f"tied.{name}": tensor for name, tensor in state.items()}}
 
 
+def views(n: int) -> dict[str, object]:
+    """Parts of one buffer."""
+    buffer = torch.arange(64 * n, dtype=torch.float32).reshape(n, 64)
+    return {f"layers.{i // 100}.experts.{i % 100}.w": row for i, row in enumerate(buffer)}
+
+
 # Verbs.
 
 
@@ -326,6 +332,9 @@ CASES = [
     Case("save_sharded, safetensors", "tensors, safetensors", sharding(format="safetensors")),
     Case("save_sharded, nested", "tensors, native", sharding(nested)),
     Case("save_sharded, tied", "tensors, native", sharding(tied)),
+    Case("save native, views", "tensors, native", saving(make=views)),
+    Case("save safetensors, views", "tensors, safetensors", saving(".safetensors", views)),
+    Case("save_sharded, views", "tensors, native", sharding(views)),
     Case("save_sharded, hashes", "tensors, native", sharding(hashes=True)),
     Case("save_sharded, base", "tensors, native", sharding_on_a_base),
     Case("save_sharded, bucket", "tensors, native", sharding_to_a_bucket),

@@ -177,10 +177,15 @@ class _Search:
         self._storage += known
         lies = [views[kind[row]] for row in rows]
         if offsets := table.offsets:
-            kinds, placed = table.kinds, self._views
+            # No function is called for a row: there may be fifty thousand views of one storage.
+            placed, unused = self._views, len(self._views)
+            filled = [0 not in one.shape for one in table.kinds]
             for at, row in enumerate(rows):
-                if row in offsets and 0 not in kinds[kind[row]].shape:
-                    lies[at] = placed.setdefault(self._way(kinds[kind[row]], offsets[row]), len(placed))
+                if row in offsets and filled[kind[row]]:
+                    way = lies[at], offsets[row]
+                    if way not in placed:
+                        placed[way], unused = unused, unused + 1
+                    lies[at] = placed[way]
         self._lies += lies
 
     def _keys(self, table: Table, numbers: Sequence[int], rows: Sequence[int]) -> Iterable[Hashable]:
@@ -223,22 +228,20 @@ class _Search:
 
     def _view(self, kind: Kind) -> int:
         """The number of a way to lie in a storage, from its first byte on."""
-        return self._views.setdefault(self._way(kind, 0), len(self._views))
-
-    def _way(self, kind: Kind, offset: int) -> Hashable:
-        """What is equal for equal ways to lie in a storage."""
-        place = (0, ()) if 0 in kind.shape else (offset, kind.strides)
-        return kind.dtype, kind.shape, place, kind.traits.conj, kind.traits.neg
+        strides = () if 0 in kind.shape else kind.strides
+        return self._views.setdefault((kind.dtype, kind.shape, strides, kind.traits.conj, kind.traits.neg), len(self._views))
 
     def _odd_view(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:
         """The same of a tensor by itself."""
         traits = tensor.traits
-        place: Hashable = chunks[0].offset, chunks[0].strides
+        place: Hashable = chunks[0].strides
+        offset = chunks[0].offset
         if len(chunks) > 1 or chunks[0].box != Box.whole(tensor.shape):
-            place = tuple([(one.box, self._number(tensor, (one,)), one.offset, one.strides) for one in chunks])
+            place, offset = tuple([(one.box, self._number(tensor, (one,)), one.offset, one.strides) for one in chunks]), 0
         elif 0 in tensor.shape:
-            place = 0, ()
-        return self._views.setdefault((tensor.dtype, tensor.shape, place, traits.conj, traits.neg), len(self._views))
+            place, offset = (), 0
+        lies = self._views.setdefault((tensor.dtype, tensor.shape, place, traits.conj, traits.neg), len(self._views))
+        return self._views.setdefault((lies, offset), len(self._views)) if offset else lies
 
     def found(self) -> SharedRows:
         """All rows that have bytes, in order."""

@@ -177,6 +177,13 @@ class Storages(Protocol):
         Raises what names the storage that cannot be had; `StorageMoved` for memory.
         """
 
+    @property
+    def divisible(self) -> bool:
+        """Whether parts of storages are read together, as whole ones are."""
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]:
+        """So many bytes of storages of these numbers, from these bytes on; where they are `divisible`."""
+
     def alone(self, number: int, label: str) -> bytes | Data | Memory:
         """The bytes of one storage under a label where they lie, as a segment; `b""` where there are none.
 
@@ -263,6 +270,7 @@ class Table(Mapping[str, LazyTensor]):
         self._rows: dict[str, int] | None = None
         self._apart: dict[int, None] | None = None
         self._kind_numbers: Ints | None = None
+        self._single: dict[int, None] | None = None
         self._views = views
 
     @property
@@ -286,12 +294,25 @@ class Table(Mapping[str, LazyTensor]):
 
     @property
     def apart(self) -> Mapping[int, None]:
-        """Rows that are not all bytes of a storage, in order: views and odd ones. Each is written by its lazy tensor (`view`)."""
+        """Rows that are not all bytes of a storage, in order: views and odd ones."""
         if self._apart is None:
-            odd, views = self.odd, {number for number, kind in enumerate(self.kinds) if not kind.whole}
-            rows = [row for row, one in enumerate(self.kind) if one in views or row in odd] if odd or views else ()
-            self._apart = dict.fromkeys(rows)
+            self._apart = self._rows_not({number for number, kind in enumerate(self.kinds) if not kind.whole})
         return self._apart
+
+    @property
+    def single(self) -> Mapping[int, None]:
+        """Rows that are read by themselves, in order, by their lazy tensors (`view`): odd ones, and views that are no range of
+        bytes of a storage, or of one that is not read in parts."""
+        if self._single is None:
+            parts = self.storages.divisible
+            kinds = enumerate(self.kinds)
+            self._single = self._rows_not({number for number, kind in kinds if not (kind.whole or (parts and kind.dense))})
+        return self._single
+
+    def _rows_not(self, kinds: set[int]) -> dict[int, None]:
+        """Odd rows, and those of some kinds."""
+        odd = self.odd
+        return dict.fromkeys([row for row, one in enumerate(self.kind) if one in kinds or row in odd] if odd or kinds else ())
 
     def view(self, row: int) -> LazyTensor:
         """The row as a lazy tensor."""
@@ -330,10 +351,15 @@ class Table(Mapping[str, LazyTensor]):
         return lengths[self.kind_numbers[where]]
 
     def read(self, rows: Sequence[int]) -> Sequence[Piece]:
-        """The bytes of rows that are all of their storages, all together."""
-        storage = self.storage
+        """The bytes of rows that are not `single`, all together."""
+        storage, kinds, kind = self.storage, self.kinds, self.kind
+        numbers = rows if storage == range(len(self)) else [storage[row] for row in rows]
         try:
-            return self.storages.read(rows if storage == range(len(self)) else [storage[row] for row in rows])
+            if all(one.whole for one in kinds):
+                return self.storages.read(numbers)
+            offsets, nbytes = self.offsets, [one.nbytes for one in kinds]
+            starts = [offsets[row] // 8 if row in offsets else 0 for row in rows]
+            return self.storages.read_parts(numbers, starts, [nbytes[kind[row]] for row in rows])
         except StorageMoved as moved:
             raise self._moved(rows[moved.at]) from None
 

@@ -48,10 +48,21 @@ class ArrayStorages:
         arrays = self._arrays
         return [arrays[number].tobytes("A") for number in numbers]
 
+    divisible = True
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
+        """Parts of those of these numbers, where they lie."""
+        whole = {number: self._bytes(number) for number in {*numbers}}
+        return [whole[number][start : start + count] for number, start, count in zip(numbers, starts, nbytes, strict=True)]
+
+    def _bytes(self, number: int) -> memoryview:
+        array = self._arrays[number]
+        return byte_row(array if array.flags.c_contiguous else array.T).data
+
     def alone(self, number: int, label: str) -> Memory | bytes:
         """Those of one, where they lie."""
         array = self._arrays[number]
-        return Memory(byte_row(array if array.flags.c_contiguous else array.T).data, label, array) if array.nbytes else b""
+        return Memory(self._bytes(number), label, array) if array.nbytes else b""
 
     def addresses(self) -> list[int]:
         """Where each begins."""

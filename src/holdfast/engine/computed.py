@@ -221,6 +221,11 @@ class ComputedStorages:
         """Storages of which all elements were seen."""
         self._lock = threading.Lock()
 
+    divisible = False
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]:
+        raise NotImplementedError
+
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
         pieces = self._originals(numbers)
         wanted = np.array(numbers, np.int64)

@@ -96,16 +96,18 @@ def _has_view(kind: Kind) -> bool:
 
 def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], noted: Collection[int]) -> list[ViewGroup]:
     """The storages of which rows are views that are worth a note."""
-    storage, kind = table.storage, table.kind
+    storage, kinds, kind, names, offsets = table.storage, table.kinds, table.kind, table.names, table.offsets
     written = np.array(rows, np.int64)
     several = np.bincount(np.array(first, np.int64)[written], minlength=len(table)) > 1 if len(rows) else ()
     some = [row for row in rows if several[first[row]] or kind[row] in noted or row in table.odd]
     groups: dict[object, list[tuple[str, Kind, int]]] = {}
     nbytes: dict[object, int] = {}
-    for row in sorted(some, key=lambda row: (first[row], row)):
-        own, place, length, offset = table.kind_of(row), object(), 0, table.offset_of(row)
+    # No function is called for a row with a storage: there may be fifty thousand views of one.
+    for row in sorted(some, key=first.__getitem__):
+        own = kinds[kind[row]]
         if storage[row] != ODD and own.traits.alias is None:
-            place, length = storage[row], own.storage_nbytes
+            place: object = storage[row]
+            length, offset = own.storage_nbytes, offsets[row] if row in offsets else 0  # noqa: SIM401
         else:
             tensor = table.view(row)
             if len(tensor.chunks) > 1 or not tensor.chunks[0].storage.nbytes:
@@ -113,8 +115,9 @@ def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], noted:
             (old,) = tensor.shared_storages
             own, place, length, offset = Kind.of(tensor), old, old.nbytes, tensor.chunks[0].offset
         if length:
-            groups.setdefault(place, []).append((table.names[row], own, offset))
-            nbytes[place] = length
+            if place not in groups:
+                groups[place], nbytes[place] = [], length
+            groups[place] += ((names[row], own, offset),)
     made = (_group(nbytes[place], members) for place, members in groups.items())
     return [group for group in made if group is not None]
 
@@ -123,19 +126,22 @@ def _group(nbytes: int, members: Sequence[tuple[str, Kind, int]]) -> ViewGroup |
     """The views of one storage, where they are worth a note."""
     views: dict[str, tuple[int, tuple[int, ...]]] = {}
     kinds: list[Kind] = []
+    of_each = {one: one.traits.alias.strides if one.traits.alias else one.strides for one in {one for _, one, _ in members}}
+    ascending = {one for one, strides in of_each.items() if min(strides, default=0) >= 0}
     for name, one, offset in members:
         if one.traits.conj or one.traits.neg:
             # Conjugated elements are written as what they stand for: not the bytes of the storage any more.
             continue
         alias = one.traits.alias
         place = (offset, one.strides) if alias is None else (alias.offset, alias.strides)
-        if min(place[1], default=0) >= 0:
+        if one in ascending:
             views[name] = (0, (0,) * len(one.shape)) if alias is None and 0 in one.shape else place
-            kinds.append(one)
+            kinds += (one,)
     if len(views) == 1:
         ((_, strides),) = views.values()
         return ViewGroup(nbytes, views) if _strided(kinds[0], strides, nbytes) else None
-    if len({one.dtype for one in kinds}) > 1 and any(one.byteorder != "little" for one in kinds):
+    each = {*kinds}
+    if len({one.dtype for one in each}) > 1 and any(one.byteorder != "little" for one in each):
         # Elements of several widths over the same big-endian bytes: little-endian, no storage has them all.
         return None
     return ViewGroup(nbytes, views) if views else None

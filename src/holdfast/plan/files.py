@@ -36,7 +36,7 @@ class ViewTable(Table):
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         self.names, self._views = [*tensors], [*tensors.values()]
-        self._rows = self._apart = self._kind_numbers = None
+        self._rows = self._apart = self._single = self._kind_numbers = None
 
     def __getattr__(self, name: str) -> object:
         if name not in COLUMNS:
@@ -218,44 +218,54 @@ class FileStorages(FileColumns):
         source = self.files[self._file[number]].source
         return LazyTensor(name, kind.dtype, kind.shape, (), source, kind.traits, FileRow(self, number, kind, offset))
 
+    divisible = True
+
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
-        """The bytes of these; neighbours by one read."""
         wanted = np.array(numbers, np.int64)
+        return self._pieces(wanted, self.start[wanted], self.nbytes[wanted])
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
+        wanted = np.array(numbers, np.int64)
+        return self._pieces(wanted, self.start[wanted] + np.array(starts, np.int64), np.array(nbytes, np.int64))
+
+    def _pieces(self, wanted: Ints, begins: Ints, nbytes: Ints) -> list[memoryview]:
+        """So many bytes of storages of these numbers, from these bytes of files on; neighbours by one read."""
         pieces: list[memoryview] = [memoryview(b"")] * len(wanted)
-        order = np.lexsort((self.start[wanted], self.file[wanted]))
-        order = order[self.nbytes[wanted[order]] > 0]
+        order = np.lexsort((begins, self.file[wanted]))
+        order = order[nbytes[order] > 0]
         for places in np.split(order, np.flatnonzero(np.diff(self.file[wanted[order]])) + 1):
             if not len(places):
                 continue
-            rows = wanted[places]
-            starts = self.start[rows]
-            stops = starts + self.nbytes[rows]
+            starts = begins[places]
+            stops = starts + nbytes[places]
             heads = coalesce(starts, stops, MEMORY)
             for first, last in zip(heads.tolist(), [*heads[1:].tolist(), len(places)], strict=True):
                 begin = int(starts[first])
-                data = self._span(rows[first:last].tolist(), begin, int(stops[first:last].max()))
-                cut = zip(places[first:last].tolist(), starts[first:last].tolist(), stops[first:last].tolist(), strict=True)
+                own = slice(first, last)
+                data = self._span(wanted[places[own]], starts[own], stops[own])
+                cut = zip(places[own].tolist(), starts[own].tolist(), stops[own].tolist(), strict=True)
                 for place, start, stop in cut:
                     pieces[place] = data[start - begin : stop - begin]
-        recorded = self.crc[wanted]
+        # The checksum of a storage says nothing about a part of it.
+        recorded = np.where(nbytes == self.nbytes[wanted], self.crc[wanted], NO_CRC)
         if (recorded != NO_CRC).any():
-            for number, found, crc in zip(numbers, crc32_each(pieces), recorded.tolist(), strict=True):
+            for number, found, crc in zip(wanted.tolist(), crc32_each(pieces), recorded.tolist(), strict=True):
                 if found != crc != NO_CRC:
                     raise self._changed(number, crc, found)
         return pieces
 
-    def _span(self, members: list[int], start: int, stop: int) -> memoryview:
-        place = self.files[self.file[members[0]]]
-        data = np.empty(stop - start, np.uint8).data
+    def _span(self, numbers: Ints, starts: Ints, stops: Ints) -> memoryview:
+        """The range of a file in which these ranges of storages lie; the first of them begins there."""
+        place, start = self.files[self.file[numbers[0]]], int(starts[0])
+        data = np.empty(int(stops.max()) - start, np.uint8).data
         store = place.source.store
         try:
             store.read(place.key, start, data)
         except HoldfastError:
             # Each by itself, so that the error names the one that cannot be read.
-            for number in members:
-                begin = int(self.start[number])
+            for number, begin, end in zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
                 with located(tensor=self.names[number]):
-                    store.read(place.key, begin, data[begin - start : begin - start + int(self.nbytes[number])])
+                    store.read(place.key, begin, data[begin - start : end - start])
         return data
 
     def _changed(self, number: int, expected: int, found: int) -> Corrupted:

@@ -1,8 +1,8 @@
 """A table on its way to a file: tables of lazy tensors, and the segments that rows become.
 
-Rows that are all bytes of their storages are read many together, by whoever made them: memory, a GPU, a file. Every other row
-stands *apart* (`Table.apart`) and is written by its lazy tensor, which says where its elements are: a view of a storage, or an odd
-row, a tensor in several pieces or one that is computed.
+Rows that are ranges of bytes of their storages are read many together, by whoever made them: memory, a GPU, a file. Every other
+row is *single* (`Table.single`) and is written by its lazy tensor, which says where its elements are: a strided view of a storage,
+or an odd row, a tensor in several pieces or one that is computed.
 
 Every layout takes a table (`core/table.py`). Two functions make one to be saved: `rewrite.state.tabulate_state` of a caller's
 memory, `lazy_table` of lazy tensors.
@@ -45,6 +45,12 @@ class MemoryBytes(Protocol):
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
         """The bytes of storages of these numbers, all of them together."""
 
+    @property
+    def divisible(self) -> bool:
+        """As for `core.table.Storages`, and so is what follows."""
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]: ...
+
     def alone(self, number: int, label: str) -> bytes | Data | Memory:
         """The bytes of one storage under a label, where they lie."""
 
@@ -76,17 +82,30 @@ class StateStorages:
         self.nbytes: Ints = columns[0] if len(parts) == 1 else np.concatenate(columns or [np.zeros(0, np.int64)])
         self.read_nbytes = self.nbytes
         self.stores = tuple(store for part in parts if isinstance(part, FileStorages) for store in part.stores)
+        self.divisible = all(part.divisible for part in parts)
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        return self._read(numbers, lambda part, own, here: part.read(own))
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]:
+        def read(part: MemoryBytes, own: Sequence[int], here: Sequence[int]) -> Sequence[Piece]:
+            return part.read_parts(own, [starts[at] for at in here], [nbytes[at] for at in here])
+
+        return self._read(numbers, read)
+
+    def _read(
+        self, numbers: Sequence[int], read: Callable[[MemoryBytes, Sequence[int], Sequence[int]], Sequence[Piece]]
+    ) -> Sequence[Piece]:
+        """What each part reads: `read` is given the numbers there, and where these stand in all."""
         if len(self._parts) == 1:
-            return self._parts[0].read(numbers)
+            return read(self._parts[0], numbers, range(len(numbers)))
         wanted = np.array(numbers, np.int64)
         sides = np.searchsorted(self._edges, wanted, side="right") - 1
         pieces: list[Piece] = [b""] * len(numbers)
         for side in np.unique(sides).tolist():
             here = np.flatnonzero(sides == side)
             try:
-                found = self._parts[side].read((wanted[here] - self._edges[side]).tolist())
+                found = read(self._parts[side], (wanted[here] - self._edges[side]).tolist(), here.tolist())
             except StorageMoved as moved:
                 raise StorageMoved(int(here[moved.at])) from None
             for place, piece in zip(here.tolist(), found, strict=True):
@@ -202,8 +221,8 @@ def segments(
     """
     found: list[Segment] = []
     alone = nbytes > saves.SMALL_NBYTES
-    if apart := table.apart:
-        alone |= np.array([row in apart for row in rows], bool)
+    if single := table.single:
+        alone |= np.array([row in single for row in rows], bool)
     for first, stop in segment_runs(alone.nonzero()[0].tolist(), nbytes.cumsum()):
         if first + 1 == stop and alone[first]:
             name = table.names[rows[first]]

@@ -24,7 +24,7 @@ from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, State, Store
 from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import tied
-from holdfast.core.table import Kind, Table
+from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
@@ -147,9 +147,9 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     alike = _of_each_kind(table)
     if _near_limits(plan, table, flat=leaves.flat):
         return rehearse(plan, path)
-    # One pair of rows that are tied, if some are.
-    tie = next(iter(tied(table).items()), ())
-    plain = leaves.flat and not table.apart and not without_origin(state.metadata)
+    # One pair of rows that are tied, and one of parts of a storage, if there are some.
+    tie = (*next(iter(tied(table).items()), ()), *_two_views(table))
+    plain = leaves.flat and not table.single and not without_origin(state.metadata)
     key = (
         format, options.keep_tree, options.sparse, options.base is None, plan.directory, len(plan.files) > 1, frozenset(alike),
         tuple([_likeness(table.kind_of(row)) for row in tie]),
@@ -158,7 +158,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
         return replace(plan, opens=True)
     wholes = leaves.composites()
     parts = {id(part) for whole in wholes for part in whole.parts.values()}
-    wanted = {*alike.values(), *table.apart, *tie}
+    wanted = {*alike.values(), *table.single, *tie}
     rows = sorted(row for row in wanted if not parts or id(leaves.values[row]) not in parts)
     if 2 * (len(rows) + len(parts)) >= len(table):
         plan = rehearse(plan, path)
@@ -204,12 +204,24 @@ def _of_each_kind(table: Table) -> dict[object, int]:
     return alike
 
 
+def _two_views(table: Table) -> tuple[int, ...]:
+    """Two rows that are different parts of one storage, if there are such."""
+    parts = {number for number, kind in enumerate(table.kinds) if kind.dense and kind.nbytes and not kind.whole}
+    seen: dict[int, int] = {}
+    for row, one in enumerate(table.kind if parts else ()):
+        if one in parts and table.storage[row] != ODD:
+            first = seen.setdefault(table.storage[row], row)
+            if table.offset_of(first) != table.offset_of(row):
+                return first, row
+    return ()
+
+
 def _likeness(kind: Kind) -> tuple[object, ...]:
     """What a reader tells a kind by, but for the lengths of its dimensions."""
     traits = kind.traits
     marks = (traits.requires_grad, traits.parameter, traits.buffer)
     usual = kind.strides == c_strides(kind.shape, kind.dtype.bits)
-    return kind.dtype.name, len(kind.shape), kind.nbytes == 0, usual, marks, kind.location
+    return kind.dtype.name, len(kind.shape), kind.nbytes == 0, usual, kind.whole, marks, kind.location
 
 
 WITH_DATA = (Data, Memory, Gathered)

@@ -566,6 +566,8 @@ class _Tying:
                 continue
             odd.pop(row, None)
             offsets[row] = table.odd[first].chunks[0].offset if first in table.odd else table.offset_of(first)
+            if not offsets[row]:
+                del offsets[row]
             # Odd rows of one kind may lie in different ways.
             key = first if first in table.odd else -1, table.kind[first], table.kind[row], table.kind[holder]
             kind[row] = known.setdefault(key, len(kinds))

@@ -117,8 +117,8 @@ def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequenc
     segments: list[Segment] = [Literal(archive) for archive in values]
     data = table.nbytes_of(rows)
     alone = (data > SMALL_NBYTES) | (data == 0)
-    if apart := table.apart:
-        alone |= np.array([row in apart for row in rows], bool)
+    if single := table.single:
+        alone |= np.array([row in single for row in rows], bool)
     for first, stop in segment_runs(np.flatnonzero(alone).tolist(), np.cumsum(nbytes)):
         if not alone[first]:
             own = rows[first:stop]

@@ -407,11 +407,11 @@ def metadata_problems(state: State, table: Table) -> list[str]:
         f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not (is_unicode(key) and is_unicode(text))
     ]
     if is_unicode("".join(table.names)) and METADATA not in table.names:
-        # A plain row has all of its storage, and is no view that could be expanded.
-        found = ((table.names[row], size_problem(table.view(row))) for row in table.apart)
+        # What is a range of its storage is no view that could be expanded.
+        found = ((table.names[row], size_problem(table.view(row))) for row in table.single)
     else:
         found = (
-            (name, name_problem(name) or (size_problem(table.view(row)) if row in table.apart else None))
+            (name, name_problem(name) or (size_problem(table.view(row)) if row in table.single else None))
             for row, name in enumerate(table.names)
         )
     return problems + [f"{name}: {problem}" for name, problem in found if problem is not None]

@@ -289,7 +289,7 @@ class RecordContents:
         rest = [*self._tensors]
         self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()]) if rest else NO_TENSORS
         self._place = {at: row for row, at in enumerate(rest)}
-        self.apart = [rest[row] for row in self._others.apart]
+        self.apart = [rest[row] for row in self._others.single]
         """Records that are read by themselves."""
         self.nbytes = self.of_records(storages.nbytes)
 

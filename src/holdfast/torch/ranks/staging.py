@@ -224,6 +224,12 @@ class RoomStorages:
         stops = starts + self.nbytes[some]
         return [memory[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
+    divisible = True
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
+        each = zip(self.read(numbers), starts, nbytes, strict=True)
+        return [piece[start : start + count] for piece, start, count in each]
+
     def alone(self, number: int, label: str) -> bytes | Memory:
         """Those of one, where they lie."""
         (piece,) = self.read([number])

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress, count, repeat
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import cast
 
 import numpy as np
@@ -88,6 +88,14 @@ class TensorStorages:
         memories = memories_at([addresses[at] for at in near], [lengths[at] for at in near])
         pieces.update(zip([numbers[at] for at in near], memories, strict=True))
         return [pieces[number] for number in numbers]
+
+    @property
+    def divisible(self) -> bool:
+        return self._gpus is None
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
+        addresses, _ = self._places([*numbers])
+        return memories_at([*map(add, addresses, starts)], [*nbytes])
 
     def alone(self, number: int, label: str) -> Memory | Data | bytes:
         """Those of one."""
