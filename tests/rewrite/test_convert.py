@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
@@ -246,3 +247,36 @@ def test_no_byte_is_published_that_does_not_read_back(target, tmp_path, monkeypa
     assert None in named, "a header that is damaged belongs to no tensor"
     assert named - {None}
     assert not (tmp_path / f"new-{target}").exists()
+
+
+class Watched(io.BytesIO):
+    """A file object that counts its reads, and how often it is asked to go back."""
+
+    reads = back = 0
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self.back += whence == 0 and offset < self.tell()
+        return super().seek(offset, whence)
+
+    def readinto(self, out: memoryview, /) -> int:
+        self.reads += 1
+        return super().readinto(out)
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("target", ["out.safetensors", "out.pt", "out"])
+def test_a_stream_of_many_small_tensors_is_read_in_few_reads_from_front_to_back(target, dtype, tmp_path):
+    state = {f"t{i}": np.arange(64, dtype=np.float32) + i for i in range(3000)}
+    file = Watched(holdfast.to_bytes(state, "safetensors"))
+    chosen = {} if dtype is None else {"dtype": dtype}
+    holdfast.convert(file, tmp_path / target, **chosen)
+    assert file.reads < 20
+    assert file.back < 8
+    with holdfast.open(tmp_path / target) as made:
+        assert all((made[name].numpy().astype(np.float32) == made_of).all() for name, made_of in rounded(state, dtype).items())
+
+
+def rounded(state, dtype):
+    if dtype is None:
+        return state
+    return {name: torch.from_numpy(array).bfloat16().float().numpy() for name, array in state.items()}

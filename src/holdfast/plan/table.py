@@ -160,7 +160,7 @@ def as_written(table: Table) -> Table:
 def _is_near(place: FilePlace) -> bool:
     """Whether many short reads of a file cost what one does, and as many bytes as they give, which computed content may not."""
     store = place.source.store
-    return not (store.requests or store.in_order or store.block_nbytes) and store.cost(place.key, MEASURE) == MEASURE
+    return not (store.requests or store.block_nbytes) and store.cost(place.key, MEASURE) == MEASURE
 
 
 def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[int]:

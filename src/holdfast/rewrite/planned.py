@@ -186,15 +186,20 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
             if self.sure is not None:
                 self.sure()
 
-        crcs = write_plan(
-            self.plan,
-            report.path,
-            self.writing,
-            progress=progress,
-            before_commit=before_commit,
-            copied=copied.append,
-            renews=self.renews,
-        )
+        # What wants to be read from front to back is read by the one thread that writes, in one go.
+        ordered = [store for store in self.reads if store.in_order]
+        with ExitStack() as blocks:
+            for store in ordered:
+                blocks.enter_context(store.reading())
+            crcs = write_plan(
+                self.plan,
+                report.path,
+                replace(self.writing, threads=1) if ordered else self.writing,
+                progress=progress,
+                before_commit=before_commit,
+                copied=copied.append,
+                renews=self.renews,
+            )
         if copied:
             nbytes = sum(file.nbytes for file in copied)
             note = f"the file system gave no second name to {len(copied):,} files of the base: {nbytes:,} bytes were copied"
