@@ -129,24 +129,21 @@ def check_sparse(path: str, format: str, sparse: str) -> None:
 def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     """Lay out a state, so that it opens again. Raises `CannotHold` with every problem when the format cannot hold it."""
     check_sparse(path, format, options.sparse)
-    plan = replace(_lay_out(path, state, format, options=options), holds=state.tensors)
-    return _rehearse_kinds(plan, path, state, format, options)
+    return _rehearse_kinds(_lay_out(path, state, format, options=options), path, state, format, options)
 
 
 def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, options: Options) -> SavePlan:
-    """The same plan, known to open: a state with one tensor of each of its kinds, laid out in the same way, does.
+    """The same plan with what it holds, known to open: a state with one tensor of each of its kinds, laid out alike, does.
 
     Of fifty thousand tensors the reader would read the same header fields fifty thousand times. What it counts is compared with
     its limits by the layout. Where most tensors are of a kind of their own, or where the whole comes near to a limit, the reader
     opens the plan itself (docs/design/028-table.md).
     """
-    # What says where pieces lie names them all.
-    if SHARDING_INFO in state.metadata:
-        return rehearse(plan, path)
     leaves, table = state.leaves, state.tensors
+    # What says where pieces lie names them all.
+    if SHARDING_INFO in state.metadata or _near_limits(plan, table, flat=leaves.flat):
+        return rehearse(replace(plan, holds=table), path)
     alike = _of_each_kind(table)
-    if _near_limits(plan, table, flat=leaves.flat):
-        return rehearse(plan, path)
     # One pair of rows that are tied, and one of parts of a storage, if there are some.
     tie = (*next(iter(tied(table).items()), ()), *_two_views(table))
     plain = leaves.flat and not table.single and not without_origin(state.metadata)
@@ -155,7 +152,8 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
         tuple([_likeness(table.kind_of(row)) for row in tie]),
     )  # fmt: skip
     if plain and was_opened(key):
-        return replace(plan, opens=True)
+        return replace(plan, holds=table, opens=True)
+    plan = replace(plan, holds=table)
     wholes = leaves.composites()
     parts = {id(part) for whole in wholes for part in whole.parts.values()}
     wanted = {*alike.values(), *table.single, *tie}

@@ -29,6 +29,7 @@ from holdfast.engine.readback import check_source
 from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
+from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.base import check_shares, not_shared, open_base
 from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, format_named, plan_save
 from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields
@@ -124,11 +125,9 @@ def to_bytes(
     """
     memory = io.BytesIO()
     described = tabulate_state(state, metadata=metadata, limits=limits)
-    _stream(described, memory, format=format, options=Options(keep_tree=keep_tree), writing=WRITING, progress=None)
+    plan = _plan_stream(described, "", format, Options(keep_tree=keep_tree))
+    _write_stream(plan, memory, described, "<BytesIO>")
     return memory.getvalue()
-
-
-WRITING = Writing()
 
 
 def _stream(
@@ -137,7 +136,21 @@ def _stream(
     """Save to a file object."""
     check_binary(file, "wb")
     name = getattr(file, "name", None)
-    suffix = os.path.splitext(name)[1].lower() if isinstance(name, str) else ""
+    plan = _plan_stream(described, name if isinstance(name, str) else "", format, options)
+    where = name if isinstance(name, str) else f"<{type(file).__name__}>"
+    notes = (*described.notes, *plan.notes)
+    report = Saved(
+        path=where, format=plan.format, nbytes=plan.nbytes, files=((where, plan.nbytes),), notes=notes, free_nbytes=plan.nbytes,
+        done=not writing.dry_run,
+    )  # fmt: skip
+    if not writing.dry_run:
+        _write_stream(plan, Told(file, progress) if progress else file, described, where)
+    return report
+
+
+def _plan_stream(described: State, name: str, format: str | None, options: Options) -> SavePlan:
+    """The plan of a file object of this name."""
+    suffix = os.path.splitext(name)[1].lower()
     if format is None and (not suffix or suffix not in SUFFIXES):
         raise BadArgument("say format='safetensors' or format='torch': a file object has no suffix that would tell")
     found = format_named(f"archive{suffix}", format, options)
@@ -146,21 +159,16 @@ def _stream(
             ", and so is what max_shard_size= asks for" if options.max_shard_size else ""
         )
         raise CannotHold("a file object holds one file", [f"{problem}; give the path of a directory, or another format"])
-    plan = plan_save("archive", described, found, options=options)
+    return plan_save("archive", described, found, options=options)
+
+
+def _write_stream(plan: SavePlan, file: Writer, described: State, where: str) -> None:
+    """Write the one file of a plan to a file object, which messages call `where`."""
     (one,) = plan.files
-    where = name if isinstance(name, str) else f"<{type(file).__name__}>"
-    notes = (*described.notes, *plan.notes)
-    report = Saved(
-        path=where, format=found, nbytes=one.nbytes, files=((where, one.nbytes),), notes=notes, free_nbytes=one.nbytes,
-        done=not writing.dry_run,
-    )  # fmt: skip
-    if writing.dry_run:
-        return report
-    check_source(one, write_stream(one, Told(file, progress) if progress else file))
+    check_source(one, write_stream(one, file))
     for store in described.tensors.stores:
         if store.changed():
             raise SaveError(f"the source {store.name!r} changed while it was read; what was written is of no use", file=where)
-    return report
 
 
 def plan_saving(
@@ -191,5 +199,6 @@ def plan_saving(
             reads = (*reads, *((opened.store,) if opened.store else ()))
             options = replace(options, base=opened)
         plan = plan_save(target, described, found, options=options)
-        plan = replace(plan, notes=(*described.notes, *plan.notes))
+        if described.notes:
+            plan = replace(plan, notes=(*described.notes, *plan.notes))
         return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=reads, sources=stack.pop_all())

@@ -180,9 +180,11 @@ class _Tabulating:
             rows: Sequence[int] = range(len(values) if types else 0)
             if types and types != present:
                 rows = [row for row, value in enumerate(values) if type(value) in types]
-            if rows:
-                part = library.tabulate([values[row] for row in rows] if len(rows) < len(values) else values)
-                found.append(replace(part, rows=[rows[at] for at in part.rows] if len(rows) < len(values) else part.rows))
+            if len(rows) == len(values):
+                found.append(library.tabulate(values))
+            elif rows:
+                part = library.tabulate([values[row] for row in rows])
+                found.append(replace(part, rows=[rows[at] for at in part.rows]))
         return found
 
     def _describe_others(self, parts: list[Tabulated]) -> list[Tabulated]:

@@ -36,6 +36,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -130,9 +131,11 @@ TEXTS = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 def texts_fingerprint(texts: Mapping[str, object]) -> str:
     """The same for what stands beside it. Other writers keep no order there, so it does not count."""
-    # Not msgspec: an index may have integers that it does not write.
-    raw = TEXTS.encode(sorted(texts.items()))
-    return f"{crc32(raw.encode('utf-8')):08x}"
+    # Not msgspec: an index may have integers that it does not write. An encoder is made for each value that is no text.
+    pairs = sorted(texts.items())
+    listed = [f"[{encode_basestring(key)},{encode_basestring(v) if type(v) is str else TEXTS.encode(v)}]" for key, v in pairs]
+    text = ",".join(listed)
+    return f"{crc32(f'[{text}]'.encode()):08x}"
 
 
 def checksum_digits(crcs: Mapping[str, int], labels: Sequence[str]) -> str:

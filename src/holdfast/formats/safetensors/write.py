@@ -41,7 +41,7 @@ from holdfast.formats.index_file import FILES
 from holdfast.formats.recorded import PAIRS, Shared, share, sharing_fields
 from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, RecordText, checksum_digits, fingerprint
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry
-from holdfast.formats.strict_json import as_keys
+from holdfast.formats.strict_json import BLANK, OPENING, as_keys
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.plan.saves import BATCH, FilePlan, Hashing, Late, Literal, SavePlan
@@ -134,7 +134,8 @@ def plan_file(
         text = f"]}},{quote}".join([f"{name}{openings[number]}{start},{end}" for name, number, start, end in each])
         listed.append(f"{',' * bool(first)}{quote}{text}]}}".encode())
     labels = [label + name for name in named] if label else named
-    empty = [labels[at] for at in (nbytes == 0).nonzero()[0].tolist()]
+    hollow = {number for number, one in enumerate(table.kinds) if not one.nbytes}
+    empty = [labels[at] for at, number in enumerate(kind) if number in hollow] if hollow else []
     framed = frame(listed, labels, metadata, fields=fields, empty=empty)
     plan = FilePlan(key, (*framed.segments, *segments(table, order, nbytes, labels, hashed)))
     return FileLayout(plan, framed.header_nbytes, named, placed, stops + (PREFIX_NBYTES + framed.header_nbytes), nbytes)
@@ -183,7 +184,7 @@ def frame(
     about = {"format": "pt"} | {k: v for k, v in metadata.items() if k != RECORD}
     record = RecordText(fields, f"{crc32(b'}', crc):08x}", about, tensors=len(labels))
     head = b'{"%s":%s,"%s":"' % (METADATA.encode(), msgspec.json.encode(about)[:-1], RECORD.encode()) + _escaped(record.opening)
-    late = Late(CRC_DIGITS * len(labels) + len(_escaped(record.middle())), _Checksums(record, labels, frozenset(empty)))
+    late = Late(CRC_DIGITS * len(labels) + SEALED_NBYTES, _Checksums(record, labels, frozenset(empty)))
     tail = _escaped(record.closing) + b'"}' + (b"," if labels else b"")
     length = len(head) + late.nbytes + len(tail) + sum(map(len, listed)) + 1
     end = b"}" + b" " * (-(PREFIX_NBYTES + length) % DATA_ALIGNMENT)
@@ -208,6 +209,10 @@ class _Checksums(Value, frozen=True):
 def _escaped(raw: bytes) -> bytes:
     """Text as it stands inside of a JSON string."""
     return msgspec.json.encode(raw.decode("utf-8"))[1:-1]
+
+
+SEALED_NBYTES = len(_escaped(b'"' + OPENING + BLANK))
+"""What stands behind the checksums of tensors in a record, up to the digits of its own."""
 
 
 def fill_shards(nbytes: Ints, max_nbytes: int) -> list[range]:
