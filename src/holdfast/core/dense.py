@@ -8,6 +8,7 @@ length and a checksum say all. Every other one is read by a plan (`plan/reads.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -48,6 +49,9 @@ class DenseRows(Value, frozen=True):
             self.files[wanted], self.starts[wanted], self.nbytes[wanted], self.crcs[wanted],
         )  # fmt: skip
 
+
+NO_ARRAY = np.zeros(0)
+"""In the place of an array that was not read yet."""
 
 NO_ROWS = DenseRows((), (), (), (), *[np.zeros(0, np.int64)] * 4)
 
@@ -107,10 +111,12 @@ def read_tensors(tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
     by: dict[Source, list[int]] = {}
     for number, tensor in enumerate(tensors):
         by.setdefault(tensor.source, []).append(number)
-    arrays: dict[int, np.ndarray] = {}
+    arrays = [NO_ARRAY] * len(tensors)
     for source, numbers in by.items():
         with resting_collector():
             dense = dense_rows(tensors, numbers)
             others = [*{*numbers}.difference(dense.numbers)] if len(dense) < len(numbers) else ()
-            arrays |= zip([*dense.numbers, *others], source.arrays(dense, others, tensors.__getitem__), strict=True)
-    return [arrays[number] for number in range(len(tensors))]
+            made = source.arrays(dense, others, tensors.__getitem__)
+            for number, array in zip(chain(dense.numbers, others), made, strict=True):
+                arrays[number] = array
+    return arrays

@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides, in_c_order
-from holdfast.core.dense import NO_ROWS, DenseRows
+from holdfast.core.dense import NO_ARRAY, NO_ROWS, DenseRows
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source, Store
 from holdfast.core.runtime import resting_collector
@@ -459,13 +460,14 @@ class Table(Mapping[str, LazyTensor]):
         if sum(map(len, dense.values())) < len(rows):
             for number in sorted({*range(len(rows))}.difference(*(found.numbers for found in dense.values()))):
                 others.setdefault(self.view(rows[number]).source, []).append(number)
-        arrays: dict[int, np.ndarray] = {}
+        arrays = [NO_ARRAY] * len(rows)
         with resting_collector():
             for source, more in others.items():
                 found = dense.get(source, NO_ROWS)
                 made = source.arrays(found, more, lambda number: self.view(rows[number]))
-                arrays |= zip([*found.numbers, *more], made, strict=True)
-        return [arrays[number] for number in range(len(rows))]
+                for number, array in zip(chain(found.numbers, more), made, strict=True):
+                    arrays[number] = array
+        return arrays
 
     def made(self) -> Table:
         """The same rows with all lazy tensors made, each once."""

@@ -59,7 +59,7 @@ class Sweep:
         """Which lie in several blocks, and so in several parts."""
         self._whole: Ints = np.zeros(len(spans), np.int64)
         """The CRC of each that does not."""
-        self._sums = {number: Sums() for number in np.flatnonzero(self._cut & self._summed).tolist()}
+        self._sums = {number: Sums() for number in (self._cut & self._summed).nonzero()[0].tolist()}
         self.errors: dict[int, HoldfastError] = {}
         """What kept ranges from being read, by their numbers."""
 

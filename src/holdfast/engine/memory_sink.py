@@ -103,7 +103,7 @@ class MemorySink(Sink):
 
     def straight(self, first: int, last: int) -> Straight:
         heads = self.parts.heads[first : last + 1]
-        return Straight(np.where(np.diff(heads) == 1, self._addresses[heads[:-1]], 0), self._crcs[heads[:-1]] != UNKNOWN)
+        return Straight(np.where(heads[1:] - heads[:-1] == 1, self._addresses[heads[:-1]], 0), self._crcs[heads[:-1]] != UNKNOWN)
 
     def passed(self, number: int, start: int, data: memoryview) -> None:
         self._sum(int(self.parts.owners[self.parts.heads[number]]), start, data)
@@ -115,7 +115,7 @@ class MemorySink(Sink):
         known = (crcs != UNKNOWN) & self._whole[span]
         # Whole ranges by one call; only where one is damaged each of them, to say which.
         good = have_crcs(data, (begins[known] - origin).tolist(), (ends[known] - origin).tolist(), crcs[known].tolist())
-        for part in np.flatnonzero((crcs != UNKNOWN) & ~(known & good)).tolist():
+        for part in ((crcs != UNKNOWN) & ~(known & good)).nonzero()[0].tolist():
             begin = begins.item(part)
             self._sum(int(parts.owners[span][part]), begin, data[begin - origin : ends.item(part) - origin])
         sources = begins + (np.frombuffer(data, np.uint8).ctypes.data - origin)

@@ -22,7 +22,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
-from holdfast.core.dense import DenseRows
+from holdfast.core.dense import NO_ARRAY, DenseRows
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Content, Request, Store, by_source
@@ -227,9 +227,6 @@ SMALL_NBYTES = 16 << 10
 SHARED_NBYTES = 2 << 10
 """Of tensors that are shorter than this on the average, one thread makes all arrays: to make one takes the interpreter lock, which
 two threads would only hand to each other."""
-
-NO_ARRAY = np.zeros(0)
-"""In the place of an array that was not read yet."""
 
 
 def read_dense(

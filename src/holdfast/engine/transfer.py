@@ -139,10 +139,10 @@ def tasks(
     store: Store, reads: Reads, sink: Sink, *, scratch: Scratch, nbytes: int = TASK_NBYTES, step: int = CACHED_NBYTES
 ) -> Iterator[Callable[[], None]]:
     """The reads of one file as pieces of work. What is seen by its sink in its place is read `step` bytes at a time."""
-    reach = np.cumsum(reads.stops - reads.starts)
+    reach = (reads.stops - reads.starts).cumsum()
     first = before = 0
     while first < len(reach):
-        last = int(np.searchsorted(reach, before + nbytes, side="right"))
+        last = int(reach.searchsorted(before + nbytes, side="right"))
         last = min(max(last, first + 1), first + TASK_READS)
         yield ReadTask(store, reads, sink, first, last, scratch, step).run
         first, before = last, int(reach[last - 1])

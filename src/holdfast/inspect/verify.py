@@ -404,8 +404,9 @@ class Verification:
         """Read all of these files, and enter what is not as it was written."""
         store, stored = found.source.store, found.stored
         near = stored.in_store(store)
+        (computed,) = (~near).nonzero()
         near[[*found.packed]] = False
-        own, computed = np.flatnonzero(near), np.flatnonzero(~stored.in_store(store))
+        (own,) = near.nonzero()
         filled = stored.ranges.some(near)
         between = gaps(filled, {key: store.size(key) for key in keys})
         summed = np.append(stored.crcs[own] != NO_CRC, np.zeros(len(between), np.bool_))

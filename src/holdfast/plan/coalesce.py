@@ -153,38 +153,38 @@ def coalesce(starts: Ints, stops: Ints, policy: Policy) -> Ints:
     # What overlaps is joined whatever its length: its bytes are read once.
     joinable = (gaps <= policy.max_gap) & ~((long[1:] | long[:-1]) & (starts[1:] >= reach[:-1]))
     joined = joinable & (gaps <= policy.free_gap)
-    candidates = np.flatnonzero(joinable & ~joined)
+    (candidates,) = (joinable & ~joined).nonzero()
     if len(candidates):
         budget = int(int((stops - starts).sum()) * policy.over_read)
-        cheapest = candidates[np.argsort(gaps[candidates], kind="stable")]
+        cheapest = candidates[gaps[candidates].argsort(kind="stable")]
         sizes = gaps[cheapest]
-        affordable = int(np.searchsorted(np.cumsum(sizes), budget, side="right"))
+        affordable = int(sizes.cumsum().searchsorted(budget, side="right"))
         if affordable < len(sizes):
-            affordable = int(np.searchsorted(sizes, sizes[affordable]))
+            affordable = int(sizes.searchsorted(sizes[affordable]))
         joined[cheapest[:affordable]] = True
     blocks = starts // policy.block
-    return np.flatnonzero(np.concatenate(([True], ~joined | (blocks[1:] != blocks[:-1]))))
+    return np.concatenate(([True], ~joined | (blocks[1:] != blocks[:-1]))).nonzero()[0]
 
 
 def _cut(starts: Ints, stops: Ints, block: int) -> tuple[Ints, Ints, Ints]:
     """Cut ranges, none of them empty, where blocks of the file end. Of each part: the number of its range, start and stop."""
     first = starts // block
     counts = (stops - 1) // block - first + 1
-    owners = np.repeat(np.arange(len(starts), dtype=np.int64), counts)
-    numbers = np.arange(len(owners), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    owners = np.arange(len(starts), dtype=np.int64).repeat(counts)
+    numbers = np.arange(len(owners), dtype=np.int64) - (counts.cumsum() - counts).repeat(counts)
     edges = (first[owners] + numbers) * block
     return owners, np.maximum(edges, starts[owners]), np.minimum(edges + block, stops[owners])
 
 
 def join_parts(key: str, starts: Ints, stops: Ints, policy: Policy) -> Parts:
     """Reads of at most a block each that have every byte of these ranges, which come in any order and may be empty."""
-    filled = np.flatnonzero(stops > starts)
+    (filled,) = (stops > starts).nonzero()
     owners, begins, ends = _cut(starts[filled], stops[filled], policy.block)
-    order = np.argsort(begins, kind="stable")
+    order = begins.argsort(kind="stable")
     owners, begins, ends = filled[owners[order]], begins[order], ends[order]
     heads = coalesce(begins, ends, policy)
     reach = np.maximum.reduceat(ends, heads) if len(heads) else ends
-    return Parts(key, begins[heads], reach, np.append(heads, len(begins)), owners, begins, ends)
+    return Parts(key, begins[heads], reach, np.concatenate((heads, (len(begins),))), owners, begins, ends)
 
 
 def join_files(ranges: Ranges, policy: Policy) -> list[Parts]:
@@ -193,7 +193,7 @@ def join_files(ranges: Ranges, policy: Policy) -> list[Parts]:
         return [join_parts(ranges.keys[0], ranges.starts, ranges.starts + ranges.nbytes, policy)] if len(ranges) else []
     found = []
     for file in np.unique(ranges.files).tolist():
-        numbers = np.flatnonzero(ranges.files == file)
+        (numbers,) = (ranges.files == file).nonzero()
         starts = ranges.starts[numbers]
         parts = join_parts(ranges.keys[file], starts, starts + ranges.nbytes[numbers], policy)
         found.append(replace(parts, owners=numbers[parts.owners]))
@@ -208,15 +208,15 @@ def gaps(ranges: Ranges, sizes: Mapping[str, int]) -> Ranges:
     for number, key in enumerate(keys):
         own = ranges.files == ranges.keys.index(key) if key in ranges.keys else np.zeros(len(ranges), np.bool_)
         starts = ranges.starts[own]
-        order = np.argsort(starts, kind="stable")
+        order = starts.argsort(kind="stable")
         starts, stops = starts[order], (starts + ranges.nbytes[own])[order]
-        reach = np.maximum.accumulate(np.append(0, stops))
-        open_at = np.flatnonzero(starts > reach[:-1])
+        reach = np.maximum.accumulate(np.concatenate(((0,), stops)))
+        (open_at,) = (starts > reach[:-1]).nonzero()
         inner.append((np.full(len(open_at), number), reach[open_at], starts[open_at] - reach[open_at]))
         if reach[-1] < sizes[key]:
             tails.append((number, int(reach[-1]), sizes[key] - int(reach[-1])))
     files, starts, nbytes = (np.concatenate([np.zeros(0, np.int64), *columns]) for columns in zip(*inner, strict=True))
-    order = np.argsort(starts, kind="stable")
+    order = starts.argsort(kind="stable")
     last = np.array(tails, np.int64).reshape(-1, 3).T
     first = files[order], starts[order], nbytes[order]
     return Ranges(keys, *(np.concatenate(pair) for pair in zip(first, last, strict=True)))

@@ -46,7 +46,7 @@ class StoredRanges(Value, frozen=True, eq=False):
     @property
     def owners(self) -> Ints:
         """The range of each entry of `rows`."""
-        return np.repeat(np.arange(len(self)), np.diff(self.heads))
+        return np.arange(len(self)).repeat(self.heads[1:] - self.heads[:-1])
 
     def rows_of(self, number: int) -> list[int]:
         """The rows that use a range."""
@@ -104,9 +104,9 @@ def _grouped(owners: Ints, rows: Ints, count: int) -> tuple[Ints, Ints]:
     order = np.lexsort((rows, owners))
     owners, rows = owners[order], rows[order]
     fresh = np.ones(len(rows), np.bool_)
-    fresh[1:] = (np.diff(owners) != 0) | (np.diff(rows) != 0)
+    fresh[1:] = (owners[1:] != owners[:-1]) | (rows[1:] != rows[:-1])
     owners, rows = owners[fresh], rows[fresh]
-    return np.searchsorted(owners, np.arange(count + 1)), rows
+    return owners.searchsorted(np.arange(count + 1)), rows
 
 
 def store_of(source: Source, key: str) -> Store:
@@ -134,7 +134,7 @@ def stored_ranges(table: Table, pieces: Iterable[Piece]) -> StoredRanges:
         return number
 
     held, numbers = table.storages, np.asarray(table.storage, np.int64)
-    rows = np.flatnonzero(numbers != ODD)
+    (rows,) = (numbers != ODD).nonzero()
     columns = [np.zeros((5, 0), np.int64)]
     if isinstance(held, FileColumns) and len(rows):
         own = np.array([file_of(store_of(place.source, place.key), place.key) for place in held.files], np.int64)
@@ -158,7 +158,7 @@ def stored_ranges(table: Table, pieces: Iterable[Piece]) -> StoredRanges:
     ranks = np.empty(len(first), np.int64)
     ranks[by_row] = np.arange(len(first))
     owners = np.empty(len(order), np.int64)
-    owners[order] = ranks[np.cumsum(new) - 1]
+    owners[order] = ranks[new.cumsum() - 1]
     first = first[by_row]
     heads, users = _grouped(owners, row, len(first))
     ranges = Ranges([key for _, key in files], file[first], start[first], nbytes[first])
