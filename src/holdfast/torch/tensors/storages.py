@@ -108,14 +108,17 @@ class TensorStorages:
 
     def _places(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """The addresses and lengths of storages, which are what they were. Raises `StorageMoved`."""
-        wanted = np.array(numbers, np.int64)
         # Asked in the order of the state, which is nearly that of memory: in the order of a file it takes three times as long.
-        ordered = np.sort(wanted)
-        held = [*map(self._storages.__getitem__, ordered.tolist())]
-        now = [*map(torch.UntypedStorage.data_ptr, held)], [*map(torch.UntypedStorage.nbytes, held)]
-        if now != (self._addresses[ordered].tolist(), self.nbytes[ordered].tolist()):
+        ordered = sorted(numbers)
+        held = [*map(self._storages.__getitem__, ordered)]
+        now, was = ([*map(torch.UntypedStorage.data_ptr, held)], [*map(torch.UntypedStorage.nbytes, held)]), self._columns(ordered)
+        if now != was:
             raise StorageMoved(next(at for at, number in enumerate(numbers) if self._has_moved(number)))
-        return self._addresses[wanted].tolist(), self.nbytes[wanted].tolist()
+        return was if ordered == [*numbers] else self._columns(numbers)
+
+    def _columns(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        some = np.array(numbers, np.int64)
+        return self._addresses[some].tolist(), self.nbytes[some].tolist()
 
     def _has_moved(self, number: int) -> bool:
         storage = self._storages[number]
