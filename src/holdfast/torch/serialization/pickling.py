@@ -126,7 +126,7 @@ class NoHooks(Struct, eq=False, gc=False):
     """Pickled as an empty OrderedDict, where torch had backward hooks once. A real one takes long to say what it is."""
 
 
-class Data(Struct, eq=False, gc=False):
+class ParameterData(Struct, eq=False):
     """Pickled as the tensor `parameter.data`, which takes longer to make."""
 
     parameter: torch.nn.Parameter
@@ -180,16 +180,16 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
         if parameter.__dict__:
             return parameter.__reduce_ex__(protocol)
         pickler.persistent_id = inside.get  # type: ignore[method-assign]
-        return torch._utils._rebuild_parameter, (Data(parameter), parameter.requires_grad, NoHooks())
+        return torch._utils._rebuild_parameter, (ParameterData(parameter), parameter.requires_grad, NoHooks())
 
-    def reduce_data(data: Data) -> object:
+    def reduce_data(data: ParameterData) -> object:
         return reduce(data.parameter, data=True)
 
     def reduce_hooks(_: NoHooks) -> object:
         pickler.persistent_id = everywhere  # type: ignore[method-assign]
         return no_hooks
 
-    return Reducers({torch.Tensor: reduce, torch.nn.Parameter: reduce_parameter, Data: reduce_data, NoHooks: reduce_hooks})
+    return Reducers({torch.Tensor: reduce, torch.nn.Parameter: reduce_parameter, ParameterData: reduce_data, NoHooks: reduce_hooks})
 
 
 class _PlainDtypes(dict[torch.dtype, type | None]):
