@@ -96,7 +96,8 @@ class RecordFolder(Value, frozen=True, eq=False):
     """Of the records, whatever is given."""
 
     def __post_init__(self) -> None:
-        force_setattr(self, "names", [*map(f"{self.folder}/{{}}".format, range(len(self)))])
+        folder = self.folder
+        force_setattr(self, "names", [f"{folder}/{number}" for number in range(len(self))])
 
     def __len__(self) -> int:
         return len(self.content.nbytes)
@@ -460,7 +461,7 @@ class _Stretch(Value, frozen=True, eq=False):
             made = map(
                 pack, begins, sums, nbytes, nbytes, repeat(self.name_nbytes), repeat(self.block_nbytes.to_bytes(2, "little")),
                 repeat(MAX32) if self.far else self.headers[low:high], repeat(self.before),
-                map(self._place.__mod__, self._numbers(low, high)),
+                map(mod, repeat(self._place), self._numbers(low, high)),
             )  # fmt: skip
             yield b"".join(made)
 
