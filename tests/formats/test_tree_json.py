@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import json
 import time
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path, PurePosixPath
@@ -308,6 +309,19 @@ def test_dicts_that_begin_with_an_integer(value):
     """Those of short integers alone are one text for all that are alike; these are not."""
     tree = {"first": {"a": 1, "b": 1}, "alike": {"a": 1, "b": 1}, "other": value, "again": dict(value)}
     assert_same(tree, through_json(tree))
+
+
+class Text(str):
+    """Equal to a text, and none by its type."""
+
+
+@pytest.mark.parametrize(
+    "odd", [{"version": True}, {Text("version"): 1}, {"$version": 1}, {"version": 1 << 60}, {1: 1}, {}], ids=repr
+)
+def test_a_dict_that_only_looks_like_a_version_is_written_as_it_is_alone(odd):
+    together, alone = (encode_value(tree) for tree in ({"a": {"version": 1}, "b": odd}, {"b": odd}))
+    assert together.problems == alone.problems
+    assert json.loads(msgspec.json.encode(together.value)) == {"a": {"version": 1}, **json.loads(msgspec.json.encode(alone.value))}
 
 
 def test_a_dict_of_integers_in_two_places_is_noted():

@@ -458,8 +458,9 @@ def _not_tensors(state: State) -> list[str]:
                 if id(value) not in seen:
                     seen.add(id(value))
                     # No function is called for a plain tensor: there may be very many.
-                    inner = [item for item in value.items() if type(item[1]) not in plain or (more and id(item[1]) in more)]
-                    waiting += [((*path, key), inside) for key, inside in reversed(inner)]
+                    if more or not {*map(type, value.values())} <= plain:
+                        inner = [item for item in value.items() if type(item[1]) not in plain or id(item[1]) in more]
+                        waiting += [((*path, key), inside) for key, inside in reversed(inner)]
             case dict() if type(value) in (dict, OrderedDict):
                 problems.append(f"{place}: a dict with keys that are not text; {HINT}")
             case Opaque():

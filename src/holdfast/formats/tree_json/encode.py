@@ -387,14 +387,15 @@ class Encoder:
         if {*map(type, values)} != {dict} or len(self.on_path) >= self.limits.depth + LEAF_DEPTH:
             return False
         dicts, places = cast("Collection[dict[object, object]]", values), {*map(id, values)}
-        numbers, keys = [*chain.from_iterable(map(dict.values, dicts))], {*chain.from_iterable(dicts)}
-        if len(places) < len(dicts) or not places.isdisjoint(self.seen) or {*map(type, numbers)} != {int} or not are_texts(keys):
+        numbers, names = [*chain.from_iterable(map(dict.values, dicts))], [*chain.from_iterable(dicts)]
+        if len(places) < len(dicts) or not places.isdisjoint(self.seen):
             return False
-        lowest, highest = min(cast("list[int]", numbers)), max(cast("list[int]", numbers))
-        if (
-            any(len(str(key)) > LONG_LEAF or str(key).startswith(TAG) for key in keys)
-            or not -SAFE_INTEGER <= lowest <= highest <= SAFE_INTEGER
-        ):
+        # Numbers that are equal may be of several types, and so may keys.
+        if {*map(type, numbers)} != {int} or not are_texts(names):
+            return False
+        found, keys = cast("set[int]", {*numbers}), {*names}
+        long = any(len(str(key)) > LONG_LEAF or str(key).startswith(TAG) for key in keys)
+        if long or not -SAFE_INTEGER <= min(found) <= max(found) <= SAFE_INTEGER:
             return False
         self.seen |= places
         self.steps += len(dicts) + len(numbers)
