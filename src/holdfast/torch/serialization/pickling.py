@@ -16,10 +16,11 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import BinaryIO, Protocol, cast
 
 import torch
@@ -51,8 +52,10 @@ class StorageIds:
         """By their numbers."""
         self.tensors: dict[int, torch.Tensor] = {}
         """A plain tensor over each storage on a GPU that one was met over, by the identity of the storage."""
-        self._seen: dict[int, torch.dtype] = {}
-        """By the address of the data: a storage may be seen as one dtype only."""
+        self._dtypes: list[torch.dtype] = []
+        """Of each storage, the dtype as which it was met first: it may be seen as one only."""
+        self._addresses = array("Q")
+        """Of the data of each; 0 where there is none."""
 
     def persistent_id(self, obj: object) -> object:
         """What stands for a storage; None for all other objects."""
@@ -75,14 +78,25 @@ class StorageIds:
         self, storage: torch.UntypedStorage, dtype: torch.dtype, saved: type, location: str, address: int
     ) -> tuple[object, ...]:
         """What stands for a storage at an address that is seen as elements of a dtype, and saved as one of this class."""
-        if address and self._seen.setdefault(address, dtype) is not dtype:
-            raise Refused(CLASH.format(self._seen[address], dtype))
         identity, elements = storage._cdata, storage.nbytes() // dtype.itemsize
         key = self.keys.get(identity)
         if key is None:
             key = self.keys[identity] = str(len(self.storages))
             self.storages.append(storage)
+            self._dtypes.append(dtype)
+            self._addresses.append(address)
+        elif address and self._dtypes[int(key)] is not dtype:
+            raise Refused(CLASH.format(self._dtypes[int(key)], dtype))
         return STORAGE, saved, key, location, elements
+
+    def check_dtypes(self) -> None:
+        """Raise `Refused` where two storages are the same memory and are seen as two dtypes."""
+        if len({*self._addresses}) == len(self._addresses):
+            return
+        seen: dict[int, torch.dtype] = {}
+        for address, dtype in zip(self._addresses, self._dtypes, strict=True):
+            if address and seen.setdefault(address, dtype) is not dtype:
+                raise Refused(CLASH.format(seen[address], dtype))
 
     def tensor_over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor over a storage on a GPU: the first plain one that was met, or one of its bytes."""
@@ -106,20 +120,22 @@ def _storage_class(dtype: torch.dtype) -> type:
 
 def pickle_object(obj: object, ids: StorageIds, *, pickle_module: ModuleType, protocol: int) -> bytes:
     """The stream of `obj`. `ids.persistent_id` is asked about every object in it that is no part of a plain tensor."""
-    buffer = io.BytesIO()
-    pickler = pickle_module.Pickler(buffer, protocol=protocol)
+    pieces: list[bytes] = []
+    # CPython's pickler gives all of it at once, and that is not copied. Other modules may want more of a file.
+    file = SimpleNamespace(write=pieces.append) if pickle_module is pickle else io.BytesIO()
+    pickler = pickle_module.Pickler(file, protocol=protocol)
     # On the object and not in a subclass: the C pickler then calls it without looking it up, once for every object.
     pickler.persistent_id = ids.persistent_id
-    if pickle_module is not pickle or is_changed() or is_watched():
-        pickler.dump(obj)
-        return buffer.getvalue()
-    pickler.dispatch_table = reducers(pickler, ids, protocol)
     try:
+        if pickle_module is pickle and not is_changed() and not is_watched():
+            pickler.dispatch_table = reducers(pickler, ids, protocol)
         pickler.dump(obj)
     finally:
         # They have each other: all tensors would stay until the collector comes.
-        pickler.dispatch_table = {}
-    return buffer.getvalue()
+        if pickle_module is pickle:
+            pickler.dispatch_table = {}
+    ids.check_dtypes()
+    return file.getvalue() if isinstance(file, io.BytesIO) else b"".join(pieces)
 
 
 class NoHooks(Struct, eq=False, gc=False):
