@@ -22,7 +22,6 @@ Scalars, dtypes and arrays are written as numpy itself does (since numpy 2, unde
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -154,12 +153,6 @@ BATCH_ITEMS = 1000
 
 MAX_TEXT_NBYTES = 0xFFFFFFFF
 """BINUNICODE has a 32-bit length; its 64-bit sister came with protocol 4."""
-
-NUMBERS = frozenset({int, float, bool, type(None)})
-"""Types of values that the memo never has."""
-
-EMPTY_LIST = len(pickle.dumps([], 2)) - 1
-"""Bytes before the items of a list: the protocol, the list, its number."""
 
 OLD_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
 OLD_NAMES = {
@@ -406,16 +399,8 @@ class PickleWriter:
         self.memo[id(value)] = self.put()
         if self.too_deep():
             return
-        if NUMBERS.issuperset(map(type, value)) and not self._too_long(value):
-            # Nothing in it is remembered, so CPython's own opcodes fit: a hundredth of the time for millions of tokens.
-            self.out.append(pickle.dumps(value, 2)[EMPTY_LIST:-1])
-            return
         for batch in _batches(enumerate(value)):
             self._fill(batch, b"a" if len(value) == 1 else b"e")
-
-    def _too_long(self, numbers: Iterable[object]) -> bool:
-        """Whether an integer among numbers has more bits than it may have, which is refused one by one."""
-        return max((one.bit_length() for one in numbers if isinstance(one, int)), default=0) > 8 * self.limits.integer_nbytes
 
     def _dict(self, value: dict[object, object]) -> None:
         if self.known(value):
