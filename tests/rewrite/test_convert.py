@@ -280,3 +280,14 @@ def rounded(state, dtype):
     if dtype is None:
         return state
     return {name: torch.from_numpy(array).bfloat16().float().numpy() for name, array in state.items()}
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b", "b.pt"])
+def test_short_tensors_are_cast_with_empty_ones_among_them(name, tmp_path):
+    state = {f"w{at}": np.full((at % 5, 3), at, (np.float32, np.int64)[at % 2]) for at in range(40)}
+    holdfast.save(state, tmp_path / "a.pt", durable=False)
+    holdfast.convert(tmp_path / "a.pt", tmp_path / name, dtype="float16", durable=False)
+    with holdfast.open(tmp_path / name) as found:
+        for key, array in state.items():
+            assert np.array_equal(found[key].numpy(), array)
+            assert found[key].dtype.name == ("float16" if array.dtype == np.float32 else "int64")

@@ -356,7 +356,8 @@ class Table(Mapping[str, LazyTensor]):
         storage, kinds, kind = self.storage, self.kinds, self.kind
         numbers = rows if storage == range(len(self)) else [storage[row] for row in rows]
         try:
-            if all(one.whole for one in kinds):
+            # Of storages that are not divisible, all rows but those that stand by themselves are whole.
+            if not self.storages.divisible or all(one.whole for one in kinds):
                 return self.storages.read(numbers)
             offsets, nbytes = self.offsets, [one.nbytes for one in kinds]
             starts = [offsets[row] // 8 if row in offsets else 0 for row in rows]
