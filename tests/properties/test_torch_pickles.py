@@ -102,10 +102,13 @@ class Plain(pickle.Pickler):
             return None
         typed = isinstance(obj, torch.storage.TypedStorage)
         storage = obj._untyped_storage if typed else obj
-        key = self.keys.setdefault(storage._cdata, str(len(self.keys)))
+        key, location = self.keys.setdefault(storage._cdata, str(len(self.keys))), self.location(storage)
         if not typed:
-            return "storage", torch.UntypedStorage, key, "cpu", storage.nbytes()
-        return "storage", getattr(torch, obj._pickle_storage_type()), key, "cpu", storage.nbytes() // obj.dtype.itemsize
+            return "storage", torch.UntypedStorage, key, location, storage.nbytes()
+        return "storage", getattr(torch, obj._pickle_storage_type()), key, location, storage.nbytes() // obj.dtype.itemsize
+
+    def location(self, storage):
+        return "cpu"
 
 
 def assert_as_torch(state):

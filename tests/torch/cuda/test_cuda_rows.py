@@ -1,9 +1,10 @@
-"""Many small tensors saved out of a GPU as rows, with the CPU in its place: the same bytes as the way of objects."""
+"""Many small tensors saved out of a GPU, with the CPU in its place."""
 
 from __future__ import annotations
 
 import gc
 import io
+import pickle
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -16,17 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-import holdfast.torch as ht
 from holdfast.plan import saves as plan_saves
-from holdfast.torch import versions
 from holdfast.torch.cuda import host, memory
 from holdfast.torch.cuda.streams import Here
 from holdfast.torch.serialization import pickling
 from holdfast.torch.tensors import storages
-from tests.support import needs
-
-BY_ROWS = pytest.param("torch.pt", marks=needs(versions.NUMBERED_CONTAINER))
-"""What `holdfast.torch.save` writes, which is made of rows only where storages are in the order of their numbers."""
+from tests.properties.test_torch_pickles import Plain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn, torch.uint16]
 
@@ -98,21 +94,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def saved(state: object, *, by_rows: bool) -> bytes:
-    """With the locations that `place` gives; without rows by the pickler, which asks for them as for any storage on a device."""
-    out = io.BytesIO()
-    if by_rows:
-        ht.save(state, out)
-        return out.getvalue()
-    tagged = {"location_tag": lambda storage: tag(storage), "stays_on_cpu": lambda *_: False}
-    with mock.patch.multiple(pickling, **tagged):
-        ht.save(state, out)
-    return out.getvalue()
+class Tagged(Plain):
+    """CPython's pickler, with the locations that `place` gives."""
 
-
-def tag(storage: torch.UntypedStorage) -> str:
-    # Text that is new each time, and one text for the CPU: so it is in torch.
-    return "cpu" if storage.nbytes() % 3 == 1 else "cuda:" + str(0)
+    def location(self, storage: torch.UntypedStorage) -> str:
+        # Text that is new each time, and one text for the CPU: so it is in torch.
+        return "cpu" if storage.nbytes() % 3 == 1 else "cuda:" + str(0)
 
 
 def odd(kind: str, number: int) -> torch.Tensor:
@@ -131,7 +118,6 @@ def odd(kind: str, number: int) -> torch.Tensor:
     return values(number % 11 + 1, dtype=dtype, seed=number)
 
 
-@pytest.mark.skipif(not versions.NUMBERED_CONTAINER, reason=versions.NUMBERED_CONTAINER.reason)
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.sampled_from(["plain", "plain", "parameter", "turned", "part", "empty", "uneven"]), st.integers(0, 40))),
@@ -142,23 +128,12 @@ def test_a_pickle_says_where_each_was_as_torch_does(drawn, again, ordered):
     tensors = [odd(kind, number) for kind, number in [*[("plain", n) for n in range(60)], *drawn]]
     tensors += [tensors[number] for number in again] + [tensors[number].detach() for number in again]
     state = (OrderedDict if ordered else dict)((f"t{i}", tensor) for i, tensor in enumerate(tensors))
-    with (
-        mock.patch.object(storages, "DEVICE", lambda tensor: torch.device(place(tensor))),
-        mock.patch.object(memory, "lanes", no_streams),
-    ):
-        assert saved(state, by_rows=True) == saved(state, by_rows=False)
-
-
-@pytest.mark.skipif(not versions.NUMBERED_CONTAINER, reason=versions.NUMBERED_CONTAINER.reason)
-def test_by_rows_indeed(gpu):
-    saved(many(), by_rows=True)
-    assert sum(gpu) > 100
-
-
-def test_another_package_for_gpus_is_asked(gpu, monkeypatch):
-    monkeypatch.setattr(pickling, "tags_cuda", lambda: False)
-    saved(many(), by_rows=True)
-    assert not gpu
+    theirs = io.BytesIO()
+    pickler = Tagged(theirs)
+    pickler.dump(state)
+    with mock.patch.multiple(pickling, location_tag=pickler.location, stays_on_cpu=lambda *_: False):
+        ours = pickling.pickle_object(state, pickling.StorageIds(), pickle_module=pickle, protocol=2)
+    assert bytes(ours) == theirs.getvalue()
 
 
 def rows_of(tensors: list[torch.Tensor]) -> memory.GpuStorages:
@@ -166,7 +141,7 @@ def rows_of(tensors: list[torch.Tensor]) -> memory.GpuStorages:
     return memory.GpuStorages(dict(enumerate(tensors)), nbytes, {tensor.device for tensor in tensors})
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native", BY_ROWS])
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn])
 def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtype):
     if dtype is torch.complex128 and not name.endswith(".pt"):
@@ -177,7 +152,7 @@ def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtyp
         mock.patch.object(memory, "_all_bytes", looked),
         mock.patch.object(storages, "DEVICE", return_value=torch.device("cuda:0")),
     ):
-        ht.save(state, tmp_path / name) if name == "torch.pt" else holdfast.save(state, tmp_path / name)
+        holdfast.save(state, tmp_path / name)
     assert sum(gpu) >= 300
     assert bool(looked.call_count) == (dtype is torch.float8_e4m3fn)
     with holdfast.open(tmp_path / name) as checkpoint:
@@ -217,14 +192,14 @@ def test_what_is_on_a_gpu_and_long_is_read_in_blocks():
     assert data.tensor.numpy().tobytes() == bits(values(plan_saves.SMALL_NBYTES)).numpy().tobytes()
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native", BY_ROWS])
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
 def test_a_save_leaves_nothing_to_the_collector(tmp_path, gpu, name):
     state = {key: tensor for key, tensor in many().items() if tensor.dtype is not torch.complex64}
     gone = [weakref.ref(tensor.untyped_storage()) for tensor in state.values()]
     gc.collect()
     gc.disable()
     try:
-        ht.save(state, tmp_path / name) if name == "torch.pt" else holdfast.save(state, tmp_path / name)
+        holdfast.save(state, tmp_path / name)
         assert gpu
         del state
         assert not any(one() is not None for one in gone)
