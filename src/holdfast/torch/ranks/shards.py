@@ -80,7 +80,7 @@ def is_sharded(value: object) -> bool:
     """Whether this is a tensor of which a rank has parts."""
     if type(value) in PLAIN:
         # Nearly all are, and there may be very many: a mark is an attribute.
-        return bool(vars(value)) and _is_marked(value)
+        return bool(object.__getstate__(value)) and _is_marked(value)
     return isinstance(value, _classes()) or _speaks(value) or _is_marked(value)
 
 

@@ -157,7 +157,7 @@ class Matching:
                 if key not in others:
                     step = _step(key)
                     name = f"{under}{step}"
-                    parts = shards_of(item, name) if vars(item) and is_sharded(item) else None
+                    parts = shards_of(item, name) if is_sharded(item) else None
                     found.append(Leaf((*at, step), name, item, None, parts))
                 elif key not in asked:
                     setter = _setter(inner, key) if hasattr(inner, "__setitem__") else None

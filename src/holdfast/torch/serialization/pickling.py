@@ -30,7 +30,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.errors import Refused
 from holdfast.torch import versions
 from holdfast.torch.serialization.locations import location_tag, stays_on_cpu
-from holdfast.torch.tensors.storages import TYPES
+from holdfast.torch.tensors.storages import ATTRIBUTES, TYPES
 
 STORAGE = "storage"
 CLASH = (
@@ -164,7 +164,7 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
     """
     has_names, rebuild, strided = versions.has_names, torch._utils._rebuild_tensor_v2, torch.strided
     everywhere, id_of, tensors, plain_cpu = ids.persistent_id, ids.id_of, ids.tensors, stays_on_cpu(None, "cpu")
-    here, no_hooks = object(), (OrderedDict, ())
+    here, no_hooks, attributes = object(), (OrderedDict, ()), ATTRIBUTES
     inside: dict[object, object] = {}
 
     def reduce(tensor: torch.Tensor, data: bool = False) -> object:
@@ -175,7 +175,7 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
             saved is None
             or tensor.layout is not strided
             or not (near or tensor.is_cuda)
-            or tensor.__dict__
+            or attributes(tensor)
             or tensor.is_nested
             or tensor.is_neg()
             or (grad and tensor._backward_hooks)
@@ -193,7 +193,7 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
         return rebuild, (here, tensor.storage_offset(), (*tensor.shape,), tensor.stride(), grad, NoHooks())
 
     def reduce_parameter(parameter: torch.nn.Parameter) -> object:
-        if parameter.__dict__:
+        if attributes(parameter):
             return parameter.__reduce_ex__(protocol)
         pickler.persistent_id = inside.get  # type: ignore[method-assign]
         return torch._utils._rebuild_parameter, (ParameterData(parameter), parameter.requires_grad, NoHooks())
