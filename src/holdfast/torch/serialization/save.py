@@ -168,14 +168,15 @@ def _records(ids: StorageIds, *, skip: bool, numbered: bool) -> Records:
     """The bytes of storages; of meta or fake ones, and under `skip_data`, the room for them."""
     storages, devices = ids.storages, {storage.device for storage in ids.storages}
     nbytes = [*map(torch.UntypedStorage.nbytes, storages)]
-    reached = not skip and all(device.type in ("cpu", "cuda") for device in devices)
-    if reached and numbered and sum(nbytes) > SMALL_NBYTES:
+    kinds = {device.type for device in devices}
+    if not skip and numbered and kinds <= {"cpu", "cuda"} and sum(nbytes) > SMALL_NBYTES:
         addresses = [*map(torch.UntypedStorage.data_ptr, storages)]
-        gpus = {number: ids.tensor_over(storage) for number, storage in enumerate(storages) if storage.is_cuda}
+        distant = [number for number, storage in enumerate(storages) if storage.is_cuda] if "cuda" in kinds else ()
+        gpus = {number: ids.tensor_over(storages[number]) for number in distant}
         content = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, devices)
         return [RecordFolder("data", content)]
     # Made only where there is something on a GPU: it takes as long as a small archive.
-    source = GpuSource() if any(device.type == "cuda" for device in devices) else None
+    source = GpuSource() if "cuda" in kinds else None
     # A numbered container has them in the order of their numbers, older ones in that of the texts.
     order = range(len(storages)) if numbered else sorted(range(len(storages)), key=str)
     return [(f"data/{number}", _payload(storages[number], f"data/{number}", source, skip=skip)) for number in order]
