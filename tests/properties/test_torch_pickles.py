@@ -178,6 +178,11 @@ ODD = {
     "a hook": lambda: with_hook(torch.ones(2, requires_grad=True)),
     "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "negative": lambda: (torch.ones(2) + 1j).conj().imag,
+    "a conjugate Parameter": lambda: torch.nn.Parameter(torch.ones(2, dtype=torch.complex64).conj()),
+    "a Parameter with an attribute": lambda: with_attribute(torch.nn.Parameter(torch.ones(2))),
+    "two dtypes over one memory": lambda: [(a := np.ones(3), torch.from_numpy(a))[1], torch.from_numpy(a.view(np.int64))],
+    "a sparse Parameter": lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
+    "a Parameter of fp8": lambda: torch.nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False),
     "meta": lambda: torch.ones(2, device="meta"),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -225,6 +230,15 @@ def many(count=60):
 @pytest.mark.parametrize("odd", sorted(ODD))
 def test_what_is_odd_among_plain_tensors(odd):
     assert_as_torch(many(20) | {"odd": ODD[odd](), "after": torch.ones(2), "held": Holder([torch.ones(3)])})
+
+
+def test_hooks_that_are_not_saved_are_warned_of():
+    state = many(20) | {"hooked": with_hook(torch.ones(2, requires_grad=True))}
+    with pytest.warns(UserWarning, match="hook") as theirs:
+        torch.save(state, io.BytesIO())
+    with pytest.warns(UserWarning, match="hook") as ours:
+        ht.save(state, io.BytesIO())
+    assert [str(one.message) for one in ours] == [str(one.message) for one in theirs]
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 999, 1000, 1001, 2000])
