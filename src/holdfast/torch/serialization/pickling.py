@@ -54,7 +54,7 @@ class StorageIds:
         """A plain tensor over each storage on a GPU that one was met over, by the identity of the storage."""
         self._dtypes: list[torch.dtype] = []
         """Of each storage, the dtype as which it was met first: it may be seen as one only."""
-        self._addresses = array("Q")
+        self.addresses = array("Q")
         """Of the data of each; 0 where there is none."""
 
     def persistent_id(self, obj: object) -> object:
@@ -84,17 +84,17 @@ class StorageIds:
             key = self.keys[identity] = str(len(self.storages))
             self.storages.append(storage)
             self._dtypes.append(dtype)
-            self._addresses.append(address)
+            self.addresses.append(address)
         elif address and self._dtypes[int(key)] is not dtype:
             raise Refused(CLASH.format(self._dtypes[int(key)], dtype))
         return STORAGE, saved, key, location, elements
 
     def check_dtypes(self) -> None:
         """Raise `Refused` where two storages are the same memory and are seen as two dtypes."""
-        if len({*self._addresses}) == len(self._addresses):
+        if len({*self.addresses}) == len(self.addresses):
             return
         seen: dict[int, torch.dtype] = {}
-        for address, dtype in zip(self._addresses, self._dtypes, strict=True):
+        for address, dtype in zip(self.addresses, self._dtypes, strict=True):
             if address and seen.setdefault(address, dtype) is not dtype:
                 raise Refused(CLASH.format(seen[address], dtype))
 

@@ -170,10 +170,9 @@ def _records(ids: StorageIds, *, skip: bool, numbered: bool) -> Records:
     nbytes = [*map(torch.UntypedStorage.nbytes, storages)]
     kinds = {device.type for device in devices}
     if not skip and numbered and kinds <= {"cpu", "cuda"} and sum(nbytes) > SMALL_NBYTES:
-        addresses = [*map(torch.UntypedStorage.data_ptr, storages)]
         distant = [number for number, storage in enumerate(storages) if storage.is_cuda] if "cuda" in kinds else ()
         gpus = {number: ids.tensor_over(storages[number]) for number in distant}
-        content = TensorStorages(storages, np.array(nbytes, np.int64), np.array(addresses, np.int64), gpus, devices)
+        content = TensorStorages(storages, np.array(nbytes, np.int64), np.array(ids.addresses, np.int64), gpus, devices)
         return [RecordFolder("data", content)]
     # Made only where there is something on a GPU: it takes as long as a small archive.
     source = GpuSource() if "cuda" in kinds else None
@@ -242,7 +241,7 @@ class _LegacyIds(StorageIds):
         self, storage: torch.UntypedStorage, dtype: torch.dtype, saved: type, location: str, address: int
     ) -> tuple[object, ...]:
         name, kind, _, place, elements = super().id_of(storage, dtype, saved, location, address)
-        self.elements.setdefault(storage._cdata, storage.nbytes() // dtype.itemsize)
+        self.elements.setdefault(storage._cdata, cast("int", elements))
         # An address is new text at every use. The sixth element described views of storages, which torch has not had since 0.4.
         return name, kind, str(storage._cdata), place, elements, None
 
