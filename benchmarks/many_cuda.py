@@ -46,8 +46,8 @@ from safetensors.torch import load_file, save_file
 import holdfast
 import holdfast.torch as ht
 from holdfast.core import crc
+from holdfast.engine import saves as plan_saves
 from holdfast.engine import write as engine_write
-from holdfast.plan import saves as plan_saves
 from holdfast.torch.cuda import host, pipeline
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda import plan as gpu_plan

@@ -75,6 +75,7 @@ REPEATED = {
     "test_memory": ("tests/hostile/test_attacks.py", 8),
     "test_memory_stays_small": ("tests/faults/test_large.py", 2),
     "test_weights_only": ("tests/hostile/test_torch_load.py", 8),
+    "test_what_a_user_may_allow": ("tests/hostile/test_torch_load.py", 8),
     "test_hostile_pickles": ("tests/torch/serialization/test_weights_attacks.py", 8),
     "test_the_nth_call_fails": ("tests/crash/test_nth_call.py", 4),
     "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 192),

@@ -51,8 +51,8 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_commands_are_all_there():
-    from holdfast.cli.flags import verbs_of
     from holdfast.cli.main import parser
+    from holdfast.cli.parser import verbs_of
 
     made = tool("commands").as_markdown()
     assert re.findall(r"^## holdfast (\S+)$", made, re.MULTILINE) == list(verbs_of(parser()))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from holdfast.core.limits import Limits
     from holdfast.core.opaque import Global, Opaque
     from holdfast.core.tensor import Composite, LazyTensor
-    from holdfast.engine.dequantize import dequantize
+    from holdfast.engine.computed import dequantize
     from holdfast.errors import HoldfastError
     from holdfast.inspect.diff import Diff, diff
     from holdfast.inspect.open import open, read
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from holdfast.rewrite.convert import Conversion, convert, edit
     from holdfast.rewrite.copy import Copied, copy
     from holdfast.rewrite.package import package, replace_weights
-    from holdfast.rewrite.planned import Saved
     from holdfast.rewrite.reshard import reshard
     from holdfast.rewrite.save import save, to_bytes
     from holdfast.rewrite.seal import Sealed, seal
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from holdfast.runs.rules import Best, Every, Latest, Within
     from holdfast.runs.run import Run
     from holdfast.runs.steps import Step
+    from holdfast.saving.planned import Saved
 
 __version__ = VERSION
 
@@ -79,7 +79,7 @@ _WHERE = {
     "Pruned": "pruning.prune",
     "Report": "reports.report",
     "Run": "runs.run",
-    "Saved": "rewrite.planned",
+    "Saved": "saving.planned",
     "ScanReport": "inspect.scan",
     "Sealed": "rewrite.seal",
     "SparsityReport": "inspect.sparsity",
@@ -95,7 +95,7 @@ _WHERE = {
     "compact": "rewrite.compact",
     "convert": "rewrite.convert",
     "copy": "rewrite.copy",
-    "dequantize": "engine.dequantize",
+    "dequantize": "engine.computed",
     "diff": "inspect.diff",
     "edit": "rewrite.convert",
     "open": "inspect.open",

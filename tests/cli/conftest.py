@@ -10,13 +10,13 @@ import pytest
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
+from holdfast.core.leaves import name_tensors
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Foreign
 from holdfast.core.tensor import LazyTensor, Traits
-from holdfast.core.tree import name_tensors
 from holdfast.core.value import replace
+from holdfast.engine.files import ViewTable
 from holdfast.engine.source import OpenSource
-from holdfast.plan.files import ViewTable
 from holdfast.stores.memory import MemoryStore
 
 

@@ -163,7 +163,7 @@ SLOW = {
 }  # fmt: skip
 """Of Python's own library: each takes milliseconds."""
 
-SHOWING = {"core", "engine", "errors", "formats", "inspect", "plan", "stores"}
+SHOWING = {"core", "engine", "errors", "formats", "inspect", "numeric", "seals", "stores"}
 """Packages that looking takes. No verb that writes is imported, and none but the one that was asked for."""
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.flags import verbs_of
 from holdfast.cli.main import main, parser
+from holdfast.cli.parser import verbs_of
 from holdfast.cli.text import PLAINER, broken, plain, width
 
 VERBS = ["", *verbs_of(parser())]

@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 import holdfast.torch
-from holdfast.core.arguments import READERS
+from holdfast.core.options import OTHERS
 from holdfast.core.quantities import byte_count, seconds, shown
 from holdfast.errors import BadArgument, HoldfastError
 
@@ -138,12 +138,12 @@ def test_whatever_a_parameter_is_given_is_taken_or_refused_in_a_sentence(calls, 
 
 
 def test_every_verb_is_in_the_table_and_every_parameter_of_a_name_means_one_thing():
-    """A new verb that does not ask `understood` fails above; one that is not tried there fails here."""
+    """A new verb that is not `validated` fails above; one that is not tried there fails here."""
     for name, verb in verbs():
         if name != "holdfast.read":
-            assert hasattr(verb, "__wrapped__"), f"{name} is not @understood"
+            assert hasattr(verb, "__wrapped__"), f"{name} is not @validated"
     named = {name for _, verb in verbs() for name in inspect.signature(verb).parameters}
-    assert set(READERS) <= named, f"nobody has {set(READERS) - named}"
+    assert set(OTHERS) <= named, f"nobody has {set(OTHERS) - named}"
 
 
 @pytest.fixture
@@ -237,6 +237,13 @@ def test_scan_takes_lists_and_says_what_is_no_path(checkpoint):
     assert [one.error is not None for one in holdfast.scan(5, b"x", None, [3]).reports] == [True] * 4
 
 
-def test_an_unknown_keyword_is_pythons_own_error(checkpoint):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'limit'"):
+def test_an_unknown_keyword_is_a_type_error_that_says_the_nearest_name(checkpoint, tmp_path):
+    with pytest.raises(TypeError, match=r"open\(\) got an unexpected keyword argument 'limit'; did you mean 'limits'\?"):
         holdfast.open(checkpoint, limit=3)
+    with pytest.raises(TypeError, match=r"convert\(\) got an unexpected keyword argument 'dtpye'; did you mean 'dtype'\?"):
+        holdfast.convert(checkpoint, tmp_path / "b.pt", dtpye="bf16")
+    with pytest.raises(TypeError, match=r"it takes src, dst, rules, .*, progress$"):
+        holdfast.prune(checkpoint, tmp_path / "b.pt", ["*: 2:4"], qqqqq=1)
+    with pytest.raises(TypeError, match=r"reshard\(\) needs mesh="):
+        holdfast.reshard(checkpoint, tmp_path / "b")
+    assert not list(tmp_path.glob("b*"))

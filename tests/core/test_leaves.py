@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
 from types import MappingProxyType
 
@@ -13,15 +14,14 @@ from hypothesis import strategies as st
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.leaves import find_leaves
+from holdfast.core.leaves import find_leaves, name_tensors, tensor_paths
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import name_tensors
 from holdfast.engine.source import OpenSource
-from holdfast.errors import CannotHold
-from holdfast.rewrite.rows import lazy_tree
-from holdfast.rewrite.state import tabulate_state
+from holdfast.errors import CannotHold, LimitExceeded
+from holdfast.saving.rows import lazy_tree
+from holdfast.saving.state import tabulate_state
 from holdfast.stores.memory import MemoryStore
 
 SOURCE = OpenSource(MemoryStore({}))
@@ -51,11 +51,11 @@ def containers(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 def test_names_are_those_of_the_walk_that_opens_files(tree):
     leaves = find_leaves(tree, [LazyTensor], lambda value, path: value, Limits().depth)
     assert leaves.problems == []
-    named = name_tensors(tree, Limits(), 1 << 20)
-    assert leaves.names == [*named.tensors]
+    assert leaves.names == [*name_tensors(tree, Limits(), 1 << 20).tensors]
+    paths = tensor_paths(tree, Limits(), 1 << 20)
     for name, value in zip(leaves.names, leaves.values, strict=True):
         at: object = tree
-        for step in () if name == "tensor" and at is value else named.paths[name]:
+        for step in () if name == "tensor" and at is value else paths[name]:
             at = _below(at, step)
         assert at is value
 
@@ -98,3 +98,57 @@ def test_all_that_stands_in_the_way_is_said_at_once():
     with pytest.raises(CannotHold) as caught:
         tabulate_state({"loop": loop, "deep": deep})
     assert [*caught.value.problems] == ["loop.1: a list that contains itself", "deep.k.k.k…: nested deeper than Limits(depth=64)"]
+
+
+def test_objects_are_paid_for_where_they_are_met_again():
+    """A hundred and fifty objects with a thousand attributes each, of which none stands in two places."""
+    things = [opaque({"w": tensor(), **dict.fromkeys(map(str, range(1000)), 0)}) for _ in range(150)]
+    expected = [f"{number}.w" for number in range(150)]
+    assert find_leaves(things, [LazyTensor], lambda value, path: value, Limits().depth).names == expected
+    assert [*name_tensors(things, Limits(), 0).tensors] == expected
+
+
+def test_a_container_that_is_met_too_often_is_left_out_as_a_whole():
+    shared = {str(at): tensor() for at in range(4000)}
+    named = name_tensors([shared] * 4, Limits(), 0)
+    assert len(named.tensors) == 3 * 4000
+    assert named.notes == ["1 further references to shared containers were not listed by name; they are in the tree"]
+
+
+def _names(tree: object, depth: int, *, opened: bool) -> list[str]:
+    if opened:
+        return [*name_tensors(tree, Limits(depth=depth), 0).tensors]
+    return find_leaves(tree, [LazyTensor], lambda value, path: value, depth).names
+
+
+def _peak(tree: object, depth: int, *, opened: bool) -> tuple[list[str], int]:
+    """The names of a tree, or none where they are refused, and the bytes that it takes to find them."""
+    tracemalloc.start()
+    try:
+        names = _names(tree, depth, opened=opened)
+    except LimitExceeded:
+        names = []
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return names, peak
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("beside", [{}, {"step": 3}, {"inner": {"w": tensor()}}, {"inner": [3]}])
+def test_names_that_repeat_one_long_key_are_not_made(opened, beside):
+    tree = {"k" * 100_000: {**{str(at): tensor() for at in range(2_000)}, **beside}}
+    names, peak = _peak(tree, 64, opened=opened)
+    assert names == []
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_what_a_name_begins_with_is_joined_where_a_tensor_is(opened):
+    """A thousand levels with a key of two thousand characters: joined at each of them, they would take a gigabyte."""
+    tree: object = {"w": tensor(), "v": {"x": tensor()}}
+    for _ in range(1_000):
+        tree = {"k" * 2_000: tree}
+    names, peak = _peak(tree, 2_000, opened=opened)
+    assert names == [".".join(["k" * 2_000] * 1_000 + rest) for rest in (["w"], ["v", "x"])]
+    assert peak < 24 << 20

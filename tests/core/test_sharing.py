@@ -21,8 +21,8 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import AliasView, LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.engine.computed import Computed
+from holdfast.engine.files import tabulate
 from holdfast.engine.source import OpenSource
-from holdfast.plan.files import tabulate
 from holdfast.stores.memory import MemoryStore
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "files"

@@ -15,19 +15,18 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.match import match, meet
 from holdfast.core.sharing import identity
-from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.table import ODD, FileColumns, Table
 from holdfast.core.tensor import NO_CRC, Composite, LazyTensor, Traits
 from holdfast.core.value import replace
-from holdfast.engine.casting import cast
 from holdfast.engine.computed import Computed
+from holdfast.engine.files import ViewTable, parts_of
+from holdfast.engine.saves import Memory
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, SaveError
 from holdfast.formats.safetensors.schema import ADDRESSABLE
-from holdfast.plan.files import ViewTable
-from holdfast.plan.saves import Memory
-from holdfast.plan.stored import parts_of
+from holdfast.numeric.cast import cast
+from holdfast.numeric.pack import SparseStorage
 from holdfast.ranks.state import RankState
-from holdfast.rewrite.state import tabulate_state
+from holdfast.saving.state import tabulate_state
 
 
 def stored(checkpoint: holdfast.Checkpoint) -> Table:

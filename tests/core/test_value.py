@@ -21,10 +21,10 @@ import holdfast
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.opaque import Device, Global
-from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import PLAIN, AliasView, LazyTensor, Traits
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
+from holdfast.numeric.pack import SparseStorage
 from holdfast.stores.memory import MemoryStore
 
 HOME = MemoryStore({})

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from holdfast.engine.commit.temporaries import recover
-from holdfast.stores.files import OsFiles, is_temporary
+from holdfast.stores.files import Files, is_temporary
 from tests.crash.writers import WRITERS, Writer, read_toy, toy
 
 
-class Plain(OsFiles):
+class Plain(Files):
     """A file system that can neither exchange nor refuse to replace, and takes its time between two renames."""
 
     pause = 0.0
@@ -41,7 +41,7 @@ class Plain(OsFiles):
         return False
 
 
-def save_in_place(path: str, version: int, *, files: OsFiles | None, durable: bool = True) -> None:
+def save_in_place(path: str, version: int, *, files: Files | None, durable: bool = True) -> None:
     """What most programs do, and what the proof must catch."""
     data = toy(version)
     with open(path, "wb", buffering=0) as file:

@@ -66,10 +66,10 @@ def save(kind: str, path: str, which: int) -> None:
 
 def main(kind: str, path: str) -> None:
     if kind == "native-in-two-steps":
-        from holdfast.stores.files import OsFiles
+        from holdfast.stores.files import Files
 
         # As on NFS and overlayfs.
-        OsFiles.exchange = lambda self, first, second, *, at: False  # type: ignore[method-assign]
+        Files.exchange = lambda self, first, second, *, at: False  # type: ignore[method-assign]
     for number in count():
         save(kind, path, number % 2)
         if number == 1:

@@ -22,7 +22,7 @@ import torch
 
 import holdfast
 import holdfast.torch
-from holdfast.stores.files import OsFiles
+from holdfast.stores.files import Files
 
 __all__ = [
     "Program",
@@ -67,13 +67,13 @@ def same(path: Path, seed: int = 0) -> bool:
 
 def slowly() -> None:
     """Let every file take its time to be made, in this process."""
-    create, here = OsFiles.create, os.getpid()
+    create, here = Files.create, os.getpid()
 
-    def slow(self: OsFiles, name: str, *, at: int, private: bool = False) -> int:
+    def slow(self: Files, name: str, *, at: int, private: bool = False) -> int:
         time.sleep(SLOW if os.getpid() == here else 0)
         return create(self, name, at=at, private=private)
 
-    OsFiles.create = slow  # type: ignore[method-assign]
+    Files.create = slow  # type: ignore[method-assign]
 
 
 def begin(folder: Path, **more: object) -> object:
@@ -92,10 +92,10 @@ def writing(folder: Path) -> None:
 def refuse() -> None:
     """Let no byte be written from now on."""
 
-    def full(self: OsFiles, descriptor: int, data: memoryview, offset: int) -> int:
+    def full(self: Files, descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
-    OsFiles.pwrite = full  # type: ignore[method-assign]
+    Files.pwrite = full  # type: ignore[method-assign]
 
 
 def refuse_threads() -> None:

@@ -20,19 +20,19 @@ from holdfast.engine.commit import new_file, replaced, temporaries
 from holdfast.engine.commit.temporaries import recover, temporary_name
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
-from holdfast.stores.files import FileEntry, OsFiles, is_temporary
+from holdfast.stores.files import FileEntry, Files, is_temporary
 
 DEAD = ".model.0123456789abcdef.tmp"
 ASIDE = ".model.0123456789abcdef.old"
 
 
-def put(path: Path | str, data: bytes = b"new", *, overwrite: bool = True, files: OsFiles | None = None) -> None:
+def put(path: Path | str, data: bytes = b"new", *, overwrite: bool = True, files: Files | None = None) -> None:
     with FileTransaction(path, overwrite=overwrite, files=files) as t:
         t.write(0, data)
         t.commit()
 
 
-def put_directory(path: Path | str, *, overwrite: bool = True, files: OsFiles | None = None, **content: bytes) -> None:
+def put_directory(path: Path | str, *, overwrite: bool = True, files: Files | None = None, **content: bytes) -> None:
     with DirectoryTransaction(path, overwrite=overwrite, replaceable={"a", "b"}.__contains__, files=files) as t:
         for key, data in content.items():
             t.create(key).write(0, data)
@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
     return sorted(inner.name for inner in folder.iterdir())
 
 
-class Plain(OsFiles):
+class Plain(Files):
     """A file system that can neither exchange nor refuse to replace."""
 
     def exchange(self, first: str, second: str, *, at: int) -> bool:
@@ -106,7 +106,7 @@ def test_an_os_error_of_the_caller_becomes_ours(tmp_path: Path):
 
 
 def test_a_write_that_failed_cannot_be_committed(tmp_path: Path):
-    class Full(OsFiles):
+    class Full(Files):
         def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -120,7 +120,7 @@ def test_a_write_that_failed_cannot_be_committed(tmp_path: Path):
 
 
 def test_a_file_system_that_writes_nothing_does_not_hang(tmp_path: Path):
-    class Lazy(OsFiles):
+    class Lazy(Files):
         def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
             return 0
 
@@ -154,19 +154,19 @@ def test_writes_from_several_threads(tmp_path: Path):
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_copying_ranges(tmp_path: Path, supported: bool):
-    class NoCopy(OsFiles):
+    class NoCopy(Files):
         def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
             raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     data = os.urandom(3_000_000)
     (tmp_path / "source").write_bytes(data)
     with (tmp_path / "source").open("rb") as source:
-        with FileTransaction(tmp_path / "model", files=OsFiles() if supported else NoCopy()) as t:
+        with FileTransaction(tmp_path / "model", files=Files() if supported else NoCopy()) as t:
             t.allocate(2_000_010)
             t.copy(source.fileno(), 2_000_000, source_offset=7, offset=10)
             t.commit()
         assert (tmp_path / "model").read_bytes() == bytes(10) + data[7:2_000_007]
-        with pytest.raises(Truncated), FileTransaction(tmp_path / "model", files=OsFiles() if supported else NoCopy()) as t:
+        with pytest.raises(Truncated), FileTransaction(tmp_path / "model", files=Files() if supported else NoCopy()) as t:
             t.copy(source.fileno(), 10, source_offset=2_999_995, offset=0)
     assert names(tmp_path) == ["model", "source"]
 
@@ -190,7 +190,7 @@ def test_a_link_means_the_file_behind_it(tmp_path: Path):
 def test_the_system_follows_the_links_to_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As it does for everybody who opens a file: a link to a folder and then `..` is the folder above that one."""
     asked: list[str] = []
-    monkeypatch.setattr(OsFiles, "resolve", lambda self, path: asked.append(path) or os.path.realpath(path))
+    monkeypatch.setattr(Files, "resolve", lambda self, path: asked.append(path) or os.path.realpath(path))
     (tmp_path / "far" / "folder").mkdir(parents=True)
     (tmp_path / "folder").mkdir()
     (tmp_path / "here").symlink_to("far/folder")
@@ -205,7 +205,7 @@ def test_the_system_follows_the_links_to_a_folder(name: str, tmp_path: Path, mon
 
 def test_how_long_a_name_may_be_is_asked_for_a_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
-    monkeypatch.setattr(OsFiles, "longest_name", lambda self, at: asked.append(at) or 143)
+    monkeypatch.setattr(Files, "longest_name", lambda self, at: asked.append(at) or 143)
     put(tmp_path / ("x" * 121))
     assert not asked
     put(tmp_path / ("x" * 143))
@@ -283,7 +283,7 @@ def test_places_that_are_refused(path: str):
 
 
 def test_a_folder_that_may_not_be_written_to():
-    class Denied(OsFiles):
+    class Denied(Files):
         def create(self, name: str, *, at: int, private: bool = False) -> int:
             raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -307,8 +307,8 @@ def test_long_names_with_one_start_do_not_meet():
     assert is_temporary(one)
 
 
-@pytest.mark.parametrize("files", [OsFiles(), Plain()], ids=["renameat2", "link"])
-def test_without_overwrite(tmp_path: Path, files: OsFiles):
+@pytest.mark.parametrize("files", [Files(), Plain()], ids=["renameat2", "link"])
+def test_without_overwrite(tmp_path: Path, files: Files):
     put(tmp_path / "model", b"old", overwrite=False, files=files)
     with pytest.raises(NotCommitted) as caught:
         put(tmp_path / "model", overwrite=False, files=files)
@@ -407,7 +407,7 @@ def test_another_step_that_is_being_saved_is_left_alone(tmp_path: Path):
         two.commit()
     assert names(tmp_path) == ["old", "step-1", "step-1.pt", "step-2", "step-2.pt"]
 
-    class Meanwhile(OsFiles):
+    class Meanwhile(Files):
         """Saves another step in the middle of the exchange."""
 
         def exchange(self, first: str, second: str, *, at: int) -> bool:
@@ -424,7 +424,7 @@ def test_another_step_that_is_being_saved_is_left_alone(tmp_path: Path):
 def test_where_locks_may_not_tell_another_step_is_left_for_a_day(tmp_path: Path, directory: bool):
     """A rank on another machine may be writing it. One that nobody has touched for a day is nobody's."""
 
-    class Shared(OsFiles):
+    class Shared(Files):
         def is_shared(self, descriptor: int) -> bool:
             return True
 
@@ -440,7 +440,7 @@ def test_where_locks_may_not_tell_another_step_is_left_for_a_day(tmp_path: Path,
 def test_a_clock_that_is_ahead_abandons_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What another machine writes is as old as the file system says, whatever this machine's clock does."""
 
-    class Shared(OsFiles):
+    class Shared(Files):
         def is_shared(self, descriptor: int) -> bool:
             return True
 
@@ -472,7 +472,7 @@ def test_saves_of_many_names_at_once_do_not_disturb_each_other(tmp_path: Path):
 
 
 def test_a_directory_that_a_cleaner_takes_before_it_is_opened(tmp_path: Path):
-    class Raced(OsFiles):
+    class Raced(Files):
         tries = 0
 
         def open_directory(self, path: str, *, at: int | None = None) -> int:
@@ -491,7 +491,7 @@ def test_a_directory_that_a_cleaner_takes_before_it_is_opened(tmp_path: Path):
 def test_the_folder_is_listed_once(tmp_path: Path):
     """Listing one with a hundred thousand files takes as long as a small save."""
 
-    class Counting(OsFiles):
+    class Counting(Files):
         listed = 0
 
         def list(self, descriptor: int) -> list[str]:
@@ -509,7 +509,7 @@ def test_the_folder_is_listed_once(tmp_path: Path):
 def test_what_a_failed_fsync_leaves_is_set_aside(tmp_path: Path):
     """The old folder stays: a save of another step, whose own fsync may lie about the first one's, does not remove it."""
 
-    class Failing(OsFiles):
+    class Failing(Files):
         def sync(self, descriptor: int) -> None:
             if os.fstat(descriptor).st_ino == tmp_path.stat().st_ino:
                 raise OSError(errno.EIO, "Input/output error")
@@ -548,7 +548,7 @@ def test_cleaning_follows_no_link(tmp_path: Path):
 def test_a_cleaner_between_creating_and_locking(tmp_path: Path, directory: bool, when: str):
     """The creator starts again with another name, whether the cleaner is done or still at it."""
 
-    class Raced(OsFiles):
+    class Raced(Files):
         tries = 0
         held = -1
 
@@ -558,7 +558,7 @@ def test_a_cleaner_between_creating_and_locking(tmp_path: Path, directory: bool,
             if self.tries == 1:
                 if when == "locked":
                     self.held = os.open(tmp_path / fresh, os.O_RDONLY)
-                    assert OsFiles().lock(self.held)
+                    assert Files().lock(self.held)
                 else:
                     (os.rmdir if directory else os.unlink)(tmp_path / fresh)
             elif when == "locked" and self.tries == 2:
@@ -583,7 +583,7 @@ def is_open(path: Path, descriptor: int) -> bool:
 
 
 def test_a_file_system_without_locks(tmp_path: Path):
-    class NoLocks(OsFiles):
+    class NoLocks(Files):
         def lock(self, descriptor: int) -> bool:
             raise OSError(errno.ENOLCK, "No locks available")
 
@@ -596,7 +596,7 @@ def test_a_file_system_without_locks(tmp_path: Path):
 
 
 def test_a_directory_is_replaced_as_a_whole(tmp_path: Path):
-    for files in (OsFiles(), Plain()):
+    for files in (Files(), Plain()):
         put_directory(tmp_path / "model", files=files, a=b"1", b=b"2")
         (tmp_path / "model").chmod(0o750)
         put_directory(tmp_path / "model", files=files, a=b"3")
@@ -609,8 +609,8 @@ def modes(folder: Path) -> dict[str, int]:
     return {inner.name: stat.S_IMODE(inner.stat().st_mode) for inner in (folder, *folder.iterdir())}
 
 
-@pytest.mark.parametrize("files", [OsFiles(), Plain()], ids=["exchange", "two-renames"])
-def test_who_may_read_a_replaced_directory(tmp_path: Path, files: OsFiles):
+@pytest.mark.parametrize("files", [Files(), Plain()], ids=["exchange", "two-renames"])
+def test_who_may_read_a_replaced_directory(tmp_path: Path, files: Files):
     """The folder keeps its bits, setgid and sticky too; a file keeps those of its name, and a new name gets what all had."""
     model = tmp_path / "model"
     for folder_mode in (0o2770, 0o3750, 0o700, 0o2755):
@@ -640,7 +640,7 @@ def test_a_directory_without_files_says_nothing_about_them(tmp_path: Path):
     assert modes(tmp_path / "model") == {"model": 0o700, "a": stat.S_IMODE((tmp_path / "usual").stat().st_mode)}
 
 
-class Owners(OsFiles):
+class Owners(Files):
     """A file system on which this user is nobody in particular, and what it replaces belongs to user 7 and group 8."""
 
     def __init__(self, *, member: bool) -> None:
@@ -753,7 +753,7 @@ def test_a_key_is_written_once(tmp_path: Path):
 
 
 def test_a_directory_with_a_failed_file_cannot_be_committed(tmp_path: Path):
-    class Full(OsFiles):
+    class Full(Files):
         def allocate(self, descriptor: int, nbytes: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -769,7 +769,7 @@ def test_a_directory_with_a_failed_file_cannot_be_committed(tmp_path: Path):
 def test_two_saves_do_not_replace_one_directory_at_once(tmp_path: Path):
     put_directory(tmp_path / "model", a=b"old")
 
-    class Busy(OsFiles):
+    class Busy(Files):
         def exchange(self, first: str, second: str, *, at: int) -> bool:
             with pytest.raises(NotCommitted) as caught:
                 put_directory(tmp_path / "model", a=b"meanwhile")
@@ -788,7 +788,7 @@ def test_an_interrupt_around_the_visible_step(tmp_path: Path, call: str, after: 
     for which in (1, 2) if call == "rename" else (1,):
         count = 0
 
-        class Interrupted(OsFiles):
+        class Interrupted(Files):
             def _maybe(self, name: str, *args: str, at: int) -> bool:
                 nonlocal count
                 if call == "rename" and name == "exchange":
@@ -797,7 +797,7 @@ def test_an_interrupt_around_the_visible_step(tmp_path: Path, call: str, after: 
                 if count == which and not after:  # noqa: B023
                     count += 1
                     raise KeyboardInterrupt
-                result = getattr(OsFiles, name)(self, *args, at=at)
+                result = getattr(Files, name)(self, *args, at=at)
                 if count == which and after:  # noqa: B023
                     count += 1
                     raise KeyboardInterrupt
@@ -897,7 +897,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-class Begun(OsFiles):
+class Begun(Files):
     """Notes what the disk is told to begin with, and by whom; that it could not be told is nobody's failure."""
 
     def __init__(self) -> None:
@@ -1000,7 +1000,7 @@ def test_what_is_replaced_is_freed_behind_the_save(tmp_path: Path, monkeypatch: 
 def test_a_failed_rename_leaves_nothing_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(replaced, "LARGE_NBYTES", 1)
 
-    class Failing(OsFiles):
+    class Failing(Files):
         def rename(self, source: str, target: str, *, at: int) -> None:
             raise OSError(errno.EIO, "input/output error")
 
@@ -1017,7 +1017,7 @@ def test_who_finds_no_room_waits_for_what_is_being_freed(tmp_path: Path, monkeyp
     monkeypatch.setattr(replaced, "LARGE_NBYTES", 1)
     go, freed = threading.Event(), []
 
-    class Tight(OsFiles):
+    class Tight(Files):
         """Has no room as long as something that was replaced is open."""
 
         def close(self, descriptor: int) -> None:
@@ -1048,7 +1048,7 @@ def test_a_fork_waits_for_nothing_of_its_parent(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(replaced, "LARGE_NBYTES", 1)
     go = threading.Event()
 
-    class Slow(OsFiles):
+    class Slow(Files):
         def close(self, descriptor: int) -> None:
             if threading.current_thread().name == "holdfast-free":
                 go.wait(60)
@@ -1068,7 +1068,7 @@ def test_a_fork_waits_for_nothing_of_its_parent(tmp_path: Path, monkeypatch: pyt
     assert replaced.wait_for_room()
 
 
-class Listing(OsFiles):
+class Listing(Files):
     """Counts how often a folder is listed."""
 
     lists = 0
@@ -1078,7 +1078,7 @@ class Listing(OsFiles):
         return super().list(descriptor)
 
 
-def saved_beside(folder: Path, name: str, files: OsFiles) -> None:
+def saved_beside(folder: Path, name: str, files: Files) -> None:
     with FileTransaction(folder / name, durable=False, files=files) as transaction:
         transaction.write(0, b"content")
         transaction.commit()
@@ -1090,12 +1090,12 @@ def test_a_folder_of_many_files_is_not_listed_by_every_save(tmp_path: Path):
     files = Listing()
     for number in range(33):
         saved_beside(tmp_path, f"new-{number}.pt", files)
-    assert files.lists == 6, "one to repair and one to clean, three times"
+    assert files.lists == 3, "one to repair and to clean, three times"
     few = Listing()
     (tmp_path / "few").mkdir()
     for number in range(8):
         saved_beside(tmp_path / "few", f"{number}.pt", few)
-    assert few.lists == 16
+    assert few.lists == 8
 
 
 def test_what_a_dead_process_left_among_many_files_goes_all_the_same(tmp_path: Path):

@@ -161,7 +161,7 @@ def test_half_a_checkpoint_is_one_with_missing_files(kind: str, tmp_path: Path, 
         removed.append(name)
         os.unlink(name, dir_fd=at)
 
-    monkeypatch.setattr("holdfast.stores.files.OsFiles.unlink", unlink)
+    monkeypatch.setattr("holdfast.stores.files.Files.unlink", unlink)
     save(kind, path, 1)
     monkeypatch.undo()
     (left,) = (name for name in os.listdir(tmp_path) if name != "x")

@@ -12,15 +12,15 @@ from functools import cache
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.rewrite.planned import write_plan
-from holdfast.rewrite.step_seal import Stamp, with_seal
-from holdfast.rewrite.writing import Writing
 from holdfast.runs import directory
 from holdfast.runs.directory import RunDirectory, clean, hide, open_for_writing
 from holdfast.runs.record import RunRules, pin_step, read_pins, unpin_step
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Every, Latest, Rule
 from holdfast.runs.steps import step_name
+from holdfast.saving.planned import write_plan
+from holdfast.saving.writing import Writing
+from holdfast.seals.document import Stamp, with_seal
 from holdfast.stores.files import Files
 from tests.crash.model import ROOT, Model, Tree, freeze, temporaries
 from tests.crash.proof import Death, Mortal
@@ -281,7 +281,7 @@ def test_what_lives_is_not_cleaned():
     at = model.open_directory(ROOT)
     hidden = hide(model, step_name(1), at=at)
     (name,) = temporaries(model.live())
-    clean(model, at=at)
+    clean(model, model.list(at), at=at)
     assert len(model.live()[name]) == 4
     hidden.remove()
     assert temporaries(model.live()) == []

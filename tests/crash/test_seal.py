@@ -11,12 +11,12 @@ import pytest
 from holdfast.core.limits import Limits
 from holdfast.engine.file_digest import digest_of
 from holdfast.errors import DurabilityUncertain, NotCommitted
-from holdfast.formats.seal import SEAL, Seal, SealedFile, beside, encode_seal, parse_seal
-from holdfast.rewrite import renewal
-from holdfast.rewrite.planned import write_plan
-from holdfast.rewrite.renewal import Known, Renewal
-from holdfast.rewrite.seal import write_seal
-from holdfast.rewrite.writing import Writing
+from holdfast.saving.planned import write_plan
+from holdfast.saving.writing import Writing
+from holdfast.seals import renew as renewal
+from holdfast.seals.document import SEAL, Seal, SealedFile, beside, encode_seal, parse_seal
+from holdfast.seals.make import write_seal
+from holdfast.seals.renew import Known, Renewal
 from holdfast.stores.files import Files, write_all
 from tests.crash.model import ROOT, File, Model, Tree, temporaries
 from tests.crash.proof import Death, Mortal
@@ -269,18 +269,18 @@ def test_after_every_power_cut_the_seal_fits_the_old_or_the_new_file():
 @pytest.mark.parametrize("missing", ["both", "last"])
 def test_in_another_order_the_seal_would_not_fit(missing: str, monkeypatch: pytest.MonkeyPatch):
     """The proof can fail: without the seal that says both, and with the new one before the rename."""
-    put, count = renewal._put, 0
+    put, count = renewal.replace_file, 0
 
-    def skipping(files: Files, place: str, text: bytes, *, durable: bool) -> None:
+    def skipping(place: str, text: bytes, *, durable: bool, files: Files) -> None:
         nonlocal count
         count += 1
         if missing == "both" and count == 1:
             return
         if missing == "last" and count == 1:
             text = encode_seal(Seal(5, 1.0, {"loss": 2.0}, (sealed_as(2),)))
-        put(files, place, text, durable=durable)
+        put(place, text, durable=durable, files=files)
 
-    monkeypatch.setattr(renewal, "_put", skipping)
+    monkeypatch.setattr(renewal, "replace_file", skipping)
     model, wrong = model_with_first(), 0
 
     def look(call: str) -> None:

@@ -23,20 +23,20 @@ import torch
 import holdfast
 from holdfast.core.value import replace
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
+from holdfast.engine.saves import SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
-from holdfast.formats.seal import SEAL, Seal, SealedFile
-from holdfast.inspect.sealed import check_digests, read_seal
-from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.base import open_base
-from holdfast.rewrite.companions import Companions
-from holdfast.rewrite.formats import Options, format_for, plan_save
-from holdfast.rewrite.planned import write_plan
-from holdfast.rewrite.renewal import Known, Renewal
-from holdfast.rewrite.rows import lazy_tree
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.writing import Writing
-from holdfast.stores.files import Files, OsFiles
+from holdfast.saving.base import open_base
+from holdfast.saving.companions import Companions
+from holdfast.saving.formats import Options, format_for, plan_save
+from holdfast.saving.planned import write_plan
+from holdfast.saving.rows import lazy_tree
+from holdfast.saving.state import tabulate_state
+from holdfast.saving.writing import Writing
+from holdfast.seals.check import check_digests, read_seal
+from holdfast.seals.document import SEAL, Seal, SealedFile
+from holdfast.seals.renew import Known, Renewal
+from holdfast.stores.files import Files
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.serialization.save import plan_object
 from tests.crash.model import ELSEWHERE, ROOT, Model, Tree
@@ -216,7 +216,7 @@ def save_step(path: str, version: int, *, files: Files | None, durable: bool = T
     with closing(open_base(place, f"{place}-next", threads=1)) as opened:
         plan = plan_save(path, described, "native", options=Options(base=opened))
     assert len(plan.linked) == 1
-    if files is not None and not isinstance(files, OsFiles):
+    if files is not None and not isinstance(files, Files):
         plan = replace(plan, linked=tuple(replace(file, folder=BASE) for file in plan.linked))
     write_plan(plan, path, Writing(overwrite=overwrite, durable=durable, threads=1), files=files)
 

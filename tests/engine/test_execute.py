@@ -10,20 +10,23 @@ import pytest
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
+from holdfast.core.protocols import FILE
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.coalesce import Policy
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.engine.transfer import TASK_NBYTES
 from holdfast.errors import StoreError
 from holdfast.inspect.open import read
-from holdfast.plan.coalesce import Policy
 from holdfast.stores.memory import MemoryStore
 
 MIB = 1 << 20
 
 
 class CountingStore(MemoryStore):
-    """Counts the reads and their bytes."""
+    """Counts the reads and their bytes. It is read as a file: in memory that is there nothing would be read."""
+
+    medium = FILE
 
     def __init__(self, content: bytes | memoryview) -> None:
         super().__init__({"f": content})

@@ -14,10 +14,10 @@ from holdfast.core.crc import combine, crc32
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.saves import Data, FilePlan, Gathered, Late, Literal
 from holdfast.engine.source import OpenSource
-from holdfast.plan.saves import Data, FilePlan, Gathered, Late, Literal
-from holdfast.rewrite.formats import Options, plan_save
-from holdfast.rewrite.state import tabulate_tree
+from holdfast.saving.formats import Options, plan_save
+from holdfast.saving.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
 
 

@@ -18,10 +18,10 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.engine.saves import Data, Gathered, Late, Literal, SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.formats.detect import detect
-from holdfast.plan.saves import Data, Gathered, Late, Literal, SavePlan
-from holdfast.rewrite.state import tabulate_tree
+from holdfast.saving.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.documents import seal as with_checksum
 from holdfast.core.limits import Limits
 from holdfast.errors import Corrupted, HeaderError, HoldfastError, LimitExceeded, UnsafePath, Unsupported
-from holdfast.formats.seal import LARGEST, SEAL, Seal, SealedFile, encode_seal, misfits, parse_seal
-from holdfast.formats.strict_json import seal as with_checksum
+from holdfast.seals.document import LARGEST, SEAL, Seal, SealedFile, encode_seal, misfits, parse_seal
 
 SHA = "sha256:" + "0f" * 32
 XXH = "xxh3-128:" + "a0" * 16

@@ -51,8 +51,8 @@ from tests.hostile.craft_torch import storage, torch_zip, weight
 
 __all__ = ["CASES", "DIRECTORIES", "compose", "make_directory"]
 
-SHARED, DTYPE, FOREIGN, STORAGE = 0, 1, 2, 3
-"""Places in the memo: what is shared, a dtype of n bytes, a class that is not known, a storage."""
+SHARED, DTYPE, FOREIGN, STORAGE, SIZE = 0, 1, 2, 3, 4
+"""Places in the memo: what is shared, a dtype of n bytes, a class that is not known, a storage, a shape of n elements."""
 
 OWN = named("own", "Thing")
 
@@ -145,7 +145,7 @@ def uses() -> dict[str, tuple[Callable[[bytes, int], bytes], frozenset[str]]]:
         "member": (lambda shared, i: EMPTY_SET + MARK + shared + b"\x90", needs("hashable")),
         "state": (lambda shared, i: new + shared + BUILD, needs()),
         "state-in-a-pair": (lambda shared, i: new + NONE + shared + b"\x86" + BUILD, needs()),
-        "state-of-a-call": (lambda shared, i: own + EMPTY_TUPLE + REDUCE + shared + BUILD, needs()),
+        "state-of-a-call": (lambda shared, i: call("own", "Stated") + shared + BUILD, needs()),
         "state-of-ordered": (lambda shared, i: call("collections", "OrderedDict") + shared + BUILD, needs("dict")),
         "attribute": (lambda shared, i: new + dict_of(text("a"), shared) + BUILD, needs()),
         "parameters": (lambda shared, i: new + module_state(shared) + BUILD, needs("dict")),
@@ -172,10 +172,12 @@ def uses() -> dict[str, tuple[Callable[[bytes, int], bytes], frozenset[str]]]:
         "entry": (lambda shared, i: new + MARK + integer(1) + shared + SETITEMS, needs()),
         "entry-key": (lambda shared, i: new + MARK + shared + integer(1) + SETITEMS, needs()),
         "inside-of-object": (
-            lambda shared, i: call("copyreg", "_reconstructor", own, named("builtins", "dict"), shared), needs("dict"),
+            lambda shared, i: call("copyreg", "_reconstructor", named("own", "Dict"), named("builtins", "dict"), shared),
+            needs("dict"),
         ),
         "inside-of-list": (
-            lambda shared, i: call("copyreg", "_reconstructor", own, named("builtins", "list"), shared), needs("list"),
+            lambda shared, i: call("copyreg", "_reconstructor", named("own", "List"), named("builtins", "list"), shared),
+            needs("list"),
         ),
         "new-as-a-call": (lambda shared, i: call("copyreg", "__newobj__", own, shared), needs()),
         "partial": (
@@ -218,7 +220,7 @@ def uses() -> dict[str, tuple[Callable[[bytes, int], bytes], frozenset[str]]]:
             lambda shared, i: call(
                 "numpy._core.multiarray", "_reconstruct", named("numpy", "ndarray"), tuple_of(integer(0)), binbytes(b"b")
             )
-            + tuple_of(integer(1), tuple_of(integer(1)), call("numpy", "dtype", text("O8")), b"\x89", shared)
+            + tuple_of(integer(1), get(SIZE), dtype("O8"), b"\x89", shared)
             + BUILD,
             needs("list"),
         ),
@@ -233,7 +235,7 @@ def uses() -> dict[str, tuple[Callable[[bytes, int], bytes], frozenset[str]]]:
         ),
         "subclass-state": (
             lambda shared, i: call(
-                "torch._tensor", "_rebuild_from_type_v2", named("torch._utils", "_rebuild_tensor_v2"), own,
+                "torch._tensor", "_rebuild_from_type_v2", named("torch._utils", "_rebuild_tensor_v2"), named("own", "Tensor"),
                 tuple_of(weight_of, flags), shared,
             ),
             needs(),
@@ -277,6 +279,7 @@ def compose(case: str, n: int) -> bytes:
     code = f"S{16 * n}" if thing == "bytes" else f"U{4 * n}" if thing == "text" else "S1"
     begun = (
         push(n) + put(SHARED), dtype(code) + put(DTYPE), OWN + put(FOREIGN), storage() + put(STORAGE),
+        tuple_of(integer(n)) + put(SIZE),
     )  # fmt: skip
     items = list_of(*begun, *(refer(get(SHARED), i) for i in range(n)))
     return torch_zip(stream(dict_of(text("weight"), weight(), text("items"), items), protocol=4))

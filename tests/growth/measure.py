@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import holdfast
+import holdfast.torch
 from holdfast.cli.main import main
 from holdfast.errors import HoldfastError
+from tests.hostile.allowed import ALLOWED
 
 __all__ = ["VERBS", "Cost", "Verb", "cost", "scan"]
 
@@ -92,8 +94,23 @@ def scan(path: Path, twin: Path) -> object:
     return holdfast.scan(path, limits={"tree_nbytes": 1 << 60}).verdict()
 
 
+def _load(path: Path, twin: Path) -> object:
+    """What `open` builds lazily, built as torch's own objects: the other builder of the same table of reducers."""
+    with holdfast.torch.safe_globals(ALLOWED):
+        holdfast.torch.load(path)
+    return "done"
+
+
+def _read_tree(path: Path, twin: Path) -> object:
+    with holdfast.torch.open(path) as opened:
+        opened.read_tree()
+    return "done"
+
+
 VERBS: dict[str, Verb] = {
     "open": _open,
+    "torch.load": _load,
+    "torch.open": _read_tree,
     "show": _command("show"),
     "show --json": _command("show", "--json"),
     "scan": _command("scan"),

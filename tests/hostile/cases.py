@@ -8,6 +8,7 @@ from . import (
     cases_dcp,
     cases_directories,
     cases_gguf,
+    cases_numpy,
     cases_old,
     cases_rank_files,
     cases_resources,
@@ -22,6 +23,7 @@ __all__ = ["ALL", "CLASSES"]
 CLASSES: dict[str, list[Case]] = {
     "pickle calls": cases_calls.CASES,
     "pickle resources": cases_resources.CASES,
+    "numpy in pickles": cases_numpy.CASES,
     "tensor metadata": cases_tensors.CASES,
     "zip": cases_zip.CASES,
     "legacy and tar": cases_old.CASES,

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.formats.seal import Seal, SealedFile, encode_seal
+from holdfast.seals.document import Seal, SealedFile, encode_seal
 
 STATE = {"a": np.arange(6, dtype=np.float32), "b": np.ones(3)}
 

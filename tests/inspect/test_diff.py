@@ -20,17 +20,19 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description
 from holdfast.core.value import replace
-from holdfast.engine import compare
-from holdfast.engine.compare import Tally, blocks, tally
+from holdfast.engine import scan
+from holdfast.engine.files import ViewTable
+from holdfast.engine.scan import blocks
 from holdfast.errors import CannotHold, LimitExceeded, NoSuchTensor, Unsupported
 from holdfast.inspect.compare_values import ValueChange, compare_values
 from holdfast.inspect.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
 from holdfast.inspect.side import Side
 from holdfast.inspect.structure import ContainerKind
-from holdfast.plan.files import ViewTable
-from holdfast.rewrite.rows import lazy_tree
+from holdfast.numeric import compare
+from holdfast.numeric.compare import Tally, tally
 from holdfast.rewrite.save import save
-from holdfast.rewrite.state import tabulate_state
+from holdfast.saving.rows import lazy_tree
+from holdfast.saving.state import tabulate_state
 from holdfast.stores.local import LocalStore
 
 
@@ -258,8 +260,7 @@ def test_blocks_add_up(a, b, block):
 
 
 def test_strided_and_long_tensors_are_walked_in_blocks(monkeypatch):
-    monkeypatch.setattr(compare, "BLOCK_ELEMENTS", 64)
-    monkeypatch.setattr(compare.blocks, "__defaults__", (64,))
+    monkeypatch.setattr(scan.blocks, "__defaults__", (64,))
     a = np.arange(3000.0).reshape(30, 100)
     b = np.asfortranarray(a)
     seen: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import pickle
 import pickletools
 import threading
 from pathlib import Path
@@ -58,7 +59,25 @@ def ckpt(path):
 
 
 def test_what_may_begin_a_pickle():
-    assert {opcode.code.encode("latin-1") for opcode in pickletools.opcodes} == OPCODES
+    memo = {"GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT"}
+    first = [opcode for opcode in pickletools.opcodes if not opcode.stack_before and opcode.name not in memo]
+    assert {opcode.code.encode("latin-1") for opcode in first} | {b"i"} == OPCODES
+
+
+@pytest.mark.parametrize("unpickler", [pickle.Unpickler, pickle._Unpickler])
+def test_an_unpickler_refuses_every_other_byte_at_once(unpickler):
+    class Watched(unpickler):
+        def find_class(self, module, name):
+            pytest.fail(f"it asks for {module}.{name}")
+
+        def persistent_load(self, pid):
+            pytest.fail(f"it asks for {pid}")
+
+    arguments = (b"", b"0", b"\0", b"\0\0\0\0", b"0\n", b"os\nsystem\n")
+    for byte in {bytes([number]) for number in range(256)} - OPCODES:
+        for argument in arguments:
+            with pytest.raises((pickle.UnpicklingError, LookupError, ValueError)):
+                Watched(io.BytesIO(byte + argument + b"Nq\0cos\nsystem\n.")).load()
 
 
 # Ways in.

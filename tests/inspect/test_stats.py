@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine import numbers as module
-from holdfast.engine.numbers import Moments
+from holdfast.engine import scan
 from holdfast.inspect import sparsity as zeros_module
 from holdfast.inspect.sparsity import sparsity
 from holdfast.inspect.stats import stats
+from holdfast.numeric import statistics as module
+from holdfast.numeric.statistics import Moments
 
 
 @pytest.fixture(params=["whole", "blocks"])
 def small_blocks(request, monkeypatch):
     if request.param == "blocks":
-        whole = module.blocks
-        monkeypatch.setattr(module, "blocks", lambda count: whole(count, 104))
+        whole = scan.blocks
+        monkeypatch.setattr(scan, "blocks", lambda count: whole(count, 104))
         monkeypatch.setattr(module, "STEP_ELEMENTS", 40)
 
 

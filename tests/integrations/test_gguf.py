@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.core.blocks import BLOCKS
+from holdfast.numeric.dequantize import BLOCKS
 
 pytest.importorskip("gguf.gguf_writer")  # a folder of tests has the name of the package
 gguf = pytest.importorskip("gguf")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.inspect.sealed import read_seal
 from holdfast.integrations.keeping import keep_by, ran_here
 from holdfast.runs.rules import Within
+from holdfast.seals.check import read_seal
 from tests.runs.test_clocks import YEAR, Clocks, another_program
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.core.dtype import DTYPES
-from holdfast.engine.casting import cast, count_losses
+from holdfast.numeric.cast import cast, count_losses
 from holdfast.torch import versions
 from tests.golden.expect import short
 from tests.support import dtypes, needs

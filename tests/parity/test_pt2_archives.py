@@ -28,9 +28,9 @@ from holdfast.formats.pt2.read import Pt2Reader
 from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.pt2.write import ModelWeights, lay_out_pt2, models_of
 from holdfast.formats.zip.reader import read_archive
-from holdfast.rewrite.planned import write_plan
-from holdfast.rewrite.rows import lazy_tree
-from holdfast.rewrite.state import tabulate_state
+from holdfast.saving.planned import write_plan
+from holdfast.saving.rows import lazy_tree
+from holdfast.saving.state import tabulate_state
 from holdfast.stores.local import LocalStore
 from holdfast.torch import package_program, versions
 from tests.parity.compare import assert_leaf, elements, shared

@@ -52,7 +52,7 @@ from holdfast.cli.main import main
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.errors import HoldfastError, NotCommitted, Replaced
-from holdfast.stores.files import OsFiles
+from holdfast.stores.files import Files
 from holdfast.stores.local import DescriptorStore
 from holdfast.stores.path_files import PathFiles, system_files
 
@@ -485,7 +485,7 @@ def refusal_of(call: Callable[[], object]) -> HoldfastError | None:
 
 def odd(folder: str) -> dict[str, object]:
     """What differs by design, told as it should be."""
-    assert isinstance(system_files(), PathFiles if WINDOWS else OsFiles)
+    assert isinstance(system_files(), PathFiles if WINDOWS else Files)
     assert isinstance(holdfast.open(os.path.join(GOLDEN, "plain.pt")).path, str)
     path = os.path.join(folder, "model.pt")
     holdfast.save(tensors(1), PurePath(path))

@@ -86,7 +86,8 @@ def _not_everywhere(path: Path) -> set[str]:
     used |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names if alias.name in POSIX_MODULES}
     used |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module in POSIX_MODULES}
     if "stores" not in path.parts:
-        used |= {node.id for node in nodes if isinstance(node, ast.Name) and node.id == "OsFiles"}  # `system_files` is for all
+        called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        used |= called & {"Files"}  # `system_files` is for all
     return used
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.engine.saves import Gathered
 from holdfast.errors import HoldfastError
-from holdfast.plan.saves import Gathered
-from holdfast.rewrite.planned import Planned
+from holdfast.saving.planned import Planned
 from tests.properties.many_states import many_states
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_, ml_dtypes.float8_e4m3fn, np.complex64]

@@ -16,9 +16,9 @@ import holdfast
 from holdfast.cli.document import document
 from holdfast.cli.show import show_table, show_tree
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.files import FileStorages
 from holdfast.errors import HoldfastError
 from holdfast.inspect.survey import survey
-from holdfast.plan.files import FileStorages
 from tests.properties.many_states import many_states
 from tests.sharing import groups, ties
 

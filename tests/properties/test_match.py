@@ -14,7 +14,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.match import match, meet
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.plan.table import lazy_table
+from holdfast.engine.table import lazy_table
 from holdfast.stores.memory import MemoryStore
 
 FLOAT = next(row for row in DTYPES.rows if row.name == "float32")

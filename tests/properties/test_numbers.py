@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine import numbers
+from holdfast.engine import scan
 from holdfast.engine.arrays import Resident
 from holdfast.inspect.stats import measure, reading_nbytes
+from holdfast.numeric import statistics as numbers
 
 NARROW = [
     np.float16,
@@ -68,8 +69,8 @@ def test_any_bits_as_by_definition(dtype, content, bins, block):
     ):  # their sums round, as those of the definition do: to no bits at all in the worst case
         array = (array.view(np.uint64) >> np.uint64(40)).astype(array.dtype)
     with pytest.MonkeyPatch.context() as patch:
-        whole = numbers.blocks
-        patch.setattr(numbers, "blocks", lambda count: whole(count, block))
+        whole = scan.blocks
+        patch.setattr(scan, "blocks", lambda count: whole(count, block))
         patch.setattr(numbers, "STEP_ELEMENTS", 24)
         patch.setattr(numbers, "COUNTED_ELEMENTS", 32)
         patch.setattr("holdfast.inspect.stats.BLOCK_ELEMENTS", block)

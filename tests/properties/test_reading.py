@@ -13,9 +13,9 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
+from holdfast.engine.coalesce import Policy, coalesce
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadIndex
-from holdfast.plan.coalesce import Policy, coalesce
 from holdfast.stores.memory import MemoryStore
 from tests.properties.strategies import chunks, read_slowly
 

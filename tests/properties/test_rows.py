@@ -21,12 +21,12 @@ import holdfast
 from holdfast.core.limits import Limits
 from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.core.value import replace
+from holdfast.engine import table
+from holdfast.engine.saves import SMALL_NBYTES
 from holdfast.errors import HoldfastError
-from holdfast.plan import table
-from holdfast.plan.saves import SMALL_NBYTES
 from holdfast.rewrite import save
-from holdfast.rewrite.rows import lazy_tree, with_odd, with_table
-from holdfast.rewrite.state import tabulate_state, tabulate_tree
+from holdfast.saving.rows import lazy_tree, with_odd, with_table
+from holdfast.saving.state import tabulate_state, tabulate_tree
 
 FEW = 64
 

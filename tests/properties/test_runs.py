@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.plan.coalesce import Policy, coalesce
-from holdfast.plan.reads import comb
+from holdfast.engine.coalesce import Policy, coalesce
+from holdfast.engine.reads import comb
 from tests.properties.strategies import bytes_touched, chunks
 
 TOUCHING = Policy(free_gap=0, max_gap=0, over_read=0.0, alone=1 << 62, block=1 << 62)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from holdfast.core.chunk import in_c_order
 from holdfast.core.sharing import tied
 from holdfast.engine.arrays import Resident
+from holdfast.engine.table import lazy_table
 from holdfast.formats.recorded import LARGEST_STORAGE_RATIO, share
-from holdfast.plan.table import lazy_table
-from holdfast.rewrite.state import tabulate_state
+from holdfast.saving.state import tabulate_state
 from holdfast.torch.tensors.to_lazy import torch_leaf
 from tests.sharing import groups, ties
 

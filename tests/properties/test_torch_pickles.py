@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import holdfast.torch as ht
 from holdfast.core.runtime import resting_collector
-from holdfast.plan.saves import Memory
+from holdfast.engine.saves import Memory
 from holdfast.torch.serialization import pickling
 from holdfast.torch.serialization.save import plan_object
 

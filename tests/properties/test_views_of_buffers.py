@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import holdfast
 import holdfast.torch
 from holdfast.core.table import Kind, is_inside, with_outside
-from holdfast.plan.files import BYTES
-from holdfast.rewrite.state import tabulate_state
+from holdfast.engine.files import BYTES
+from holdfast.saving.state import tabulate_state
 
 BUFFER = 48
 DTYPES = ("uint8", "float32", "int64")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from holdfast.pruning import keys as of_arrays
-from holdfast.pruning import order
-from holdfast.pruning.select import select as select_in_arrays
+from holdfast.engine.arrays import Resident
+from holdfast.numeric import threshold as of_arrays
+from holdfast.numeric import threshold as order
+from holdfast.pruning import select as of_files
+from holdfast.pruning.select import KeySearch, Magnitudes
+from holdfast.pruning.select import select as select_in_files
 from holdfast.torch.sparsity import order as of_tensors
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0**-14, np.inf, -np.inf, np.nan, -np.nan, 1.5, -1.5, 65504.0]
@@ -28,27 +29,6 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
-
-
-class Keys:
-    """Keys that are there already."""
-
-    width = 63
-
-    def __init__(self, keys: np.ndarray) -> None:
-        self.keys, self.count = keys, len(keys)
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        return of_arrays.pieces(self.count)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.keys[start:stop]
-
-    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        yield from (self.read(at, min(at + 7, stop)) for at in range(start, stop, 7))
-
-    def count_by(self, start: int, stop: int, bits: of_arrays.KeyBits) -> np.ndarray:
-        return bits.count(self.read(start, stop), self.width)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties"])
@@ -73,15 +53,17 @@ def test_random_keys_have_one_order(seed):
 @pytest.mark.parametrize("kind", ["random", "ties"])
 def test_both_find_one_threshold(kind, few, monkeypatch):
     monkeypatch.setattr(order, "SORTED_KEYS", few)
-    monkeypatch.setattr(of_arrays, "PIECE_ELEMENTS", 700)
+    monkeypatch.setattr(of_files, "PIECE_ELEMENTS", 700)
     monkeypatch.setattr(of_tensors, "CHUNK_ELEMENTS", 900)
     parts = [values(kind, torch.float32)[:3100], values(kind, torch.float64)[:1900]]
     arrays = [of_arrays.magnitude_keys(as_array(part), "float64") for part in parts]
+    stored = [Magnitudes(Resident().array(as_array(part)), "float64") for part in parts]
 
     for count in (0, 1, 40, 2500, 4999, 5000):
-        one = select_in_arrays([Keys(array) for array in arrays], count)
+        one = KeySearch(stored, count)
+        select_in_files([one])
         sources = [of_tensors.Keys(part) for part in parts]
         masks = of_tensors.keep_above(sources, of_tensors.select(sources, count))
-        for array, cut, mask in zip(arrays, one.cuts, masks, strict=True):
+        for array, cut, mask in zip(arrays, one.before, masks, strict=True):
             after = np.arange(len(array)) >= cut
             np.testing.assert_array_equal(np.where(after, array >= one.key, array > one.key), mask.numpy())

@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.core.sparse.storage import packing_of
 from holdfast.errors import CannotHold
-from holdfast.pruning import keys as prune_keys
+from holdfast.numeric import threshold as prune_order
+from holdfast.numeric.pack import packing_of
 from holdfast.pruning import masked as prune_loss
 from holdfast.pruning import masks as prune_masks
-from holdfast.pruning import order as prune_order
-from holdfast.pruning import prune as module
 from holdfast.pruning import select as prune_select
 from holdfast.pruning.rules import parse_rule, tensor_seed
 
@@ -90,12 +88,11 @@ def oracle_block(array: np.ndarray, height: int, width: int, level: float) -> np
 def small_pieces(request, monkeypatch):
     """Also with pieces and limits so small that every way through the code is taken."""
     if request.param == "pieces":
-        monkeypatch.setattr(prune_keys, "PIECE_ELEMENTS", 96)
+        monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 96)
         monkeypatch.setattr(prune_order, "SORTED_KEYS", 20)
         monkeypatch.setattr(prune_select, "HISTOGRAM_PARTS", 3)
         monkeypatch.setattr(prune_masks, "HELD_SCORES", 50)
         monkeypatch.setattr(prune_loss, "STEP_ELEMENTS", 32)
-        monkeypatch.setattr(module, "PIECE_ELEMENTS", 96)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -191,7 +188,7 @@ def test_the_same_as_a_sparsifier_in_memory(tmp_path, kind):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(640, 900, bias=False), torch.nn.Linear(900, 50), torch.nn.Linear(52, 36)]
     model = torch.nn.Sequential(*layers).bfloat16()
-    assert layers[0].weight.numel() > prune_keys.PIECE_ELEMENTS
+    assert layers[0].weight.numel() > prune_select.PIECE_ELEMENTS
     torch.save(model.state_dict(), tmp_path / "a.pt")
     sparsifier, rule = {
         "magnitude": (MagnitudeSparsifier(0.6), "0.6"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -16,91 +14,105 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.engine.arrays import Resident
 from holdfast.errors import NotCommitted
-from holdfast.pruning import keys as prune_keys
+from holdfast.numeric import threshold as prune_keys
+from holdfast.numeric import threshold as prune_order
+from holdfast.numeric.threshold import RandomOrder, mean_squares, random_keys
 from holdfast.pruning import masked as prune_loss
 from holdfast.pruning import masks as prune_masks
-from holdfast.pruning import order as prune_order
 from holdfast.pruning import select as prune_select
-from holdfast.pruning.keys import Magnitudes, RandomOrder, mean_squares, random_keys
 from holdfast.pruning.masked import Loss, Masked, Tally, loss_of, loss_of_counts, prune_values
-from holdfast.pruning.masks import BlockMask, GroupMask, RandomMask, ThresholdMask, group_keep
-from holdfast.pruning.select import KeyCounts, select
+from holdfast.pruning.masks import BlockMask, GroupMask, RandomMask, ThresholdMask, block_masks, group_keep
+from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, select
 
-WIDTHS = {15: np.uint16, 31: np.uint32, 63: np.uint64}
-
-
-@dataclass
-class Given:
-    """Keys that are there already, in pieces of seven."""
-
-    keys: np.ndarray
-    width: int
-
-    @property
-    def count(self) -> int:
-        return len(self.keys)
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        return ((start, min(start + 7, self.count)) for start in range(0, self.count, 7))
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.keys[start:stop]
-
-    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        yield from (self.read(at, min(at + 3, stop)) for at in range(start, stop, 3))
-
-    def count_by(self, start: int, stop: int, bits: prune_keys.KeyBits) -> np.ndarray:
-        return bits.count(self.read(start, stop), self.width)
+NARROW = {15: "float16", 31: "float32", 63: "float64"}
+"""By the bits of their keys: floats whose magnitudes have them."""
 
 
-def oracle(sources: list[Given], count: int) -> list[np.ndarray]:
+def given_keys(keys: list[int], width: int) -> Magnitudes:
+    """A tensor in memory that has these keys, some of its numbers negative."""
+    floats, bits = prune_keys.ORDERS[NARROW[width]]
+    signs = np.arange(len(keys), dtype=bits) % bits.type(2) << bits.type(width)
+    return Magnitudes(Resident().array((np.array(keys, bits) | signs).view(floats)), NARROW[width])
+
+
+def oracle(sources: list[list[int]], count: int) -> list[np.ndarray]:
     """What stays, by sorting: the lowest keys go, of equals the first of the first source."""
-    every = np.concatenate([source.keys.astype(np.uint64) for source in sources])
+    every = np.concatenate([np.array(source, np.uint64) for source in sources])
     kept = np.ones(len(every), bool)
     kept[np.argsort(every, kind="stable")[:count]] = False
-    return np.split(kept, np.cumsum([source.count for source in sources])[:-1])
+    return np.split(kept, np.cumsum([len(source) for source in sources])[:-1])
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[Given], int]:
-    width = draw(st.sampled_from(sorted(WIDTHS)))
+def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
+    width = draw(st.sampled_from(sorted(NARROW)))
     # Few distinct keys, in few buckets of a histogram: ties in every place.
-    some = draw(st.lists(st.integers(0, (1 << width) - 1), min_size=1, max_size=6))
-    near = [min(key + 1, (1 << width) - 1) for key in some]
+    most = prune_order.INFINITY_BITS[NARROW[width]]
+    some = draw(st.lists(st.integers(0, most), min_size=1, max_size=6))
+    near = [min(key + 1, most) for key in some]
     keys = st.lists(st.sampled_from(some + near), min_size=0, max_size=60)
     found = draw(st.lists(keys, min_size=1, max_size=4).filter(lambda lists: any(lists)))
-    sources = [Given(np.array(row, WIDTHS[width]), width) for row in found]
-    return sources, draw(st.integers(0, sum(map(len, found))))
+    return found, width, draw(st.integers(0, sum(map(len, found))))
 
 
-@given(cases(), st.sampled_from([1, 5, 1000]), st.sampled_from([1, 3, 32]), st.sampled_from([1, 3]))
-def test_a_threshold_is_the_one_that_sorting_finds(case, few, parts, threads):
-    sources, count = case
+@settings(deadline=None)
+@given(
+    st.lists(cases(), min_size=1, max_size=3), st.sampled_from([1, 5, 1000]), st.sampled_from([1, 3, 32]), st.sampled_from([1, 3])
+)
+def test_a_threshold_is_the_one_that_sorting_finds(every, few, parts, threads):
+    """Several searches at once, of several tensors each."""
+    counted: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prune_order, "SORTED_KEYS", few)
         patch.setattr(prune_select, "HISTOGRAM_PARTS", parts)
-        found = select(sources, count, threads=threads)
-    for source, cut, kept in zip(sources, found.cuts, oracle(sources, count), strict=True):
-        after = np.arange(source.count) >= cut
-        np.testing.assert_array_equal(np.where(after, source.keys >= found.key, source.keys > found.key), kept)
-    if found.counts is not None:
-        every = np.concatenate([source.keys for source in sources])
-        np.testing.assert_array_equal(found.counts.there, np.bincount(every, minlength=1 << 15))
-        gone = [source.keys[~kept] for source, kept in zip(sources, oracle(sources, count), strict=True)]
-        np.testing.assert_array_equal(found.counts.gone, np.bincount(np.concatenate(gone), minlength=1 << 15))
+        patch.setattr(prune_select, "PIECE_ELEMENTS", 7)
+        patch.setattr(prune_select, "RUN_KEYS", 3)
+        searched = [
+            KeySearch([given_keys(keys, width) for keys in sources], count, lambda *found, at=at: counted.update({at: found}))
+            for at, (sources, width, count) in enumerate(every)
+        ]
+        select(searched, threads=threads)
+    for at, ((sources, width, count), cut) in enumerate(zip(every, searched, strict=True)):
+        expected = oracle(sources, count)
+        for source, before, kept in zip(sources, cut.before, expected, strict=True):
+            keys, after = np.array(source, np.uint64), np.arange(len(source)) >= before
+            np.testing.assert_array_equal(np.where(after, keys >= cut.key, keys > cut.key), kept)
+        assert (at in counted) == (width == 15 and count > 0)
+        if at in counted:
+            keys, kept = np.concatenate([np.array(source, np.int64) for source in sources]), np.concatenate(expected)
+            np.testing.assert_array_equal(counted[at][0], np.bincount(keys, minlength=1 << 15))
+            np.testing.assert_array_equal(counted[at][1], np.bincount(keys[~kept], minlength=1 << 15))
 
 
-def test_keys_that_change_are_an_error():
-    source = Given(np.zeros(70, np.uint16), 15)
-    passes = []
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=150), st.integers(0, 150), st.sampled_from([1, 4]))
+def test_scores_that_are_held_and_those_that_are_not_have_one_cut(scores, gone, width):
+    array = np.array(scores, np.float32).reshape(1, -1).repeat(2, axis=0)
+    blocks = BlockScores(Resident().array(array), 2, width)
+    level = min(gone, blocks.count) / blocks.count
+    found = []
+    for held in (1 << 22, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prune_masks, "HELD_SCORES", held)
+            patch.setattr(prune_order, "SORTED_KEYS", 3)
+            patch.setattr(prune_select, "PIECE_ELEMENTS", 16 * width)
+            (mask,) = block_masks([blocks], [level])
+        found.append(mask.bits.tolist())
+    assert found[0] == found[1]
 
-    def read(start: int, stop: int) -> np.ndarray:
-        passes.append(start)
-        return source.keys[start:stop] + np.uint16(len(passes) > 10)
 
-    source.read = read  # type: ignore[method-assign]
+def test_keys_that_change_are_an_error(monkeypatch):
+    monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 7)
+    array = np.zeros(70, np.float16)
+    seen: list[int] = []
+
+    def progress(nbytes: int) -> None:
+        seen.append(nbytes)
+        if sum(seen) == array.nbytes:
+            array[:] = 1  # when all was counted, and before the one is looked for that is the last to go
+
     with pytest.raises(NotCommitted, match="changed while"):
-        select([source], 35)
+        select([KeySearch([Magnitudes(Resident().array(array), "float16")], 35)], progress=progress)
 
 
 @pytest.mark.parametrize("apart", [prune_keys.CERTAIN_DEVIATIONS, 0.0])
@@ -154,8 +166,8 @@ def test_what_is_lost_is_a_plain_sum(monkeypatch, dtype):
     assert found.lost == pytest.approx(math.fsum(wide[finite & ~kept] ** 2))
     if np.dtype(dtype).itemsize == 2:
         keys = prune_keys.magnitude_keys(values, np.dtype(dtype).name)
-        counts = KeyCounts(np.bincount(keys, minlength=1 << 15), np.bincount(keys[~kept], minlength=1 << 15))
-        counted = loss_of_counts(counts, np.dtype(dtype).name)
+        counts = np.bincount(keys, minlength=1 << 15), np.bincount(keys[~kept], minlength=1 << 15)
+        counted = loss_of_counts(*counts, np.dtype(dtype).name)
         assert (counted.pruned, counted.zeros, counted.nonfinite) == (found.pruned, found.zeros, found.nonfinite)
         assert (counted.squares, counted.lost) == (pytest.approx(found.squares), pytest.approx(found.lost))
 
@@ -178,7 +190,7 @@ def test_a_tally_is_whole_when_every_element_was_told_once():
 
 @pytest.mark.parametrize("packed", [False, True], ids=["values", "bits"])
 def test_pruned_tensors_are_read_at_any_byte(tmp_path, monkeypatch, packed):
-    monkeypatch.setattr(prune_keys, "PIECE_ELEMENTS", 24)
+    monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 24)
     # Whole numbers: sums of their squares are exact in any order.
     values = (np.random.default_rng(3).permutation(168) - 83.5).astype(np.float32).reshape(6, 28) * np.float32(2)
     holdfast.save({"w": values}, tmp_path / "a.safetensors")
@@ -227,7 +239,7 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
     else:
         order = data.draw(st.sampled_from([name, "float64"]))
         keys = Magnitudes(tensor, order)
-        own = [*keys.of(values, 0).tolist(), 0, keys.most]
+        own = [*keys.of(values).tolist(), 0, keys.most]
         mask = ThresholdMask(keys, data.draw(st.sampled_from(own)), data.draw(st.integers(0, start + len(values) + 1)))
     kept = mask.keep(values, start)
     expected = np.where(kept, values.view(f"u{width}"), 0)
@@ -312,7 +324,7 @@ def test_scores_of_narrow_floats_are_those_of_wide_ones(dtype):
 @pytest.mark.parametrize("gone", [0, 1, 700, 1998, 1999])
 def test_the_lowest_of_a_random_order_go_however_often_they_are_read(monkeypatch, gone, held, apart):
     monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
-    monkeypatch.setattr(prune_keys, "PIECE_ELEMENTS", 250)
+    monkeypatch.setattr(prune_select, "PIECE_ELEMENTS", 250)
     monkeypatch.setattr(prune_masks, "HELD_NBYTES", held)
     kept = np.ones(1999, bool)
     kept[np.argsort(random_keys(0, 1999, 11), kind="stable")[:gone]] = False

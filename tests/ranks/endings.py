@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from torch.distributed._shard.sharded_tensor import api as _api  # noqa: F401  (imported before the forks, like all that they use)
 
-from holdfast.stores.files import OsFiles
+from holdfast.stores.files import Files
 from holdfast.torch.ranks import group
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from holdfast.torch.tensors import to_lazy as _state  # noqa: F401
@@ -33,13 +33,13 @@ SLOW = 0.2
 
 
 def _slowly() -> None:
-    pwrite = OsFiles.pwrite
+    pwrite = Files.pwrite
 
-    def slow(self: OsFiles, descriptor: int, data: memoryview, offset: int) -> int:
+    def slow(self: Files, descriptor: int, data: memoryview, offset: int) -> int:
         time.sleep(SLOW)
         return pwrite(self, descriptor, data, offset)
 
-    OsFiles.pwrite = slow  # type: ignore[method-assign]
+    Files.pwrite = slow  # type: ignore[method-assign]
 
 
 def _join(folder: Path, rank: int, size: int, *, tcp: bool = False) -> None:
@@ -118,20 +118,20 @@ def be_asked_with_a_handler(folder: Path, rank: int) -> None:
 def fail_unseen(folder: Path, rank: int) -> None:
     """The save fails, and nobody looks."""
 
-    def refuse(self: OsFiles, descriptor: int, data: memoryview, offset: int) -> int:
+    def refuse(self: Files, descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
-    OsFiles.pwrite = refuse  # type: ignore[method-assign]
+    Files.pwrite = refuse  # type: ignore[method-assign]
     async_save_sharded(folder / "step", dict(CONTENT))
 
 
 def fail_seen(folder: Path, rank: int) -> None:
     """The same, and somebody did."""
 
-    def refuse(self: OsFiles, descriptor: int, data: memoryview, offset: int) -> int:
+    def refuse(self: Files, descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
-    OsFiles.pwrite = refuse  # type: ignore[method-assign]
+    Files.pwrite = refuse  # type: ignore[method-assign]
     handle = async_save_sharded(folder / "step", dict(CONTENT))
     try:
         handle.wait()

@@ -35,7 +35,7 @@ from torch.distributed._shard.sharded_tensor import api as _api  # noqa: F401  (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import holdfast
-from holdfast.stores.files import OsFiles, is_temporary
+from holdfast.stores.files import Files, is_temporary
 from holdfast.torch.ranks import group
 from holdfast.torch.ranks.run import Run
 from holdfast.torch.ranks.save_sharded import save_sharded
@@ -98,7 +98,7 @@ class Doom:
         self.count = 0
         self._at = at
         for name in CALLS:
-            setattr(OsFiles, name, self._counted(getattr(OsFiles, name)))
+            setattr(Files, name, self._counted(getattr(Files, name)))
         for name in ("_set", "_take"):
             setattr(group, name, self._counted(getattr(group, name)))
 

@@ -18,7 +18,7 @@ import torch
 import holdfast
 from holdfast.engine.targets import folder as rank_folder
 from holdfast.ranks import together
-from holdfast.stores.files import OsFiles
+from holdfast.stores.files import Files
 from holdfast.torch.cuda.stage import ROOM, Room
 from holdfast.torch.ranks import saving
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
@@ -199,11 +199,11 @@ def test_buffers_are_used_again(pool: Pool, tmp_path: Path):
 def fail_later(world: World, path: str) -> None:
     """The disk is full on one rank, after everybody has gone on."""
 
-    def refuse(self: OsFiles, descriptor: int, data: memoryview, offset: int) -> int:
+    def refuse(self: Files, descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
     state = {f"w{i}": torch.ones(20) for i in range(3)}
-    with instead(OsFiles, "pwrite", refuse if world.rank == 1 else OsFiles.pwrite):
+    with instead(Files, "pwrite", refuse if world.rank == 1 else Files.pwrite):
         handle = async_save_sharded(path, state, group=world.group)
         while not handle.done():
             time.sleep(0.01)

@@ -17,7 +17,7 @@ import holdfast
 from holdfast.engine.commit.transactions import DirectoryTransaction
 from holdfast.formats.native import boxes
 from holdfast.ranks import together
-from holdfast.stores.files import OsFiles
+from holdfast.stores.files import Files
 from holdfast.torch.ranks import load_sharded as sharded_load
 from holdfast.torch.ranks import saving as sharded_save
 from holdfast.torch.ranks.load_sharded import load_sharded
@@ -101,10 +101,10 @@ def _raising(error: Exception) -> Callable[..., object]:
 
 def _full_after(nbytes: int, *, method: str) -> Callable[..., object]:
     """A file system that is full after so many bytes."""
-    before = getattr(OsFiles, method)
+    before = getattr(Files, method)
     left = nbytes
 
-    def call(self: OsFiles, descriptor: int, data: object, *more: object) -> object:
+    def call(self: Files, descriptor: int, data: object, *more: object) -> object:
         nonlocal left
         left -= data if isinstance(data, int) else len(data)
         if left < 0:
@@ -136,13 +136,13 @@ def fail_at(world: World, path: str, rank: int, step: str, format: str) -> None:
             with instead(boxes.Boxes, "cut", _raising(RuntimeError("a bug after the plan"))):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "layout":
-            with instead(sharded_save, "rank_files", _raising(RuntimeError("a bug in the layout"))):
+            with instead(sharded_save, "spread", _raising(RuntimeError("a bug in the layout"))):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "pwrite" | "allocate":
-            with instead(OsFiles, step, _full_after(100, method=step)):
+            with instead(Files, step, _full_after(100, method=step)):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "sync":
-            with instead(OsFiles, "sync", _raising(OSError(errno.EIO, os.strerror(errno.EIO)))):
+            with instead(Files, "sync", _raising(OSError(errno.EIO, os.strerror(errno.EIO)))):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "publish":
             with instead(DirectoryTransaction, "commit", _raising(MemoryError("no memory for the commit"))):
@@ -187,7 +187,7 @@ def test_a_value_that_cannot_be_kept(pool: Pool, tmp_path: Path, format: str):
 
 
 def fail_everywhere(world: World, path: str) -> None:
-    with instead(sharded_save, "rank_files", _raising(RuntimeError(f"rank {world.rank} has its own trouble"))):
+    with instead(sharded_save, "spread", _raising(RuntimeError(f"rank {world.rank} has its own trouble"))):
         save_sharded(path, state_of(world, 2.0), group=world.group)
 
 
@@ -198,19 +198,19 @@ def test_every_rank_fails(pool: Pool, tmp_path: Path):
 
 def uncertain(world: World, path: str) -> None:
     """The last fsync fails: the checkpoint is there, but who knows for how long."""
-    commit, sync = DirectoryTransaction.commit, OsFiles.sync
+    commit, sync = DirectoryTransaction.commit, Files.sync
 
     def last(self: DirectoryTransaction) -> None:
         self.seal_data()
         parents = set()
 
-        def refused(files: OsFiles, descriptor: int) -> None:
+        def refused(files: Files, descriptor: int) -> None:
             if os.path.isdir(f"/proc/self/fd/{descriptor}") and os.path.exists(f"{path}"):
                 parents.add(descriptor)
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             sync(files, descriptor)
 
-        with instead(OsFiles, "sync", refused):
+        with instead(Files, "sync", refused):
             commit(self)
 
     with instead(DirectoryTransaction, "commit", last):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from holdfast.plan.table import NO_TENSORS
+from holdfast.engine.table import NO_TENSORS
 from holdfast.ranks.merge import differing
 from holdfast.ranks.per_rank import mark, marked, rank_key, size_in
 from holdfast.torch.ranks import saving as sharded_save
@@ -232,7 +232,7 @@ def test_another_word(tmp_path: Path):
 def test_marks():
     assert size_in(rank_key(2, 5)) == 5
     assert [size_in(key) for key in ("rank-2-of-5x", "rank-a-of-5", 3, None)] == [None] * 4
-    assert list(marked(("a", "b"), "k")) == [("a", "k", "b"), ("a", "b", "k")]
+    assert list(marked(("a", 0), "k")) == [("a.k.0", ("a", "k", 0)), ("a.0.k", ("a", 0, "k"))]
     state = {"a": {"b": 1, "c": [2, 3]}, "d": 4}
     assert mark(state, ["a.c.1", "d", "e"], "k") == ({"a": {"b": 1, "c": [2, {"k": 3}]}, "d": {"k": 4}}, ["a.c.1", "d"])
     assert state == {"a": {"b": 1, "c": [2, 3]}, "d": 4}, "the caller's own is not changed"

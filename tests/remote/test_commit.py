@@ -17,7 +17,7 @@ from obstore.store import MemoryStore
 
 import holdfast
 from holdfast.core.value import replace
-from holdfast.engine.commit.remote import ObjectSave
+from holdfast.engine.targets.bucket_commit import ObjectSave
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, SaveError, StoreError
 from holdfast.stores.remote.client import Bucket, Got, bucket_of
 from holdfast.stores.remote.url import url_of

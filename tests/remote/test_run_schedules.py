@@ -145,9 +145,9 @@ class World:
         return done
 
     def marked(self) -> set[int]:
-        from holdfast.runs.bucket import MARKED, PINS, _marks
+        from holdfast.runs.bucket import PINS, _marks
 
-        return _marks(self.run()._folder._said_in(PINS, MARKED)[0])  # type: ignore[attr-defined]
+        return _marks(self.run()._folder._said_in(PINS)[0])  # type: ignore[attr-defined]
 
     def dying(self, kill: tuple[int, bool] | None) -> AbstractContextManager[None]:
         return _die(kill)

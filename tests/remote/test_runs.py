@@ -22,7 +22,7 @@ from obstore.store import MemoryStore
 import holdfast
 from holdfast import Best, Every, Export, Latest
 from holdfast.cli.main import main
-from holdfast.engine.commit.remote import CLAIM
+from holdfast.engine.targets.bucket_commit import CLAIM
 from holdfast.errors import (
     BadArgument,
     HeaderError,
@@ -319,7 +319,7 @@ def test_a_save_that_is_published_while_the_sweep_looks(store: MemoryStore, monk
 
 
 def test_a_saver_between_its_data_and_its_manifest_survives_a_sweep(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
-    from holdfast.engine.commit.remote import PrefixSave
+    from holdfast.engine.targets.bucket_commit import PrefixSave
 
     run, real, swept = holdfast.Run("run", store=store), PrefixSave.commit, []
 

@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
 import holdfast
-from holdfast.engine.commit import claims
-from holdfast.engine.commit.claims import CLAIMS, Claim, Said
+from holdfast.core.documents import proven, seal
+from holdfast.engine.targets import bucket_claims as claims
+from holdfast.engine.targets.bucket_claims import CLAIMS, Claim, Said
 from holdfast.errors import (
     BadArgument,
     DurabilityUncertain,
@@ -38,10 +39,9 @@ from holdfast.errors import (
     StoreError,
     UnsafePath,
 )
-from holdfast.formats.native.schema import parse_fast
-from holdfast.formats.strict_json import seal
-from holdfast.rewrite.references import References
+from holdfast.formats.native.schema import DOCUMENT
 from holdfast.runs.sweep import sweep
+from holdfast.saving.references import References
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, Upload, bucket_of
 from holdfast.stores.remote.url import url_of
@@ -236,7 +236,7 @@ def test_names_that_lead_elsewhere_are_refused(store: MemoryStore, name: str):
     for number in (1, 2):
         run.save(number, state(number))
     raw = bytes(obstore.get(store, "run/step-00000002/holdfast.json").bytes())
-    manifest = parse_fast(raw)
+    manifest = proven(DOCUMENT, raw)
     files = tuple(msgspec.structs.replace(file, name=name if "../" in file.name else file.name) for file in manifest.files)
     text = msgspec.json.encode(msgspec.structs.replace(manifest, files=files, sealed=msgspec.UNSET))
     obstore.put(store, "run/step-00000002/holdfast.json", seal(text, len(text)))
@@ -249,7 +249,7 @@ def test_older_versions_have_no_such_names(store: MemoryStore):
     run = run_in(store)
     for number in (1, 2):
         run.save(number, state(number))
-    manifest = parse_fast(bytes(obstore.get(store, "run/step-00000002/holdfast.json").bytes()))
+    manifest = proven(DOCUMENT, bytes(obstore.get(store, "run/step-00000002/holdfast.json").bytes()))
     assert manifest.version == 5
     text = msgspec.json.encode(msgspec.structs.replace(manifest, version=4, sealed=msgspec.UNSET))
     obstore.put(store, "run/step-00000002/holdfast.json", seal(text, len(text)))
@@ -570,7 +570,7 @@ def test_a_base_that_goes_meanwhile_is_written_whole(store: MemoryStore, monkeyp
 
 def test_a_manifest_that_may_come_yet_keeps_its_claim(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
     """Nobody can say whether it was published: what it would name is not deleted meanwhile."""
-    from holdfast.engine.commit.remote import PrefixSave
+    from holdfast.engine.targets.bucket_commit import PrefixSave
 
     run, real = run_in(store), PrefixSave.commit
     for number in (1, 2):
@@ -659,7 +659,7 @@ def test_a_slow_store_is_not_relied_on(store: MemoryStore, monkeypatch: pytest.M
 
 
 def _save_at(key: str, store: MemoryStore) -> object:
-    from holdfast.engine.commit.remote import PrefixSave
+    from holdfast.engine.targets.bucket_commit import PrefixSave
 
     return PrefixSave(url_of(key, store), "holdfast.json", overwrite=False)
 

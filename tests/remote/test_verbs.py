@@ -14,9 +14,9 @@ from obstore.store import MemoryStore
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.engine.commit.remote import PrefixSave
+from holdfast.engine.targets.bucket_commit import PrefixSave
 from holdfast.errors import Corrupted, HoldfastError, NotCommitted
-from holdfast.formats.seal import SEAL
+from holdfast.seals.document import SEAL
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.inspect.test_missing import VERBS, check_missing
@@ -337,3 +337,25 @@ def test_a_rewriting_that_is_refused_leaves_the_seal(model: Path, monkeypatch: p
     with pytest.raises(NotCommitted):
         holdfast.edit(place, in_place=True, drop="norm")
     assert bytes(bucket_of(where).whole(where.below(SEAL).key, 1 << 20).data) == before
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_takes_the_place_of_a_distributed_checkpoint_leaves_no_data_of_it(damaged: bool, tmp_path: Path):
+    """Of one whose index cannot be read the index goes, and what it names is not known."""
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    store = MemoryStore()
+    for file in (tmp_path / "dcp").iterdir():
+        content = file.read_bytes()
+        obstore.put(store, f"ckpt/{file.name}", content[:9] if damaged and file.name == ".metadata" else content)
+    obstore.put(store, "ckpt/notes.txt", b"mine")
+    with pytest.raises(NotCommitted):
+        holdfast.save(STATE, "ckpt", format="native", store=store)
+    holdfast.save(STATE, "ckpt", format="native", overwrite=True, store=store)
+    left = {one["path"] for page in obstore.list(store) for one in page}
+    assert "ckpt/notes.txt" in left
+    assert "ckpt/.metadata" not in left
+    assert any(name.endswith(".distcp") for name in left) is damaged
+    with holdfast.open("ckpt", store=store) as checkpoint:
+        assert sorted(checkpoint) == sorted(STATE)

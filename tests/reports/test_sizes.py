@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine.distribution import Distribution
-from holdfast.engine.numbers import Moments
+from holdfast.numeric.statistics import Distribution, Moments
 from holdfast.reports.measures import Measured, groups_for, measured_columns
 from holdfast.reports.page import page
 from tests.reports.pages import names_of

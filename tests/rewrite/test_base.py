@@ -18,12 +18,12 @@ from safetensors.numpy import load_file
 
 import holdfast
 from holdfast.core.content_hash import HASH, hash_bytes
+from holdfast.core.documents import seal
 from holdfast.errors import BadArgument, HeaderError, NotAPath, NotCommitted, Unsupported
 from holdfast.formats.native import base as base_of
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.strict_json import seal
-from holdfast.rewrite.planned import Saved
-from holdfast.stores.files import OsFiles
+from holdfast.saving.planned import Saved
+from holdfast.stores.files import Files
 from tests.properties.same import assert_same
 
 Arrays = dict[str, np.ndarray]
@@ -438,12 +438,12 @@ def test_another_file_system_is_a_note(tmp_path: Path):
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP])
 def test_where_no_link_can_be_had_the_file_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int):
-    def link(self: OsFiles, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+    def link(self: Files, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
         raise OSError(code, os.strerror(code))
 
     one, two = arrays(), changed(arrays(), "w1")
     first(tmp_path / "1", one)
-    monkeypatch.setattr(OsFiles, "link", link)
+    monkeypatch.setattr(Files, "link", link)
     saved = after(tmp_path / "1", tmp_path / "2", two)
     assert saved.shared_nbytes == 0
     assert "copied" in saved.notes[-1]
@@ -452,11 +452,11 @@ def test_where_no_link_can_be_had_the_file_is_copied(tmp_path: Path, monkeypatch
 
 
 def test_a_link_that_fails_for_another_reason_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def link(self: OsFiles, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+    def link(self: Files, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
         raise OSError(errno.EIO, "input/output error")
 
     first(tmp_path / "1", arrays())
-    monkeypatch.setattr(OsFiles, "link", link)
+    monkeypatch.setattr(Files, "link", link)
     with pytest.raises(NotCommitted) as caught:
         after(tmp_path / "1", tmp_path / "2", arrays())
     assert caught.value.errno == errno.EIO
@@ -477,14 +477,14 @@ def test_a_data_file_that_is_a_link_elsewhere_is_not_taken_over(tmp_path: Path):
 
 def test_a_base_that_is_replaced_meanwhile_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first(tmp_path / "1", arrays())
-    real = OsFiles.link
+    real = Files.link
 
-    def link(self: OsFiles, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+    def link(self: Files, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
         shutil.copy(tmp_path / "1" / source, tmp_path / "copy")
         os.replace(tmp_path / "copy", tmp_path / "1" / source)
         real(self, source, target, at=at, source_at=source_at)
 
-    monkeypatch.setattr(OsFiles, "link", link)
+    monkeypatch.setattr(Files, "link", link)
     saved = after(tmp_path / "1", tmp_path / "2", arrays())
     assert "meanwhile" in saved.notes[-1]
     assert (saved.shared_nbytes, linked(tmp_path / "2", tmp_path / "1")) == (0, set())
@@ -494,14 +494,14 @@ def test_a_base_that_is_replaced_meanwhile_is_not_used(tmp_path: Path, monkeypat
 
 def test_a_base_that_is_removed_meanwhile_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first(tmp_path / "1", arrays())
-    real = OsFiles.stat
+    real = Files.stat
 
-    def stat(self: OsFiles, name: str, *, at: int) -> object:
+    def stat(self: Files, name: str, *, at: int) -> object:
         if name.startswith("data"):
             shutil.rmtree(tmp_path / "1", ignore_errors=True)
         return real(self, name, at=at)
 
-    monkeypatch.setattr(OsFiles, "stat", stat)
+    monkeypatch.setattr(Files, "stat", stat)
     saved = after(tmp_path / "1", tmp_path / "2", arrays())
     assert "meanwhile" in saved.notes[-1]
     monkeypatch.undo()
@@ -510,15 +510,15 @@ def test_a_base_that_is_removed_meanwhile_is_not_used(tmp_path: Path, monkeypatc
 
 def test_a_base_that_is_written_to_meanwhile_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first(tmp_path / "1", arrays())
-    real = OsFiles.link
+    real = Files.link
 
-    def link(self: OsFiles, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+    def link(self: Files, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
         real(self, source, target, at=at, source_at=source_at)
         with (tmp_path / "1" / source).open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"x")
 
-    monkeypatch.setattr(OsFiles, "link", link)
+    monkeypatch.setattr(Files, "link", link)
     saved = after(tmp_path / "1", tmp_path / "2", arrays())
     assert "meanwhile" in saved.notes[-1]
     check(tmp_path / "2", arrays())

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import holdfast
 from holdfast.errors import CannotHold, NotCommitted, StoreError, UnsafePath, Unsupported
-from holdfast.rewrite import companions, planned
+from holdfast.saving import companions, planned
 
 WEIGHTS = {
     "model.embed_tokens.weight": np.arange(64, dtype=np.float32).reshape(16, 4),

@@ -13,25 +13,19 @@ import holdfast
 import holdfast.torch as ht
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description
+from holdfast.core.strict_json import parse_parts
 from holdfast.core.value import replace
 from holdfast.engine.arrays import Resident
+from holdfast.engine.files import tabulate
 from holdfast.engine.planned_store import PlannedStore
+from holdfast.engine.saves import Data, FilePlan, Late, Literal
 from holdfast.errors import CannotHold, HeaderError, RanksFailed, RanksRefused
-from holdfast.formats.dcp.read import DcpDirectory
-from holdfast.formats.native.read import NativeDirectory
-from holdfast.formats.pt2.archive import Pt2Archive
-from holdfast.formats.safetensors.directory import SafetensorsDirectory
-from holdfast.formats.safetensors.read import SafetensorsFile
-from holdfast.formats.strict_json import parse_parts
-from holdfast.formats.torch.zip import TorchZip
-from holdfast.plan.files import tabulate
-from holdfast.plan.saves import Data, FilePlan, Late, Literal
-from holdfast.rewrite import formats
+from holdfast.formats import Format
 from holdfast.rewrite.reshard import reshard
+from holdfast.saving import formats
 
 STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}
 TENSORS = {name: torch.from_numpy(array) for name, array in STATE.items()}
-READERS = (TorchZip, SafetensorsFile, SafetensorsDirectory, NativeDirectory, DcpDirectory, Pt2Archive)
 
 WRITERS = {
     "save .pt": lambda src, dst: holdfast.save(STATE, dst / "x.pt"),
@@ -66,13 +60,13 @@ def dst(tmp_path: Path) -> Path:
 def patch_readers(monkeypatch: pytest.MonkeyPatch, found) -> None:
     """Every reader gives `found` of what it describes, where that is a plan. What was opened before is opened again."""
     monkeypatch.setattr(formats, "OPENED", set())
-    for reader in READERS:
+    before = Format.describe
 
-        def describe(self, source, before=reader.describe) -> Description:
-            described = before(self, source)
-            return found(described) if isinstance(source.store, PlannedStore) else described
+    def describe(self, source) -> Description:
+        described = before(self, source)
+        return found(described) if isinstance(source.store, PlannedStore) else described
 
-        monkeypatch.setattr(reader, "describe", describe)
+    monkeypatch.setattr(Format, "describe", describe)
 
 
 class Everything(set[object]):
@@ -203,7 +197,7 @@ def test_text_of_numpy_that_numpy_cuts_is_refused(dst):
 
 
 def test_more_files_than_are_opened_are_refused(dst, monkeypatch):
-    monkeypatch.setattr("holdfast.rewrite.formats.DEFAULTS", Limits(files=2))
+    monkeypatch.setattr("holdfast.saving.formats.DEFAULTS", Limits(files=2))
     with pytest.raises(CannotHold, match="files=2"):
         holdfast.save(STATE, dst / "x", max_shard_size=8)
     assert os.listdir(dst) == []

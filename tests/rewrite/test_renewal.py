@@ -13,9 +13,9 @@ import pytest
 import holdfast
 from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.errors import CannotHold, DurabilityUncertain, NotCommitted
-from holdfast.formats.seal import SEAL, Seal, SealedFile, beside, encode_seal
-from holdfast.inspect.sealed import read_seal
-from holdfast.rewrite import renewal
+from holdfast.seals import renew as renewal
+from holdfast.seals.check import read_seal
+from holdfast.seals.document import SEAL, Seal, SealedFile, beside, encode_seal
 
 METRICS = {"loss": 0.5}
 
@@ -257,7 +257,7 @@ def test_a_seal_that_says_both_fits_the_old_and_the_new(tmp_path: Path):
 
 def test_a_seal_that_cannot_be_renewed_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The file is in place; its seal says both, and the error says so."""
-    path, real, calls = file_of(tmp_path / "last.ckpt"), renewal._put, []
+    path, real, calls = file_of(tmp_path / "last.ckpt"), renewal.replace_file, []
 
     def failing(*args: object, **options: object) -> None:
         calls.append(args)
@@ -265,7 +265,7 @@ def test_a_seal_that_cannot_be_renewed_to_the_end(tmp_path: Path, monkeypatch: p
             raise NotCommitted("the disk is full")
         real(*args, **options)  # type: ignore[arg-type]  # as it was called
 
-    monkeypatch.setattr(renewal, "_put", failing)
+    monkeypatch.setattr(renewal, "replace_file", failing)
     with pytest.raises(DurabilityUncertain, match="in place"):
         cut(str(path))
     assert holdfast.verify(path).ok

@@ -14,8 +14,8 @@ import torch
 import holdfast
 from holdfast.core.quantities import byte_count
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
-from holdfast.rewrite.formats import Options, format_for
-from holdfast.rewrite.planned import Saved
+from holdfast.saving.formats import Options, format_for
+from holdfast.saving.planned import Saved
 
 TARGETS = ["a.pt", "a.safetensors", "a"]
 """One for each format."""

@@ -14,9 +14,9 @@ import pytest
 import holdfast
 from holdfast.core.limits import Limits
 from holdfast.errors import BadArgument, BadPath, LimitExceeded, NotCommitted
-from holdfast.formats.seal import SEAL, parse_seal
-from holdfast.inspect.sealed import compared, is_whole, read_seal
-from holdfast.rewrite import seal as sealing
+from holdfast.seals import make as sealing
+from holdfast.seals.check import check_sizes, compared, read_seal
+from holdfast.seals.document import SEAL, parse_seal
 
 torch = pytest.importorskip("torch")
 
@@ -66,7 +66,7 @@ def test_a_folder_of_the_trainer(tmp_path: Path):
     assert seal is not None
     assert {file.name: file.nbytes for file in seal.files} == {f.name: f.stat().st_size for f in path.iterdir() if f.name != SEAL}
     assert all(file.digest and file.digest.startswith("xxh3-128:") for file in seal.files)
-    assert is_whole(path, seal)
+    assert not list(check_sizes(path, seal))
     assert done.files == tuple((file.name, file.nbytes) for file in seal.files)
     assert sorted(inner.name for inner in path.iterdir() if inner.name.startswith(".")) == []
 
@@ -262,7 +262,7 @@ def test_what_has_no_content_of_its_own_is_refused(tmp_path: Path):
 
 
 def test_what_is_not_on_this_machine_has_no_seal():
-    from holdfast.inspect.sealed import is_sealed
+    from holdfast.seals.check import is_sealed
 
     for url in ("s3://bucket/step-1", Path("gs://bucket/step-1")):
         assert read_seal(url) is None

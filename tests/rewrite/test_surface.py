@@ -17,11 +17,14 @@ import pytest
 
 import holdfast
 from holdfast.cli.main import parse
-from holdfast.cli.planned import writing
+from holdfast.cli.options import given
+from holdfast.core import options
 from holdfast.engine.targets import folder as folder_target
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
 from holdfast.pruning import prune
-from holdfast.rewrite import formats, package, planned, tie
+from holdfast.rewrite import package, tie
+from holdfast.saving import formats, planned
+from holdfast.saving.writing import Writing
 from holdfast.stores import place
 from holdfast.stores.local import LocalStore
 
@@ -43,6 +46,12 @@ VERBS: dict[str, Verb] = {
 }
 SUFFIX = {"copy": ".pt", "package": ".pt2", "replace_weights": ".pt2", "reshard": ""}
 IN_PLACE = ("edit", "tie", "compact", "replace_weights")
+
+RECORDS: dict[str, tuple[type, dict[str, object]]] = {
+    "convert": (options.ConvertOptions, {}), "cp": (options.CopyOptions, {}), "edit": (options.EditOptions, {}),
+    "prune": (options.PruneOptions, {}), "tie": (options.InPlaceOptions, {}), "compact": (options.InPlaceOptions, {}),
+    "package": (options.PackageOptions, dict(options.OF_STATES)), "reshard": (options.ReshardOptions, {}),
+}  # fmt: skip
 
 SHARED = ("format", "overwrite", "durable", "read_back", "max_memory", "dry_run", "limits", "threads", "progress")
 """The last parameters of every verb, in this order."""
@@ -80,7 +89,7 @@ def test_the_parameters(verb):
     # What makes a checkpoint of a checkpoint reads back and keeps to a budget; what saves states does not.
     states = verb in ("save", "package")
     assert parameters["read_back"].default is not states
-    assert parameters["max_memory"].default == (None if states else planned.MAX_MEMORY)
+    assert parameters["max_memory"].default == (None if states else options.MAX_MEMORY)
     assert parameters["dry_run"].default is False
     assert ("in_place" in names) == (verb in IN_PLACE)
 
@@ -121,13 +130,13 @@ def test_what_is_there_is_refused_before_the_source_is_read(verb, source, target
     monkeypatch.setattr(package, "tie_state", read)
     monkeypatch.setattr(prune.Pruning, "measure", read)
     monkeypatch.setattr(formats, "choose", read)
-    options = {"save": {"format": "native", "sparse": "auto"}, "convert": {"format": "native", "sparse": "auto"}}.get(verb, {})
-    options |= {"deduplicate": "content"} if verb == "package" else {}
-    target.mkdir() if "sparse" in options or verb == "reshard" else target.write_bytes(b"something")
+    more = {"save": {"format": "native", "sparse": "auto"}, "convert": {"format": "native", "sparse": "auto"}}.get(verb, {})
+    more |= {"deduplicate": "content"} if verb == "package" else {}
+    target.mkdir() if "sparse" in more or verb == "reshard" else target.write_bytes(b"something")
     with pytest.raises(NotCommitted, match="exists; pass overwrite=True"):
-        VERBS[verb](source if verb != "save" else STATE, target, **options)
+        VERBS[verb](source if verb != "save" else STATE, target, **more)
     with pytest.raises(NotCommitted, match="folder to save into"):
-        VERBS[verb](source if verb != "save" else STATE, target.parent / "none" / target.name, **options)
+        VERBS[verb](source if verb != "save" else STATE, target.parent / "none" / target.name, **more)
 
 
 def test_the_command_line_has_the_same_defaults(verb):
@@ -136,6 +145,11 @@ def test_the_command_line_has_the_same_defaults(verb):
     words = {"package": ["m=a.pt", "b.pt2"], "reshard": ["a.pt", "b", "--mesh", "tp=2"]}.get(verb, ["a.pt", "b.pt"])
     parameters = inspect.signature(getattr(holdfast, verb)).parameters
     verb = "cp" if verb == "copy" else verb
+    record, defaults = RECORDS[verb]
+
+    def writing(namespace):
+        return options.pick(Writing, given(namespace, record, defaults))
+
     told = writing(parse([verb, *words]))
     for name in ("overwrite", "durable", "read_back", "max_memory", "dry_run", "threads"):
         assert getattr(told, name) == parameters[name].default, name

@@ -11,9 +11,9 @@ import torch
 
 from holdfast.core.tensor import Composite
 from holdfast.errors import CannotHold, Unsupported
-from holdfast.rewrite.rows import lazy_tree
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.transform import Edits, casts_of, dtype_named, transform
+from holdfast.saving.rows import lazy_tree
+from holdfast.saving.state import tabulate_state
+from holdfast.saving.transform import Edits, casts_of, dtype_named, transform
 
 
 def changed(tree: object, **edits: object) -> object:
@@ -235,7 +235,7 @@ EXTREMES = (0.0, -0.0, 1.5, -3.0, 1e-300, -1e-40, 1e-8, 3e-3, 448.0, 6e4, -1e9, 
 def test_many_are_cast_as_each_by_itself(tmp_path, dtype, format):
     """Short tensors are cast together, long ones block by block; values and losses are those of each tensor alone."""
     import holdfast
-    from holdfast.engine.casting import cast, count_losses
+    from holdfast.numeric.cast import cast, count_losses
 
     generator = np.random.default_rng(7)
     to, state = dtype_named(dtype), {}

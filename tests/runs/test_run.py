@@ -431,7 +431,9 @@ def test_a_base_that_is_gone_before_it_is_opened(tmp_path: Path, monkeypatch: py
     """Another run deletes the step that was the newest when this one looked."""
     run = holdfast.Run(tmp_path)
     run.save(1, {"w": np.zeros(8)})
-    monkeypatch.setattr(run, "_base", lambda step: str(tmp_path / "step-00000000"))
+    place = run._place
+    gone = str(tmp_path / "step-00000000")
+    monkeypatch.setattr(run, "_place", lambda step, overwrite: (*place(step, overwrite=overwrite)[:2], gone))
     saved = run.save(2, {"w": np.ones(8)})
     with holdfast.open(saved.path) as checkpoint:
         assert checkpoint["w"].numpy().tolist() == [1.0] * 8

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.rewrite.planned import write_plan
-from holdfast.rewrite.step_seal import Stamp, with_seal
-from holdfast.rewrite.writing import Writing
 from holdfast.runs.directory import RunDirectory, open_for_writing
 from holdfast.runs.record import RunRules, pin_step
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Best, Every, Latest, Rule, Within
 from holdfast.runs.steps import step_name
+from holdfast.saving.planned import write_plan
+from holdfast.saving.writing import Writing
+from holdfast.seals.document import Stamp, with_seal
 from holdfast.stores.files import Files
 from tests.crash.model import ROOT, Model, Tree, temporaries
 from tests.crash.proof import Death, Mortal

@@ -13,9 +13,10 @@ import pytest
 
 import holdfast
 from holdfast.errors import NoSuchStep
-from holdfast.formats.seal import SEAL, Seal, SealedFile, encode_seal
-from holdfast.runs.steps import RunFolder
-from holdfast.stores.files import OsFiles
+from holdfast.runs.record import EXPORTS, PINS, PROOFS, RECORD
+from holdfast.runs.steps import DOCUMENTS, RunFolder
+from holdfast.seals.document import SEAL, Seal, SealedFile, encode_seal
+from holdfast.stores.files import Files
 
 
 def state(number: int) -> dict[str, object]:
@@ -276,7 +277,7 @@ def test_damaged_pins_keep_everything(run: holdfast.Run):
         again.prune()
 
 
-class Counted(OsFiles):
+class Counted(Files):
     """Counts what is asked of the file system."""
 
     def __init__(self) -> None:
@@ -322,3 +323,7 @@ def test_a_seal_is_read_once_and_its_files_are_looked_at_each_time(tmp_path: Pat
     assert [step.step for step in folder.steps()] == [0, 1, 3, 4]
     (tmp_path / "step-00000003" / SEAL).write_bytes(b"x")
     assert [step.step for step in folder.steps()] == [0, 1, 4]
+
+
+def test_the_documents_of_a_run_are_not_looked_into_for_steps():
+    assert {kind.file for kind in (RECORD, PINS, PROOFS, EXPORTS)} == DOCUMENTS

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from holdfast.core.dtype import DTYPES
+from holdfast.core.protocols import Medium
 from holdfast.core.tensor import AliasView
 from holdfast.engine.arrays import Resident
 from holdfast.engine.computed import Computed
 from holdfast.engine.planned_store import PlannedStore
+from holdfast.engine.saves import FilePlan, Literal
 from holdfast.errors import StoreError, Unsupported
-from holdfast.plan.saves import FilePlan, Literal
-from holdfast.rewrite.rejoin import Assembled, Copy
+from holdfast.saving.rejoin import Assembled, Copy
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile, tensor_stamp
@@ -197,3 +198,13 @@ def test_what_was_made_last_is_kept_within_bounds():
     assert pickle.loads(pickle.dumps(kept)).nbytes == 0
     kept.clear()
     assert kept.nbytes == 0
+
+
+def test_a_store_over_another_is_read_as_that_one_is():
+    """But for what is in memory or in order: computed bytes are neither."""
+    below = MemoryStore({"a": b"x"})
+    below.medium = Medium(resident=True, in_order=True, exact=True, block_nbytes=4096, requests=24)
+    assert Virtual(over=below).medium == Medium(exact=True, block_nbytes=4096, requests=24)
+    assert Virtual().medium == Medium()
+    assert Virtual().medium.is_file
+    assert not Virtual(over=below).medium.is_file

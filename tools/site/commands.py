@@ -7,8 +7,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from holdfast.cli.flags import options_of, verbs_of
 from holdfast.cli.main import parser
+from holdfast.cli.parser import verbs_of
 
 __all__ = ["as_markdown"]
 
@@ -26,7 +26,7 @@ def _section(name: str, verb: argparse.ArgumentParser) -> Iterator[str]:
     yield "```text"
     yield re.sub(r"^usage: ", "", verb.format_usage()).rstrip()
     yield "```"
-    options = [action for action in options_of(verb) if action.help != argparse.SUPPRESS]
+    options = [action for action in verb._actions if action.help != argparse.SUPPRESS]
     if options:
         yield ""
         yield "| option | what it does |"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.planned import add_place, add_writing, carry_out, writing
+from holdfast.cli.options import given
+from holdfast.cli.planned import add_places, carry_out
+from holdfast.cli.text import fields_of
+from holdfast.core.options import InPlaceOptions
 
 DESCRIPTION = """\
 Write a checkpoint again without the bytes that no tensor reaches, such as the rest of a large tensor of which a few rows were
@@ -19,21 +22,15 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
-    add_place(verb)
-    add_writing(verb)
-    verb.set_defaults(run=run)
+    add_places(verb, InPlaceOptions)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.core.text import nbytes
     from holdfast.rewrite.compact import plan_compact
 
-    planned = plan_compact(options.src, options.dst, in_place=options.in_place, writing=writing(options))
+    planned = plan_compact(options.src, options.dst, given(options, InPlaceOptions))
     return carry_out(
         planned, "Compacting", options, more=lambda done, seconds: f", {nbytes(done.dropped_nbytes)} less",
-        fields=lambda done: {
-            "source": done.source, "before_nbytes": done.before_nbytes, "dropped_nbytes": done.dropped_nbytes,
-        },
+        fields=lambda done: fields_of(done, "source before_nbytes dropped_nbytes"),
     )  # fmt: skip

@@ -7,20 +7,37 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
+from holdfast.cli import values
 from holdfast.cli.progress import bar
-from holdfast.cli.text import Line, print_lines, width
+from holdfast.cli.text import Line, fields_of, print_json, print_lines, width
 from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, plural
-from holdfast.engine.compare import Content
 from holdfast.inspect.brief import brief
 from holdfast.inspect.compare_values import Absent, ValueChange
 from holdfast.inspect.diff import Comparison, Diff, TensorChange
 from holdfast.inspect.open import opened
 from holdfast.inspect.side import chosen_sides
+from holdfast.numeric.compare import Content
 
-SCHEMA = 1
-"""Raised when a field changes its meaning or goes away."""
+DESCRIPTION = """\
+Compare two checkpoints of any formats: tensors added, removed, renamed and changed, and plain values.
+Tensors for which both files record the same checksum are not read. NaN and Inf that appeared come first, then the largest changes.
+"""
+
+EXAMPLES = """\
+exit codes, as those of diff(1):
+  0  the same
+  1  different
+  2  trouble
+
+examples:
+  holdfast diff old.pt new.pt
+  holdfast diff model.pt model.safetensors --exact
+  holdfast diff trainer.ckpt model.safetensors --rename 'state_dict.*=*' --filter '*.weight' --tensors-only
+  holdfast diff base/ tuned/ --top 10         the ten largest changes
+  holdfast diff old.pt new.pt --json | jq '.changed[].name'
+"""
 
 SHOWN = 50
 """Lines of one kind that are shown unless `--all` is given."""
@@ -31,8 +48,23 @@ NAME_WIDTH = 60
 Tensors = Mapping[str, LazyTensor]
 
 
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("a", metavar="A", type=values.path, help=values.PATH_HELP)
+    verb.add_argument("b", metavar="B", type=values.path, help="another one")
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match, on both sides")
+    verb.add_argument("--rename", metavar="OLD=NEW", action="append", default=[], type=values.pair, help="names of A: 'model.*=*'")
+    verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
+    verb.add_argument("-e", "--exact", action="store_true", help="compare bytes even where checksums agree")
+    told = "changed tensors by: change, the largest first (default); name; file"
+    verb.add_argument("--sort", choices=("change", "name", "file"), help=told)
+    verb.add_argument("--top", metavar="N", type=values.positive, help="of the changed tensors, the first N")
+    verb.add_argument("-a", "--all", action="store_true", help="every difference")
+    verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
+    verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
+
+
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code, which is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
+    """The exit code, which is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
     with ExitStack() as stack:
         checkpoints = (stack.enter_context(opened(path)) for path in (options.a, options.b))
         a, b = chosen_sides(checkpoints, rename=options.rename, filter=options.filter, tensors_only=options.tensors_only)
@@ -40,8 +72,6 @@ def run(options: argparse.Namespace) -> int:
         with bar("Comparing", comparison.nbytes, quiet=options.quiet or options.json) as progress:
             found = comparison.run(progress)
         if options.json:
-            from holdfast.cli.document import print_json
-
             print_json(diff_document(found, sort=options.sort or ("file" if options.top is None else "change"), top=options.top))
         else:
             lines = diff_lines(found, a.tensors, b.tensors, everything=options.all, sort=options.sort or "change", top=options.top)
@@ -92,7 +122,6 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def totals(found: Diff) -> str:
-    """How many of each, in words."""
     parts = [f"NaN or Inf appeared in {plural(len(found.nonfinite), 'tensor')}"] if found.nonfinite else []
     parts += [
         f"{len(things):,} {word}"
@@ -173,15 +202,10 @@ def _text(value: object) -> str:
 def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) -> dict[str, object]:
     """The difference as values that JSON has; numbers that it lacks as text; by default in the order of the files."""
     return {
-        "schema": SCHEMA,
-        "a": found.a,
-        "b": found.b,
-        "equal": found.equal,
-        "same": found.same,
-        "same_by_checksum": found.same_by_checksum,
+        "schema": 1,
+        **fields_of(found, "a b equal same same_by_checksum"),
         "nonfinite": [change.name for change in found.nonfinite],
-        "removed": list(found.removed),
-        "added": list(found.added),
+        **fields_of(found, "removed added"),
         "renamed": [{"a": r.a, "b": r.b} for r in found.renamed],
         "changed": [
             {
@@ -205,19 +229,8 @@ def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) ->
 
 
 def _content(content: Content) -> dict[str, object]:
-    return {
-        "changed": content.changed,
-        "total": content.total,
-        "max_abs": _native(content.max_abs),
-        "max_rel": _native(content.max_rel),
-        "cosine": content.cosine,
-        "nans": content.nans,
-        "nan_appeared": content.nan_appeared,
-        "nan_went": content.nan_went,
-        "inf_appeared": content.inf_appeared,
-        "inf_went": content.inf_went,
-        "relative": None if content.relative is None or not math.isfinite(content.relative) else content.relative,
-    }
+    counted = "changed total cosine nans nan_appeared nan_went inf_appeared inf_went relative"
+    return fields_of(content, counted) | {"max_abs": _native(content.max_abs), "max_rel": _native(content.max_rel)}
 
 
 def _native(value: float | None) -> float | str | None:

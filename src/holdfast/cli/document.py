@@ -6,38 +6,24 @@ that JSON lacks (NaN, infinities, complex) are given as text.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from holdfast.cli.outline import Branch, LeafNode, leaves, outline
+from holdfast.cli.outline import LeafNode, branches, leaves, outline
+from holdfast.cli.text import fields_of
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
-from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip
 from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.inspect.survey import survey
-
-SCHEMA = 1
-"""Raised when a field changes its meaning or goes away."""
+from holdfast.numeric.pack import SparseStorage
 
 LONGEST = 1024
 """Characters of a name where it only says which other one is meant."""
 
 LISTED = 1000
 """Items of a plain list that are given in full; of a longer one, the text in short and the count."""
-
-
-def dumps(value: object) -> str:
-    """JSON text, ASCII only, with no tokens that JSON lacks."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False)
-
-
-def print_json(value: object) -> None:
-    """Write a document to standard output, on one line."""
-    sys.stdout.write(dumps(value) + "\n")
 
 
 def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, object]:
@@ -48,7 +34,7 @@ def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda n
     values = _Values(FREE_CHARACTERS + checkpoint.stored_nbytes)
     roles = {leaf.name: leaf.role for leaf in everywhere if leaf.role}
     return {
-        "schema": SCHEMA,
+        "schema": 1,
         "path": checkpoint.path,
         "format": checkpoint.format,
         "nbytes": found.nbytes,
@@ -60,20 +46,12 @@ def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda n
         "values": [values.entry(leaf) for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)],
         "objects": [
             {"name": b.name, "kind": b.kind, "class": b.text}
-            for b in _branches(root)
+            for b in branches(root)
             if b.kind in ("object", "module") and wanted(b.name)
         ],
         "aliases": [{"names": list(a.names), "storage": a.storage.label} for a in found.aliases],
         "foreign": [
-            {
-                "module": f.what.module,
-                "name": f.what.name,
-                "uses": list(f.uses),
-                "stream": f.stream,
-                "offset": f.offset,
-                "paths": list(f.paths),
-            }
-            for f in checkpoint.foreign
+            {"module": f.what.module, "name": f.what.name, **fields_of(f, "uses stream offset paths")} for f in checkpoint.foreign
         ],
         "notes": list(checkpoint.notes),
         "metadata": dict(checkpoint.metadata),
@@ -116,7 +94,7 @@ def _chunk(chunk: Chunk) -> dict[str, object]:
 
 def _sparse(storage: SparseStorage) -> dict[str, object]:
     """How a packed chunk is stored: `file` is the name of its dense bytes, and these are the ranges in the real file."""
-    parts = [{"file": p.key, "start": p.start, "nbytes": p.nbytes, "label": p.label, "crc32": p.crc32} for p in storage.parts]
+    parts = [{"file": p.key, **fields_of(p, "start nbytes label crc32")} for p in storage.parts]
     encoding = storage.encoding
     return {"encoding": encoding.name, "sizes": list(encoding.sizes), "stored_nbytes": storage.stored_nbytes, "parts": parts}
 
@@ -157,10 +135,3 @@ def _native(value: object) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or type(value) in (bool, int, str)
-
-
-def _branches(branch: Branch) -> Iterator[Branch]:
-    yield branch
-    for child in branch.children:
-        if isinstance(child, Branch):
-            yield from _branches(child)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.convert import add_edits, conversion_fields, edits_of, rate
-from holdfast.cli.planned import add_place, add_writing, carry_out, copy_config, writing
-from holdfast.cli.values import pair
+from holdfast.cli.convert import conversion_fields, rate
+from holdfast.cli.options import given
+from holdfast.cli.planned import add_places, carry_out
+from holdfast.core.options import EditOptions
 
 DESCRIPTION = """\
 Rename, drop, keep and cast tensors and values, and set metadata: a new checkpoint, or, with --in-place, one in
@@ -26,22 +27,11 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
-    add_place(verb)
-    add_edits(verb)
-    verb.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], type=pair, help="set metadata")
-    verb.add_argument("--unset", metavar="KEY", action="append", default=[], help="take metadata out")
-    add_writing(verb)
-    verb.set_defaults(run=run)
+    add_places(verb, EditOptions)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
-    from holdfast.rewrite.convert import metadata_changes, plan_edit
+    from holdfast.rewrite.convert import plan_edit
 
-    planned = plan_edit(
-        options.src, options.dst, in_place=options.in_place, format=options.format, edits=edits_of(options),
-        metadata=metadata_changes(dict(options.set), options.unset), max_shard_size=options.max_shard_size,
-        copy_config=copy_config(options), writing=writing(options),
-    )  # fmt: skip
+    planned = plan_edit(options.src, options.dst, given(options, EditOptions))
     return carry_out(planned, "Editing", options, fields=conversion_fields, more=rate)

@@ -24,19 +24,31 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 from msgspec import Struct, field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Opaque
 from holdfast.core.order import in_order
-from holdfast.core.sparse.storage import packing_of
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import FREE_CHARACTERS, LONE_TENSOR_NAME, NAME_CHARACTERS_A_BYTE, Contents, contents, module_contents
+from holdfast.core.tree import (
+    FREE_CHARACTERS,
+    LONE_TENSOR_NAME,
+    NAME_CHARACTERS_A_BYTE,
+    Unrolled,
+    Way,
+    contents,
+    module_contents,
+    rebuild,
+    unroll,
+    walk,
+)
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief, scalar
 from holdfast.inspect.survey import LookAlikes, Survey
+from holdfast.numeric.pack import packing_of
 
 DEEPEST = 100
 """Levels that are walked. `Limits(depth=64)` holds for what was stored; this is room for that and for dotted names."""
@@ -105,28 +117,55 @@ def outline(checkpoint: Checkpoint, found: Survey | None = None, *, split: bool 
     """
     tree = checkpoint.tree if found is None or not checkpoint.flat else LookAlikes(found)
     room = NAME_CHARACTERS_A_BYTE * checkpoint.stored_nbytes + FREE_CHARACTERS
-    root = _OutlineWalk({} if found is None else found.ties, split, room=room).node(tree, "", "", depth=0)
-    if isinstance(root, LeafNode):
+    outlining = _Outlining({} if found is None else found.ties, split, room=room)
+    root = outlining.node(tree, "", "", depth=0)
+    if isinstance(root, Branch):
+        unroll(outlining.fill(root, tree, depth=0))
+    else:
         root.label = root.name = LONE_TENSOR_NAME
         root = Branch("", "", "dict", children=[root])
     return root
 
 
-def arrange(branch: Branch) -> None:
+def branches(root: Branch) -> Iterator[Branch]:
+    """A branch and those below it, in reading order."""
+    return (node for _, node in walk(root, _inner) if isinstance(node, Branch))
+
+
+def leaves(root: Branch) -> Iterator[LeafNode]:
+    return (node for _, node in walk(root, _below) if isinstance(node, LeafNode))
+
+
+def _below(node: Node) -> Iterable[tuple[int, Node]] | None:
+    return enumerate(node.children) if isinstance(node, Branch) else None
+
+
+def _inner(branch: Branch) -> Iterable[tuple[str, Branch]] | None:
+    """The branches in a branch; None where there are only leaves."""
+    return [(child.label, child) for child in branch.children if isinstance(child, Branch)] or None
+
+
+def _from_below(root: Branch, visit: Callable[[Branch, list[Any]], object]) -> None:
+    """Visit every branch after those in it, with what their visits returned."""
+    rebuild(root, lambda branch, _: visit(branch, []), inside=_inner, make=lambda branch, inner, _: visit(branch, inner))
+
+
+def arrange(root: Branch) -> None:
     """Put siblings that differ in a number only in the order of their numbers, and everything below."""
-    if len(branch.children) > 1 and any(DIGIT.search(child.label) for child in branch.children):
-        branch.children = in_order(branch.children, lambda child: child.label)
-    for child in branch.children:
-        if isinstance(child, Branch):
-            arrange(child)
+    for branch in branches(root):
+        if len(branch.children) > 1 and any(DIGIT.search(child.label) for child in branch.children):
+            branch.children = in_order(branch.children, lambda child: child.label)
 
 
-def total(branch: Branch) -> None:
+def total(root: Branch) -> None:
     """Fill in the totals of a branch and of everything below."""
+    _from_below(root, _total)
+
+
+def _total(branch: Branch, _: object) -> None:
     branch.tensors = branch.elements = branch.nbytes = 0
     for child in branch.children:
         if isinstance(child, Branch):
-            total(child)
             branch.tensors += child.tensors * child.times
             branch.elements += child.elements * child.times
             branch.nbytes += child.nbytes * child.times
@@ -137,16 +176,7 @@ def total(branch: Branch) -> None:
                 branch.nbytes += 0 if child.tensor.traits.meta else child.tensor.nbytes * child.times
 
 
-def leaves(branch: Branch) -> Iterator[LeafNode]:
-    """Every leaf below a branch, in order."""
-    for child in branch.children:
-        if isinstance(child, Branch):
-            yield from leaves(child)
-        else:
-            yield child
-
-
-class _OutlineWalk(Struct):
+class _Outlining(Struct):
     """One pass over a tree that remembers where each container was met."""
 
     ties: Mapping[str, str]
@@ -170,60 +200,50 @@ class _OutlineWalk(Struct):
         if depth >= DEEPEST:
             return LeafNode(label, name, "value", "…", type(value).__name__)
         self.met[id(value)] = name
-        return self._branch(value, label, name, depth=depth)
-
-    def _branch(
-        self,
-        value: Mapping[object, object] | list[object] | tuple[object, ...] | Opaque | Composite,
-        label: str,
-        name: str,
-        *,
-        depth: int,
-    ) -> Branch:
         match value:
             case Mapping():
-                branch = Branch(label, name, "dict")
-                items = ((k if isinstance(k, str) else _label(k), v) for k, v in value.items())
-                self._grow(branch, items, depth, split=self.split)
+                return Branch(label, name, "dict")
             case Composite():
                 remark = ", ".join(f"{k}={brief(v, 20)}" for k, v in value.attributes.items() if scalar(v))
-                branch = Branch(label, name, value.kind, str(list(value.shape)), remark)
-                self._grow(branch, list(value.children()), depth, split=False)
+                return Branch(label, name, value.kind, str(list(value.shape)), remark)
             case Opaque():
-                branch = self._object(value, label, name, depth=depth)
+                return self._object(value, label, name)
             case _:
-                branch = Branch(label, name, "list" if isinstance(value, list) else "tuple")
-                self._grow(branch, [(str(i), v) for i, v in enumerate(value)], depth, split=False)
-        return branch
+                return Branch(label, name, "list" if isinstance(value, list) else "tuple")
 
-    def _object(self, value: Opaque, label: str, name: str, *, depth: int) -> Branch:
-        module = module_contents(value)
-        if module is None:
-            branch = Branch(label, name, "object", _class_of(value))
-            self._fill(branch, value, contents(value) or [], depth=depth)
-            return branch
+    def _object(self, value: Opaque, label: str, name: str) -> Branch:
+        if module_contents(value) is None:
+            return Branch(label, name, "object", _class_of(value))
         settings = itertools.chain.from_iterable(itertools.islice(state.items(), SETTINGS) for state in value.states())
         sizes = [f"{k}={brief(v, 20)}" for k, v in settings if isinstance(k, str) and not k.startswith("_") and _is_size(v)]
         shown = f"({', '.join(sizes[:4])})" if sizes else ""
-        branch = Branch(label, name, "module", _class_of(value).removeprefix("torch.nn.modules.") + shown)
-        self._fill(branch, value, module, depth=depth)
-        for group, role in (("_parameters", "parameter"), ("_buffers", "buffer")):
-            held = value.attribute(group)
-            for child in branch.children:
-                if isinstance(child, LeafNode) and isinstance(held, dict) and child.label in held:
-                    child.role = role
-        return branch
+        return Branch(label, name, "module", _class_of(value).removeprefix("torch.nn.modules.") + shown)
 
-    def _fill(self, branch: Branch, value: Opaque, inside: Contents, *, depth: int) -> None:
+    def fill(self, branch: Branch, value: object, *, depth: int) -> Unrolled[None]:
+        """Add what is in a value."""
+        if isinstance(value, Opaque):
+            return self._fill_object(branch, value, depth=depth)
+        if isinstance(value, Mapping):
+            items = ((k if isinstance(k, str) else _label(k), v) for k, v in value.items())
+            return self._grow(branch, items, depth, split=self.split)
+        ((_, children),) = contents(value) or ((None, iter(())),)
+        return self._grow(branch, ((str(k), v) for k, v in children), depth, split=False)
+
+    def _fill_object(self, branch: Branch, value: Opaque, *, depth: int) -> Unrolled[None]:
         """Add what an object holds; of a dict that is another object's as well, only where that was met first."""
         module = branch.kind == "module"
-        for owner, children in inside:
+        for owner, children in contents(value) or ():
             if owner is not value and id(owner) in self.met:
                 branch.children.append(LeafNode("(shared)", f"{branch.name}.(shared)", "link", self.met[id(owner)] or "(the root)"))
                 continue
             if owner is not value:
                 self.met[id(owner)] = branch.name
-            self._grow(branch, [(str(k), v) for k, v in children if not (module and v is None)], depth, split=False)
+            yield self._grow(branch, ((str(k), v) for k, v in children if not (module and v is None)), depth, split=False)
+        for role in ("parameter", "buffer") if module else ():
+            held = value.attribute(f"_{role}s")
+            for child in branch.children:
+                if isinstance(child, LeafNode) and isinstance(held, dict) and child.label in held:
+                    child.role = role
 
     def _shown_in_place(self, value: object) -> bool:
         """Whether a container reads better as a value: it is empty, a list of plain values, or a call with such."""
@@ -241,7 +261,7 @@ class _OutlineWalk(Struct):
             case _:
                 return False
 
-    def _grow(self, branch: Branch, items: Iterable[tuple[str, object]], depth: int, *, split: bool) -> None:
+    def _grow(self, branch: Branch, items: Iterable[tuple[str, object]], depth: int, *, split: bool) -> Unrolled[None]:
         """Add children; with `split`, one level for each dot in a key."""
         start = f"{branch.name}." if branch.name else ""
         groups: dict[str, Branch] = {"": branch}
@@ -254,7 +274,10 @@ class _OutlineWalk(Struct):
             self.room -= len(start) + len(key)
             if self.room < 0:
                 raise LimitExceeded("the names of the values take many times the characters that are stored")
-            parent.children.append(self.node(value, label, start + key, depth=level))
+            node = self.node(value, label, start + key, depth=level)
+            parent.children.append(node)
+            if isinstance(node, Branch):
+                yield self.fill(node, value, depth=level)
 
 
 def _has_levels(key: str) -> bool:
@@ -264,11 +287,14 @@ def _has_levels(key: str) -> bool:
 
 def _open(groups: dict[str, Branch], prefix: str, start: str) -> Branch:
     """The group for a prefix, made together with those above it that are not there yet."""
-    above, _, label = prefix.rpartition(".")
-    parent = groups.get(above) or _open(groups, above, start)
-    branch = groups[prefix] = Branch(label, start + prefix, "group")
-    parent.children.append(branch)
-    return branch
+    here, name = groups[""], ""
+    for label in prefix.split("."):
+        name = f"{name}.{label}" if name else label
+        if name not in groups:
+            groups[name] = Branch(label, start + name, "group")
+            here.children.append(groups[name])
+        here = groups[name]
+    return here
 
 
 def _is_size(value: object) -> bool:
@@ -300,7 +326,7 @@ DIFFERS = "(differs)"
 
 def fold(root: Branch) -> Branch:
     """Fold a whole outline, in place; the root is returned."""
-    _Fold().visit(root)
+    _from_below(root, _Fold().branch)
     return root
 
 
@@ -312,27 +338,25 @@ class _Fold:
         self._packings: dict[int, str] = {}
         """How tensors are packed, by who they are: one may stand for a million leaves."""
 
-    def visit(self, node: Node) -> int:
-        """Fold below a node; returns its signature."""
-        if isinstance(node, LeafNode):
-            return self._number(self._leaf_key(node))
-        children = node.children
-        signatures = [self.visit(child) for child in children]
+    def branch(self, branch: Branch, inner: list[int]) -> int:
+        """Fold what is in a branch, where branches are folded and have these signatures; returns its own."""
+        children, own = branch.children, iter(inner)
+        signatures = [next(own) if isinstance(child, Branch) else self._leaf(child) for child in children]
         if len(children) > 1:
             children, signatures = self._merge(children, signatures)
-        node.children = [_joined(child) for child in children]
+        branch.children = [_joined(child) for child in children]
         labels = tuple((child.label, child.times) for child in children)
-        return self._number((node.kind, node.text, labels, tuple(signatures)))
+        return self._number((branch.kind, branch.text, labels, tuple(signatures)))
 
-    def _leaf_key(self, leaf: LeafNode) -> Hashable:
+    def _leaf(self, leaf: LeafNode) -> int:
         tensor = leaf.tensor
         if tensor is None:
-            return (leaf.kind, leaf.type)
+            return self._number((leaf.kind, leaf.type))
         packed = self._packings.get(id(tensor))
         if packed is None:
             packing = packing_of(tensor)
             packed = self._packings[id(tensor)] = "" if packing is None else packing.text
-        return (tensor.dtype.name, tensor.shape, leaf.role, leaf.tie[:1], tensor.traits.blocks, packed)
+        return self._number((tensor.dtype.name, tensor.shape, leaf.role, leaf.tie[:1], tensor.traits.blocks, packed))
 
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -378,18 +402,22 @@ def ranges(digits: list[str]) -> str:
 
 def _blend(members: list[Node]) -> Node:
     """The first of several nodes with equal signatures, with what differs among them marked as such."""
-    first = members[0]
-    if isinstance(first, Branch):
-        rows = [m.children for m in members if isinstance(m, Branch)]
-        for children in zip(*rows, strict=True):
-            _blend(list(children))
-        return first
-    if first.kind == "tensor":
-        if any(m.tie != first.tie for m in members if isinstance(m, LeafNode)):
-            first.tie = f"{first.tie[:2].strip()} …"
-    elif any(_differ(first, m) for m in members if isinstance(m, LeafNode)):
-        first.text = DIFFERS
-    return first
+    for _, alike in cast("Iterator[tuple[Way, tuple[Node, ...]]]", walk((*members,), _abreast)):
+        first = alike[0]
+        if isinstance(first, Branch):
+            continue
+        if first.kind == "tensor":
+            if any(m.tie != first.tie for m in alike if isinstance(m, LeafNode)):
+                first.tie = f"{first.tie[:2].strip()} …"
+        elif any(_differ(first, m) for m in alike if isinstance(m, LeafNode)):
+            first.text = DIFFERS
+    return members[0]
+
+
+def _abreast(alike: tuple[Node, ...]) -> Iterable[tuple[int, tuple[Node, ...]]] | None:
+    """What is in branches of one structure, side by side."""
+    rows = [node.children for node in alike if isinstance(node, Branch)]
+    return enumerate(zip(*rows, strict=True)) if rows else None
 
 
 def _differ(a: LeafNode, b: LeafNode) -> bool:
@@ -400,7 +428,6 @@ def _differ(a: LeafNode, b: LeafNode) -> bool:
 
 
 def _joined(node: Node) -> Node:
-    """A group with one child is joined with it."""
     while isinstance(node, Branch) and node.kind == "group" and len(node.children) == 1:
         child = node.children[0]
         child.label = f"{node.label}.{child.label}"

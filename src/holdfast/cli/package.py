@@ -7,7 +7,9 @@ import os
 import time
 
 from holdfast.cli import values
-from holdfast.cli.planned import add_writing, carry_out, writing
+from holdfast.cli.options import add_options, given
+from holdfast.cli.planned import carry_out
+from holdfast.core.options import OF_STATES, PackageOptions, ReplaceOptions
 
 DESCRIPTION = """\
 Write the weights of several models into one package (.pt2) or native directory (no suffix); what they share is stored once.
@@ -24,24 +26,21 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
     verb.add_argument(
         "models",
         metavar="NAME=PATH | DST",
         nargs="+",
         help="a name and a checkpoint of any format; last of all, where to write (DST)",
     )
-    verb.add_argument("--in-place", action="store_true", help="with --replace: write it in place of the archive, atomically")
+    in_place = "with --replace: write it in place of the archive, atomically"
+    verb.add_argument("--in-place", action="store_true", help=in_place)
     archive = "put the weights into this archive; NAME= is its model, if it has several"
     verb.add_argument("--replace", metavar="PT2", type=values.target, help=archive)
-    verb.add_argument("--format", choices=("pt2", "native"), help="the format, whatever the suffix")
-    verb.add_argument("--content", action="store_true", help="store equal tensors once, wherever they are; reads what looks equal")
-    add_writing(verb, rewrites=False)
-    verb.set_defaults(run=run, several=True, dst=None)
+    add_options(verb, PackageOptions)
+    verb.set_defaults(several=True, dst=None)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.stores.paths import place_of
     from holdfast.stores.place import place_named
 
@@ -64,11 +63,9 @@ def _package(options: argparse.Namespace) -> int:
     if len(models) < len(options.models):
         raise Unsupported("two models have one name")
     begin = time.perf_counter()
-    with bar("Comparing", quiet=options.quiet or options.json or not options.content) as progress:
-        planned = plan_package(
-            models, options.dst, format=options.format, deduplicate="content" if options.content else "storage",
-            writing=writing(options), progress=progress,
-        )  # fmt: skip
+    content = "deduplicate" in options
+    with bar("Comparing", quiet=options.quiet or options.json or not content) as progress:
+        planned = plan_package(models, options.dst, given(options, PackageOptions, OF_STATES, progress=progress))
     return carry_out(planned, "Packaging", options, fields=lambda done: {"models": models}, begin=begin)
 
 
@@ -76,17 +73,14 @@ def _replace(options: argparse.Namespace) -> int:
     from holdfast.errors import Unsupported
     from holdfast.rewrite.package import plan_replacement
 
-    if options.content or options.format:
+    if "deduplicate" in options or "format" in options:
         raise Unsupported("--replace keeps the format and the sharing of the new weights; leave out --content and --format")
     if len(options.models) != 1:
         raise Unsupported("--replace takes one checkpoint of weights")
     name, equals, path = options.models[0].partition("=")
     # A path may have an equals sign, too; one that is there is a path.
     model, weights = (name, path) if equals and not _is_path(options.models[0]) else (None, options.models[0])
-    options.rewrites = True
-    planned = plan_replacement(
-        options.replace, options.dst, weights=weights, model=model, in_place=options.in_place, writing=writing(options)
-    )
+    planned = plan_replacement(options.replace, options.dst, given(options, ReplaceOptions, weights=weights, model=model))
     fields = {"source": options.replace, "weights": weights, "model": model}
     return carry_out(planned, "Replacing", options, fields=lambda done: fields)
 

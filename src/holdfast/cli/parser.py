@@ -48,12 +48,9 @@ class Parser(argparse.ArgumentParser):
     """Adds what it takes, where that was not done."""
 
     def filled(self) -> Parser:
-        """This parser, with all that it takes."""
         fill, self.fill = self.fill, None
         if fill is not None:
             fill(self)
-            # For what is said of them later: `in_flags`.
-            self.set_defaults(flags=tuple(self._option_string_actions))
         return self
 
     def parse_known_args(  # type: ignore[override]  # as argparse asks for it
@@ -72,3 +69,11 @@ class Parser(argparse.ArgumentParser):
             return kind(text)
         except argparse.ArgumentTypeError as error:
             self.error(f"argument DST: {error}")
+
+
+def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of a parser by their names, each with all that it takes."""
+    # argparse shows its parts under private names only, to whoever writes help, completion and manuals.
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    choices = inner[0].choices if inner else {}
+    return {name: verb.filled() if isinstance(verb, Parser) else verb for name, verb in choices.items()}

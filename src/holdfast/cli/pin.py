@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from holdfast.cli import values
+from holdfast.cli.planned import say
 
 DESCRIPTION = """\
 Keep a step of a run, whatever its rules say, and note why. The run may be going on."""
@@ -18,14 +19,11 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
     add_place(verb)
     verb.add_argument("--why", metavar="TEXT", default="", help="what it is kept for")
-    verb.set_defaults(run=run)
 
 
 def add_place(verb: argparse.ArgumentParser) -> None:
-    """A run, and a step of it."""
     verb.add_argument("path", metavar="RUN", type=values.target, help="the directory of a run, or its URL")
     verb.add_argument("step", metavar="STEP", type=_step, help="the number of a step")
 
@@ -37,17 +35,8 @@ def _step(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.runs.run import Run
 
     pin = Run(options.path).pin(options.step, options.why)
     say(f"step {pin.step} is pinned" + (f": {pin.why}" if pin.why else ""))
     return 0
-
-
-def say(text: str) -> None:
-    """Print a line."""
-    from holdfast.cli.text import print_lines
-    from holdfast.core.text import clip, escape
-
-    print_lines([[(escape(clip(text, 600)), "")]])

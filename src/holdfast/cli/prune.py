@@ -9,20 +9,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.planned import (
-    FORMATS,
-    add_folder,
-    add_sparse,
-    add_writing,
-    carry_out,
-    copy_config,
-    note_lines,
-    writing,
-    written_lines,
-)
+from holdfast.cli.options import given
+from holdfast.cli.planned import add_places, carry_out, written_lines
+from holdfast.cli.text import Line, fields_of, note_lines, padded
+from holdfast.core.options import PruneOptions
 
 if TYPE_CHECKING:
-    from holdfast.cli.text import Line
     from holdfast.pruning.prune import Pruned
 
 DESCRIPTION = """\
@@ -52,56 +44,41 @@ ROWS = 200
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
-    verb.add_argument("src", metavar="SRC", type=values.path, help="a checkpoint of any format")
-    verb.add_argument("dst", metavar="DST", type=values.target, help="where to write; the suffix says the format")
-    verb.add_argument("--rule", metavar="RULE", action="append", default=[], help="'*.weight: 2:4'; the first that matches decides")
-    verb.add_argument("--rules", metavar="FILE", type=values.path, help="a file of rules, one a line; # begins a comment")
-    verb.add_argument("--format", choices=FORMATS, help="the format, whatever the suffix")
-    masks = "write the masks too, into the directory DST; or only them, to DST"
-    verb.add_argument("--masks", choices=("beside", "only"), help=masks)
+    add_places(verb, PruneOptions)
+    decides = "'*.weight: 2:4'; the first that matches decides"
+    verb.add_argument("--rule", metavar="RULE", dest="rules", action="append", default=[], help=decides)
+    file = "a file of rules, one a line; # begins a comment"
+    verb.add_argument("--rules", metavar="FILE", dest="plan", type=values.path, help=file)
     verb.add_argument("-a", "--all", action="store_true", help="every tensor")
-    add_folder(verb)
-    add_sparse(verb)
-    add_writing(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.cli.progress import bar
     from holdfast.pruning.prune import plan_prune
-    from holdfast.rewrite.formats import Options
 
-    lines = options.rules.read_text("utf-8").splitlines() if options.rules else []
-    rules = [*options.rule, *(line for line in (text.partition("#")[0].strip() for text in lines) if line)]
+    lines = options.plan.read_text("utf-8").splitlines() if options.plan else []
+    rules = [*options.rules, *(line for line in (text.partition("#")[0].strip() for text in lines) if line)]
     begin = time.perf_counter()
     with bar("Measuring", quiet=options.quiet or options.json) as progress:
-        planned = plan_prune(
-            options.src, options.dst, rules, format=options.format, masks=options.masks, copy_config=copy_config(options),
-            options=Options(options.max_shard_size, keep_tree=True, sparse=options.sparse),
-            writing=writing(options), progress=progress,
-        )  # fmt: skip
+        planned = plan_prune(options.src, options.dst, rules, given(options, PruneOptions, progress=progress))
     most = None if options.all else ROWS
     return carry_out(
-        planned, "Weighing" if options.dry_run else "Writing", options, fields=pruned_fields, begin=begin,
+        planned, "Weighing" if planned.writing.dry_run else "Writing", options, fields=pruned_fields, begin=begin,
         told=lambda done, seconds: report_lines(done, seconds, most),
     )  # fmt: skip
 
 
 def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Line]:
     """What is printed: a line a tensor, and what was written."""
-    from holdfast.cli.text import width
     from holdfast.core.order import in_order
     from holdfast.core.text import clip, count, escape, nbytes, plural
 
     shown = in_order(done.tensors, lambda row: row.name)[:most]
-    names = [escape(clip(row.name, 70)) for row in shown]
+    names = padded([row.name for row in shown])
     rules = [escape(clip(row.rule, 60)) for row in shown]
-    wide = max((width(name) for name in names), default=0)
     for name, rule, row in zip(names, rules, shown, strict=True):
         line: Line = [
-            (name + " " * (wide - width(name)), "name"),
+            (name, "name"),
             (f"  {_percent(row.sparsity)} zero", "size"),
             (f"  {count(row.pruned):>8} pruned", ""),
             (f"  {_percent(row.norm_lost)} of the norm lost", "value"),
@@ -122,7 +99,7 @@ def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Lin
     if not done.done:
         size = f"  {done.format}  {nbytes(done.nbytes)}"
         yield [("would write ", "dim"), (escape(clip(done.path, 400)), "title"), (size, "dim")]
-        yield from note_lines(done)
+        yield from note_lines(done.notes)
     else:
         yield from written_lines(done, f"{seconds:.1f} s")
         if done.masks is not None and done.masks != done.path:
@@ -134,30 +111,6 @@ def _percent(part: float) -> str:
 
 
 def pruned_fields(done: Pruned) -> dict[str, object]:
-    """The report as values that JSON has."""
-    return {
-        "source": done.source,
-        "masks": done.masks,
-        "sparsity": done.sparsity,
-        "norm_lost": _number(done.norm_lost),
-        "kept": done.kept,
-        "tensors": [
-            {
-                "name": row.name,
-                "also": list(row.also),
-                "rule": row.rule,
-                "dtype": row.dtype,
-                "shape": list(row.shape),
-                "pruned": row.pruned,
-                "zeros": row.zeros,
-                "sparsity": row.sparsity,
-                "nonfinite": row.nonfinite,
-                "norm_lost": _number(row.norm_lost),
-            }
-            for row in done.tensors
-        ],
-    }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    rows = "name also rule dtype shape pruned zeros sparsity nonfinite norm_lost"
+    head = fields_of(done, "source masks sparsity norm_lost kept")
+    return head | {"tensors": [fields_of(row, rows) for row in done.tensors]}

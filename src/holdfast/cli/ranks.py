@@ -13,16 +13,14 @@ Tensors that are cut in the same way are drawn once, with how many there are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from holdfast.cli.show import short_dtype
-from holdfast.cli.text import Line, print_lines
+from holdfast.cli.text import Line
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.order import in_order, natural
 from holdfast.core.patterns import matcher
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, escape, nbytes, plural
-from holdfast.inspect.open import open as open_checkpoint
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 WIDTH, HEIGHT = 32, 8
@@ -32,15 +30,7 @@ PICTURES = 24
 """Different pictures that are drawn; the rest is counted."""
 
 
-def run(path: Path, *, pattern: str | None) -> int:
-    """The command; returns its exit code."""
-    with open_checkpoint(path) as checkpoint:
-        print_lines(lines(checkpoint, pattern))
-    return 0
-
-
 def lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
-    """What is printed."""
     wanted = matcher("*" if pattern is None else pattern)
     held: dict[str, int] = {}
     drawn: dict[object, list[str]] = {}

@@ -15,6 +15,7 @@ item   =  integer  |  [integer] ":" [integer] [ ":" [integer] ]  |  "..."  |  "N
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import secrets
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
+from holdfast.cli import values
 from holdfast.cli.text import Line, line_width, print_lines
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.order import in_order
@@ -42,21 +44,47 @@ if TYPE_CHECKING:
     from holdfast.cli.outline import LeafNode
 
 
-def run(path: Path, names: Sequence[str], *, index: str | None, output: Path | None, raw: bool) -> int:
-    """The command; returns its exit code."""
-    with open_checkpoint(path) as checkpoint:
-        values = find_values(checkpoint, names)
-        if values and (output is not None or index is not None):
+DESCRIPTION = """\
+Read tensors: print them as numpy does, or write them to a file. Only the bytes that are asked for are read.
+bfloat16 and the 8-, 6- and 4-bit floats are printed and written as float32, which holds them exactly.
+The name of something that is no tensor prints that: a number, a text, all values below it.
+"""
+
+EXAMPLES = """\
+examples:
+  holdfast read model.pt layers.0.weight
+  holdfast read model.pt layers.0.weight --slice '0:2, ::2, -1'
+  holdfast read model.pt layers.0.weight -o weight.npy
+  holdfast read trainer.pt step optimizer.param_groups
+  holdfast read model.pt 'layers.0.*' -o layer0.npz
+"""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("path", metavar="PATH", type=values.path, help=values.PATH_HELP)
+    verb.add_argument("names", metavar="NAME", nargs="+", help="names of tensors or values, or globs")
+    verb.add_argument("-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'")
+    verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="write .npy or .npz instead of printing")
+    verb.add_argument("--raw", action="store_true", help="with -o: keep the bits of types that numpy lacks, as unsigned integers")
+
+
+def run(options: argparse.Namespace) -> int:
+    names, index, output = options.names, options.slice, options.output
+    with open_checkpoint(options.path) as checkpoint:
+        plain_values = find_values(checkpoint, names)
+        if plain_values and (output is not None or index is not None):
             flag = "-o writes" if output is not None else "--slice is for"
-            raise Unsupported(f"{next(iter(values))!r} is a value and no tensor: {flag} tensors; leave it away to print the value")
-        tensors = choose(checkpoint, [name for name in names if name not in values], index)
-        if values:
-            print_lines(show_values([leaf for name in names for leaf in values.get(name, ())]))
+            raise Unsupported(
+                f"{next(iter(plain_values))!r} is a value and no tensor: {flag} tensors; leave it away to print the value"
+            )
+        tensors = choose(checkpoint, [name for name in names if name not in plain_values], index)
+        if plain_values:
+            print_lines(show_values([leaf for name in names for leaf in plain_values.get(name, ())]))
             print_lines([[]] if tensors else [])
         if output is None:
             print_lines(show_tensors(tensors))
         else:
-            print_lines(write_tensors(checkpoint, tensors, output, raw=raw), file=sys.stderr)
+            print_lines(write_tensors(checkpoint, tensors, output, raw=options.raw), file=sys.stderr)
     return 0
 
 
@@ -209,7 +237,6 @@ def _corners(tensor: LazyTensor) -> np.ndarray:
 
 
 def write_npy(path: Path, tensor: LazyTensor, *, raw: bool = False) -> None:
-    """Save one tensor as `.npy`."""
     array = plain_array(tensor.numpy(), raw=raw)
     with _replacing(path) as file:
         np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
+from holdfast.cli.text import print_json, print_lines
 
 if TYPE_CHECKING:
     from holdfast.reports.report import Asked
@@ -30,17 +31,14 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
     add_asked(verb)
     verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="where to write the page")
     verb.add_argument("--overwrite", action="store_true", help="replace what is there, also where it is no page")
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
     verb.add_argument("--json", action="store_true", help="print the data behind the page (its schema is in docs/report.md)")
-    verb.set_defaults(run=run)
 
 
 def add_asked(verb: argparse.ArgumentParser) -> None:
-    """What is to be on a page."""
     verb.add_argument("path", metavar="PATH", type=values.target, help="a checkpoint of any format, or a run's directory")
     verb.add_argument("other", metavar="OTHER", type=values.target, nargs="?", help="a second one: show what differs")
     verb.add_argument("--stats", action="store_true", help="read every tensor: sizes, zeros, NaN, histograms, quantiles, norms")
@@ -63,7 +61,6 @@ def _share(text: str) -> float:
 
 
 def asked_of(options: argparse.Namespace) -> Asked:
-    """Those options, for the library."""
     from holdfast.reports.report import Asked
 
     return Asked(
@@ -73,9 +70,7 @@ def asked_of(options: argparse.Namespace) -> Asked:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.cli.progress import bar
-    from holdfast.cli.text import print_lines
     from holdfast.core.text import clip, escape, nbytes
     from holdfast.errors import BadArgument
     from holdfast.reports.report import Report, page_target, prepared
@@ -93,8 +88,6 @@ def run(options: argparse.Namespace) -> int:
         made = Report(ready.make(progress).document)
     where = None if options.output is None else Path(made.save(options.output, overwrite=options.overwrite))
     if options.json:
-        from holdfast.cli.document import print_json
-
         print_json(made.document)
     elif where is not None and not options.quiet:
         print_lines(

@@ -6,7 +6,9 @@ import argparse
 import math
 
 from holdfast.cli import values
-from holdfast.cli.planned import add_writing, carry_out, writing
+from holdfast.cli.options import given
+from holdfast.cli.planned import add_places, carry_out
+from holdfast.core.options import ReshardOptions
 
 DESCRIPTION = """\
 Write a checkpoint as a native directory with one data file for each rank of a mesh, cut by rules. Streams; any format in.
@@ -26,24 +28,19 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
-    verb.add_argument("src", metavar="SRC", type=values.path, help="a checkpoint of any format")
-    verb.add_argument("dst", metavar="DST", type=values.target, help="the directory to write")
-    verb.add_argument("--mesh", metavar="NAME=N,…", required=True, help="the ranks: 'dp=2,tp=4'")
-    verb.add_argument("--rule", metavar="RULE", action="append", default=[], help="how names are cut: '*.weight: tp=0'")
+    add_places(verb, ReshardOptions)
+    cut = "how names are cut: '*.weight: tp=0'"
+    verb.add_argument("--rule", metavar="RULE", dest="rules", action="append", default=[], help=cut)
     verb.add_argument("--plan", metavar="FILE", type=values.path, help="a file of rules, one a line; # begins a comment")
-    add_writing(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.core.text import plural
     from holdfast.rewrite.reshard import parse_mesh, plan_reshard
 
     lines = options.plan.read_text("utf-8").splitlines() if options.plan else []
-    rules = [text for text in (*options.rule, *(line.partition("#")[0].strip() for line in lines)) if text]
-    planned = plan_reshard(options.src, options.dst, mesh=options.mesh, rules=rules, writing=writing(options))
+    rules = [text for text in (*options.rules, *(line.partition("#")[0].strip() for line in lines)) if text]
+    planned = plan_reshard(options.src, options.dst, rules, given(options, ReshardOptions))
     ranks = math.prod(parse_mesh(options.mesh).values())  # beside their files there may be a config and a tokenizer
     fields = {"source": str(options.src), "mesh": options.mesh, "ranks": ranks}
     return carry_out(

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import Line, print_lines, width
+from holdfast.cli.text import Line, fields_of, note_lines, print_json, print_lines, width
 from holdfast.core.text import clip, escape, nbytes, plural
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from holdfast.runs.steps import Step
     from holdfast.runs.sweep import Swept
     from holdfast.runs.table import RunRow, RunTable
-
-SCHEMA = 1
-"""Raised when a field changes its meaning or goes away."""
 
 DESCRIPTION = """\
 List the steps of a training run: those of a holdfast.Run, native directories, and directories of other trainers that were sealed.
@@ -63,7 +60,6 @@ METRICS = 4
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
     verb.add_argument("path", metavar="RUN", type=values.target, help="the directory of a run, or its URL")
     verb.add_argument("--keep", metavar="RULE", action="append", default=[], help="a rule, any number of times")
     do = verb.add_mutually_exclusive_group()
@@ -72,12 +68,10 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     do.add_argument("--gc", action="store_true", help="in a bucket: delete data that no manifest names, of saves that died")
     verb.add_argument("--grace", metavar="TIME", help="how old that has to be (24h)")
     verb.add_argument("--dry-run", action="store_true", help="with --gc: say what would be deleted")
-    verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/cli.md)")
-    verb.set_defaults(run=run)
+    verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.errors import BadArgument, HoldfastError, NoSuchPath
     from holdfast.runs.directory import place_for
     from holdfast.runs.rules import read_rules
@@ -105,8 +99,6 @@ def run(options: argparse.Namespace) -> int:
     gone = done.steps if done is not None else ()
     table = look(place, rules, path, recorded=recorded)
     if options.json:
-        from holdfast.cli.document import print_json
-
         print_json(document(table, gone))
     elif options.prune:
         print_lines(gone_lines(path, gone, done.notes if done is not None else ()))
@@ -135,19 +127,14 @@ def collect(options: argparse.Namespace) -> int:
 
     done = sweep(options.path, grace=options.grace or GRACE_S, dry_run=options.dry_run)
     if options.json:
-        from holdfast.cli.document import print_json
-
-        swept = {"deleted": list(done.keys), "nbytes": done.nbytes, "young": done.young, "notes": list(done.notes)}
-        print_json({"schema": SCHEMA, "path": done.path, **swept, "done": done.done})
+        print_json({"schema": 1, "deleted": list(done.keys), **fields_of(done, "path nbytes young notes done")})
     else:
         print_lines(swept_lines(done))
     return 0
 
 
 def swept_lines(done: Swept) -> Iterator[Line]:
-    """What the sweep did, or would do."""
-    for note in done.notes:
-        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
+    yield from note_lines(done.notes)
     for key in done.keys:
         yield [("deleted " if done.done else "would delete ", "error"), (escape(clip(key, 400)), "name")]
     told = f"  {plural(len(done.keys), 'object')}, {nbytes(done.nbytes)}{' deleted' if done.done else ' would be deleted'}"
@@ -156,7 +143,6 @@ def swept_lines(done: Swept) -> Iterator[Line]:
 
 
 def lines(table: RunTable) -> Iterator[Line]:
-    """The table."""
     yield from _head(table)
     metrics = _columns([row.step for row in table.rows if row.step is not None])
     shares = any(row.shared_nbytes for row in table.rows)
@@ -236,7 +222,6 @@ def age(seconds: float) -> str:
 
 
 def plan_lines(table: RunTable) -> Iterator[Line]:
-    """What the rules would do."""
     yield from _head(table)
     going = 0
     for row in table.rows:
@@ -256,18 +241,15 @@ def plan_lines(table: RunTable) -> Iterator[Line]:
 
 
 def gone_lines(path: str, gone: Sequence[Step], notes: Sequence[str]) -> Iterator[Line]:
-    """What was deleted, and what kept more from being deleted."""
-    for note in notes:
-        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
+    yield from note_lines(notes)
     for step in gone:
         yield [("deleted ", "error"), (f"step {step.step}", "name"), (f"  {nbytes(step.nbytes)}", "size")]
     yield [(escape(clip(path, 400)), "title"), (f"  {plural(len(gone), 'step')} deleted", "dim")]
 
 
 def document(table: RunTable, gone: Sequence[Step]) -> dict[str, object]:
-    """The same as values that JSON has."""
     return {
-        "schema": SCHEMA,
+        "schema": 1,
         "path": table.path,
         "keep": [str(rule) for rule in table.rules],
         "recorded": table.recorded,

@@ -5,19 +5,39 @@ SARIF 2.1.0 is what code hosts and editors show beside the files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import argparse
+from collections.abc import Iterator
 
-from holdfast.cli.text import Line, print_lines
+from holdfast.cli import values
+from holdfast.cli.text import Line, fields_of, print_json, print_lines
 from holdfast.core.text import clip, escape, plural
 from holdfast.inspect.scan import FileReport, ScanReport, Verdict, scan
 from holdfast.inspect.scanning.findings import Finding
 
-SCHEMA = 2
-"""Raised when a field changes its meaning or goes away."""
+DESCRIPTION = """\
+Say what files would have done if a trusting loader had loaded them: each foreign global, how bad, and where.
+Nothing is loaded, imported or called to find out. In directories, what no loader would do anything with is skipped, and named.
+"""
+
+EXAMPLES = """\
+exit codes:
+  0  clean: all of it was read, and nothing was found
+  1  something dangerous or suspicious (with --strict: or unknown), whatever else could not be read
+  2  nothing was found, but something could not be read to its end, or was refused
+  3  something unknown, and nothing worse was found
+  4  nothing scanned: no file that any loader would do anything with
+
+examples:
+  holdfast scan model.pt
+  holdfast scan ~/.cache/huggingface --strict
+  holdfast scan *.ckpt --json
+"""
 
 SHOWN = 50
 """Findings of one file that are shown unless `--all` is given; the worst stand first."""
+
+FINDING = "severity what reason uses calls stream offset paths allowed"
+"""Fields of a finding in the document of `--json`."""
 
 SKIPPED = 10
 """Skipped files that are named unless `--all` is given."""
@@ -26,22 +46,25 @@ EXIT: dict[Verdict, int] = {"clean": 0, "dangerous": 1, "suspicious": 1, "error"
 """0 is for clean alone: whoever asks for nothing else must not let in what was not read, or is not known."""
 
 
-def run(
-    paths: Sequence[Path], *, strict: bool, everything: bool, as_json: bool, as_sarif: bool = False, allow: Path | None = None
-) -> int:
-    """The command; returns its exit code."""
-    report = scan(*paths, allow=allow)
-    if as_sarif:
-        from holdfast.cli.document import print_json
-        from holdfast.cli.scan import sarif_document
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="files, and directories to search")
+    verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
+    verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
+    verb.add_argument("--allow", metavar="FILE", type=values.file, help="patterns of module.name, one a line: shown, not counted")
+    form = verb.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help=values.JSON_HELP)
+    form.add_argument("--sarif", action="store_true", help="as SARIF 2.1.0")
 
+
+def run(options: argparse.Namespace) -> int:
+    strict = options.strict
+    report = scan(*options.paths, allow=options.allow)
+    if options.sarif:
         print_json(sarif_document(report, strict=strict))
-    elif as_json:
-        from holdfast.cli.document import print_json
-
+    elif options.json:
         print_json(scan_document(report, strict=strict))
     else:
-        print_lines(scan_lines(report, everything=everything, strict=strict))
+        print_lines(scan_lines(report, everything=options.all, strict=strict))
     return EXIT[report.verdict(strict=strict)]
 
 
@@ -120,9 +143,8 @@ def _totals(report: ScanReport, *, strict: bool) -> str:
 
 
 def scan_document(report: ScanReport, *, strict: bool = False) -> dict[str, object]:
-    """The report as values that JSON has."""
     return {
-        "schema": SCHEMA,
+        "schema": 2,
         "verdict": report.verdict(strict=strict),
         "exit_code": EXIT[report.verdict(strict=strict)],
         "skipped": report.skipped,
@@ -134,20 +156,7 @@ def scan_document(report: ScanReport, *, strict: bool = False) -> dict[str, obje
                 "verdict": file.verdict(strict=strict),
                 "error": file.error,
                 "streams": file.streams,
-                "findings": [
-                    {
-                        "severity": f.severity,
-                        "what": f.what,
-                        "reason": f.reason,
-                        "uses": list(f.uses),
-                        "calls": list(f.calls),
-                        "stream": f.stream,
-                        "offset": f.offset,
-                        "paths": list(f.paths),
-                        "allowed": f.allowed,
-                    }
-                    for f in file.findings
-                ],
+                "findings": [fields_of(f, FINDING) for f in file.findings],
             }
             for file in report.reports
         ],

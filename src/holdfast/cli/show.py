@@ -11,25 +11,40 @@ does not fit at any depth is cut, and the last line says how much is missing and
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+from holdfast.cli import values
 from holdfast.cli.outline import Branch, LeafNode, Node, arrange, fold, leaves, outline, total
 from holdfast.cli.seal import seal_lines
-from holdfast.cli.text import Line, guides, line_width, print_lines, width
+from holdfast.cli.text import Line, guides, line_width, print_json, print_lines, width
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.order import in_order
 from holdfast.core.patterns import matcher
-from holdfast.core.sparse.storage import packing_of
 from holdfast.core.text import clip, count, escape, nbytes, percent, plural
 from holdfast.core.value import Value
 from holdfast.errors import UnknownFormat
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.survey import Survey, survey
+from holdfast.numeric.pack import packing_of
+
+DESCRIPTION = """\
+Show what is in a checkpoint: names, dtypes, shapes, sizes, ties, plain values, foreign objects. No tensor data is read.
+Layers of the same structure are shown once, as layers.[0-31].
+"""
+
+EXAMPLES = """\
+examples:
+  holdfast show model.pt
+  holdfast show model.pt --filter '*.attn.*'
+  holdfast show model.pt --filter optimizer.param_groups
+  holdfast show model.safetensors --depth 2
+  holdfast show model.pt --json | jq '.tensors[].name'
+"""
 
 LINES = 200
 """Lines that are shown unless `--all` is given: a few screens."""
@@ -52,26 +67,46 @@ class OutlineRow(Value, frozen=True):
     remark: Line | None = None
 
 
-def run(path: Path, *, pattern: str | None, depth: int | None, everything: bool, as_json: bool) -> int:
-    """The command; returns its exit code."""
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("path", metavar="PATH", type=values.path, help=values.PATH_HELP)
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match; a flat table")
+    verb.add_argument("-d", "--depth", metavar="N", type=values.positive, help="levels of the tree to show")
+    verb.add_argument("-a", "--all", action="store_true", help="every line, with nothing folded or cut")
+    verb.add_argument("--ranks", action="store_true", help="draw which file holds which part of each tensor")
+    verb.add_argument("--sparsity", action="store_true", help="where the zeros of each tensor are; reads them all")
+    verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
+
+
+def run(options: argparse.Namespace) -> int:
+    path, pattern = options.path, options.filter
+    if options.ranks:
+        from holdfast.cli.ranks import lines as drawn
+
+        with open_checkpoint(path) as checkpoint:
+            print_lines(drawn(checkpoint, pattern))
+        return 0
+    if options.sparsity:
+        from holdfast.cli.stats import run_sparsity
+
+        return run_sparsity(options)
     try:
         opened = open_checkpoint(path)
     except UnknownFormat:
         # A folder of another trainer's may be no checkpoint as a whole, and be sealed as one.
-        lines = [] if as_json or not path.is_dir() else list(seal_lines(path))
+        lines = [] if options.json or not path.is_dir() else list(seal_lines(path))
         if not lines:
             raise
         print_lines([[(escape(str(path)), "title"), ("  holdfast opens its files one by one", "dim")], *lines])
         return 0
     with opened as checkpoint:
-        if as_json:
-            from holdfast.cli.document import document, print_json
+        if options.json:
+            from holdfast.cli.document import document
 
             print_json(document(checkpoint, wanted=matcher("*" if pattern is None else pattern)))
         elif pattern is not None:
-            print_lines(show_table(checkpoint, pattern, everything=everything))
+            print_lines(show_table(checkpoint, pattern, everything=options.all))
         else:
-            print_lines(show_tree(checkpoint, depth=depth, everything=everything, pieces=guides()))
+            print_lines(show_tree(checkpoint, depth=options.depth, everything=options.all, pieces=guides()))
             print_lines(seal_lines(path))
     return 0
 
@@ -201,9 +236,9 @@ def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
             (f"  ({plural(len(names), 'global')} not imported, shown as data; see holdfast scan)", "dim"),
         ]
     for note in checkpoint.notes[:10]:
-        from holdfast.cli.flags import in_flags  # for the few files that have a note
+        from holdfast.cli.options import in_flags  # for the few files that have a note
 
-        yield [(f"note      {_plain_text(in_flags(note, ()), 400)}", "note")]
+        yield [(f"note      {_plain_text(in_flags(note, {}), 400)}", "note")]
     if len(checkpoint.notes) > 10:
         yield [(f"note      … {len(checkpoint.notes) - 10:,} more notes: see --json", "note")]
 
@@ -306,7 +341,6 @@ def _aligned(rows: list[OutlineRow]) -> Iterator[Line]:
 
 
 def _levels(root: Branch) -> list[int]:
-    """How many nodes there are at each depth."""
     counts: list[int] = []
     level: list[Node] = list(root.children)
     while level:

@@ -13,13 +13,11 @@ layers.1.mlp.weight  bf16  [4096, 4096]   90.01%  blocks of 16x16  3 dead rows
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import Line, guides, print_lines, width
+from holdfast.cli.text import Line, fields_of, guides, padded, print_json, print_lines, width
 from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, plural
 
@@ -41,20 +39,21 @@ examples:
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
 
+SPARSITY = "name dtype shape size zeros pattern block dead_rows dead_columns"
+"""Fields of a tensor in the document of `show --sparsity`."""
+
 ROWS = 200
 """Tensors that are shown unless --all is given."""
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
     verb.add_argument("path", metavar="PATH", type=values.path, help="a checkpoint of any format")
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
     verb.add_argument("--bins", metavar="N", type=_bins, default=32, help="bars of the histogram (32); 0 for none")
     verb.add_argument("--threads", metavar="N", type=values.positive, help="how many threads")
     verb.add_argument("-a", "--all", action="store_true", help="every tensor")
-    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
     verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/pruning.md)")
-    verb.set_defaults(run=run)
 
 
 def _bins(text: str) -> int:
@@ -64,7 +63,6 @@ def _bins(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.cli.progress import bar
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.stats import chosen, measure, reading_nbytes
@@ -75,22 +73,23 @@ def run(options: argparse.Namespace) -> int:
         with bar("Reading", total, quiet=options.quiet or options.json) as progress:
             found = measure(tensors, bins=options.bins, threads=options.threads, progress=progress)
         if options.json:
-            from holdfast.cli.document import print_json
-
-            print_json({"schema": 1, "path": checkpoint.path, "tensors": [_document(row) for row in found]})
+            print_json(
+                {
+                    "schema": 1,
+                    "path": checkpoint.path,
+                    "tensors": [_document(row) for row in found],
+                }
+            )
         else:
             print_lines(lines(checkpoint.path, found, None if options.all else ROWS, bars=_bars()))
     return 0
 
 
 def lines(path: str, found: Sequence[TensorStats], most: int | None, *, bars: str) -> Iterator[Line]:
-    """What is printed."""
     yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')}", "dim")]
     shown = in_order(found, lambda row: row.name)[:most]
-    names = [escape(clip(row.name, 70)) for row in shown]
-    wide = max((width(name) for name in names), default=0)
-    for name, row in zip(names, shown, strict=True):
-        line: Line = [(name + " " * (wide - width(name)), "name"), (f"  {row.dtype} {list(row.shape)}", "dim")]
+    for name, row in zip(padded([row.name for row in shown]), shown, strict=True):
+        line: Line = [(name, "name"), (f"  {row.dtype} {list(row.shape)}", "dim")]
         for label, value in (("min", row.minimum), ("max", row.maximum), ("mean", row.mean), ("std", row.std), ("norm", row.norm)):
             line += [(f"  {label} ", "dim"), ("-" if value is None else f"{value:.4g}", "")]
         for label, number in (("zeros", row.zeros), ("NaN", row.nans), ("inf", row.infinities)):
@@ -98,7 +97,7 @@ def lines(path: str, found: Sequence[TensorStats], most: int | None, *, bars: st
                 line.append((f"  {label} {number:,}", "dim" if label == "zeros" else "error"))
         yield line
         if row.histogram:
-            yield [(" " * (wide + 2), ""), (draw(row.histogram, bars), "size")]
+            yield [(" " * (width(name) + 2), ""), (draw(row.histogram, bars), "size")]
     if len(shown) < len(found):
         yield [(f"… {len(found) - len(shown):,} more: use --filter or --all", "dim")]
 
@@ -118,61 +117,38 @@ def _bars() -> str:
 
 
 def _document(row: TensorStats) -> dict[str, object]:
-    return {
-        "name": row.name,
-        "dtype": row.dtype,
-        "shape": list(row.shape),
-        "size": row.size,
-        "min": _number(row.minimum),
-        "max": _number(row.maximum),
-        "mean": _number(row.mean),
-        "std": _number(row.std),
-        "norm": _number(row.norm),
-        "nans": row.nans,
-        "infinities": row.infinities,
-        "zeros": row.zeros,
-        "histogram": list(row.histogram),
-    }
+    numbers = dict(zip(("min", "max"), fields_of(row, "minimum maximum").values(), strict=True))
+    return fields_of(row, "name dtype shape size mean std norm nans infinities zeros histogram") | numbers
 
 
-def _number(value: float | None) -> float | None:
-    """What is beyond float64, and with it beyond JSON, is null."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def run_sparsity(path: Path, *, pattern: str | None, everything: bool, as_json: bool) -> int:
-    """The command; returns its exit code."""
+def run_sparsity(options: argparse.Namespace) -> int:
+    """`show --sparsity`; returns its exit code."""
     from holdfast.cli.progress import bar
     from holdfast.cli.show import LINES
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.sparsity import find_zeros
     from holdfast.inspect.stats import chosen
 
-    with open_checkpoint(path, threads=1) as checkpoint:
-        tensors = chosen(checkpoint, pattern)
-        with bar("Reading", sum(tensor.nbytes for tensor in tensors), quiet=as_json) as progress:
+    with open_checkpoint(options.path, threads=1) as checkpoint:
+        tensors = chosen(checkpoint, options.filter)
+        with bar("Reading", sum(tensor.nbytes for tensor in tensors), quiet=options.json) as progress:
             found = find_zeros(tensors, progress=progress)
-        if as_json:
-            from holdfast.cli.document import print_json
-
-            print_json({"schema": 1, "path": checkpoint.path, "tensors": [_sparsity_document(row) for row in found]})
+        if options.json:
+            print_json({"schema": 1, "path": checkpoint.path, "tensors": [fields_of(row, SPARSITY) for row in found]})
         else:
-            print_lines(sparsity_lines(checkpoint.path, found, None if everything else LINES))
+            print_lines(sparsity_lines(checkpoint.path, found, None if options.all else LINES))
     return 0
 
 
 def sparsity_lines(path: str, found: tuple[TensorSparsity, ...], most: int | None) -> Iterator[Line]:
-    """What is printed."""
     size, zeros = sum(row.size for row in found), sum(row.zeros for row in found)
     share = f"{100 * zeros / size:.2f}% of {size:,} elements are zero" if size else "no elements"
     yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')} · {share}", "dim")]
     shown = in_order(found, lambda row: row.name)[:most]
-    names = [escape(clip(row.name, 70)) for row in shown]
-    wide = max((width(name) for name in names), default=0)
     shapes = max((len(str(list(row.shape))) for row in shown), default=0)
-    for name, row in zip(names, shown, strict=True):
+    for name, row in zip(padded([row.name for row in shown]), shown, strict=True):
         line: Line = [
-            (name + " " * (wide - width(name)), "name"),
+            (name, "name"),
             (f"  {row.dtype:<8}", "dtype"),
             (f"  {list(row.shape)!s:<{shapes}}", "shape"),
             (f"  {100 * row.zeros / row.size if row.size else 0:6.2f}%", "size"),
@@ -188,17 +164,3 @@ def sparsity_lines(path: str, found: tuple[TensorSparsity, ...], most: int | Non
         yield line
     if len(shown) < len(found):
         yield [(f"… {len(found) - len(shown):,} more: use --filter or --all", "dim")]
-
-
-def _sparsity_document(row: TensorSparsity) -> dict[str, object]:
-    return {
-        "name": row.name,
-        "dtype": row.dtype,
-        "shape": list(row.shape),
-        "size": row.size,
-        "zeros": row.zeros,
-        "pattern": list(row.pattern) if row.pattern else None,
-        "block": list(row.block) if row.block else None,
-        "dead_rows": row.dead_rows,
-        "dead_columns": row.dead_columns,
-    }

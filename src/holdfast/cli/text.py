@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import json
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
+
+from holdfast.core.text import clip, escape
 
 NARROWEST = 20
 """Columns below which lines are not broken any further."""
@@ -75,6 +79,38 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
     out.flush()
 
 
+def print_json(value: object) -> None:
+    """Write a document to standard output, on one line: ASCII only, with no tokens that JSON lacks.
+
+    Its field `schema` is raised when a field changes its meaning or goes away.
+    """
+    sys.stdout.write(json.dumps(value, ensure_ascii=True, allow_nan=False) + "\n")
+
+
+def fields_of(thing: object, names: str) -> dict[str, object]:
+    """Attributes of a result under their names, as values that JSON has: what is beyond its numbers is null."""
+    return {name: _native(getattr(thing, name)) for name in names.split()}
+
+
+def _native(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def note_lines(notes: Iterable[str]) -> Iterator[Line]:
+    """What a person should know."""
+    for note in notes:
+        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
+
+
+def padded(texts: Sequence[str]) -> list[str]:
+    """Names out of a file, escaped, and made as wide as the widest."""
+    shown = [escape(clip(text, 70)) for text in texts]
+    wide = max(map(width, shown), default=0)
+    return [text + " " * (wide - width(text)) for text in shown]
+
+
 def line_width(out: TextIO) -> int | None:
     """Columns of a terminal; None for a pipe or a file, where lines are as long as they are."""
     return max(terminal_width(), NARROWEST) if out.isatty() else None
@@ -116,7 +152,6 @@ def broken(line: Line, columns: int) -> Iterator[Line]:
 
 
 def _split(line: Line, at: int) -> tuple[Line, Line]:
-    """The spans before and after a character of a line."""
     head: Line = []
     for position, (text, style) in enumerate(line):
         if at < len(text):
@@ -156,7 +191,6 @@ def guides() -> tuple[str, str, str, str]:
 
 
 def _coloured(line: Line) -> str:
-    """The text of a line with the terminal's own colours around its spans."""
     return "".join(f"\x1b[{code}m{text}\x1b[0m" if text and (code := STYLES.get(style)) else text for text, style in line)
 
 

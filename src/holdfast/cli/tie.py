@@ -7,7 +7,9 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from holdfast.cli.planned import add_place, add_writing, carry_out, say, writing
+from holdfast.cli.options import given
+from holdfast.cli.planned import add_places, carry_out, say
+from holdfast.core.options import InPlaceOptions
 
 if TYPE_CHECKING:
     from holdfast.rewrite.tie import Tied
@@ -25,28 +27,23 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
-    add_place(verb)
-    add_writing(verb)
-    verb.set_defaults(run=run)
+    add_places(verb, InPlaceOptions)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.cli.progress import bar
     from holdfast.rewrite.tie import plan_tie
 
     begin = time.perf_counter()
     total = os.path.getsize(options.src) if options.src.is_file() else None
     with bar("Comparing", total, quiet=options.quiet or options.json) as progress:
-        planned = plan_tie(options.src, options.dst, in_place=options.in_place, writing=writing(options), progress=progress)
-    if not (options.json or options.quiet or options.dry_run):
+        planned = plan_tie(options.src, options.dst, given(options, InPlaceOptions, progress=progress))
+    if not (options.json or options.quiet or planned.writing.dry_run):
         say("\n".join(planned.report.listing()))
     return carry_out(planned, "Tying", options, fields=found_fields, begin=begin)
 
 
 def found_fields(found: Tied) -> dict[str, object]:
-    """What holds the same, as values that JSON has."""
     return {
         "source": found.source,
         "nbytes": found.storage_nbytes,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.pin import add_place, say
+from holdfast.cli.pin import add_place
+from holdfast.cli.planned import say
 
 DESCRIPTION = "Leave a pinned step to the rules again."
 
@@ -15,13 +16,10 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
     add_place(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     from holdfast.runs.run import Run
 
     pin = Run(options.path).unpin(options.step)

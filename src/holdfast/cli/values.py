@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+PATH_HELP = "a checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or a directory"
+JSON_HELP = "print one JSON document (its schema is in docs/cli.md)"
+QUIET_HELP = "no progress bar"
+
 
 def pair(text: str) -> tuple[str, str]:
-    """OLD=NEW."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form OLD=NEW")
@@ -18,7 +21,6 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def size(text: str) -> int:
-    """A number of bytes, as people write it."""
     from holdfast.core.quantities import byte_count
     from holdfast.errors import Unsupported
 
@@ -29,7 +31,6 @@ def size(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """A number from 1 on."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)
@@ -41,7 +42,6 @@ def path(text: str) -> Path:
 
 
 def file(text: str) -> Path:
-    """A file of this machine."""
     from holdfast.errors import BadPath
     from holdfast.stores.paths import local_path
 
@@ -60,3 +60,19 @@ def target(text: str) -> str:
         return place_of(text)
     except BadPath as error:
         raise argparse.ArgumentTypeError(error.message) from None
+
+
+def step(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of a step")
+    return int(text)
+
+
+def metric(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    try:
+        if equals and name:
+            return name, float(value)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=NUMBER")

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from holdfast.cli import values
 from holdfast.cli.progress import bar
 from holdfast.cli.seal import seal_fields, sealed_words
-from holdfast.cli.text import Line, print_lines
+from holdfast.cli.text import Line, fields_of, print_json, print_lines
 from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, nbytes, plural
-from holdfast.inspect.sealed import is_sealed
 from holdfast.inspect.verify import Damage, Problem, VerifyReport, verify
+from holdfast.seals.check import is_sealed
 
-SCHEMA = 1
-"""Raised when a field changes its meaning or goes away."""
+DESCRIPTION = """\
+Check whole checkpoints against the checksums that they record, and name every damage: file, tensors, byte.
+Where none are recorded (every plain safetensors), the structure is checked, every byte is read, and the verdict is "readable,
+nothing to compare": --strict makes a failure of it.
+"""
+
+EXAMPLES = """\
+exit codes:
+  0  nothing is wrong
+  1  something is damaged
+  2  a file could not be opened or read
+  3  with --strict: nothing is wrong, but not every tensor has a checksum to be compared with
+
+examples:
+  holdfast verify model.pt
+  holdfast verify checkpoints/step-*
+  holdfast verify out/checkpoint-500         sealed: every file by name, size and digest
+  holdfast verify model/ --strict            a gate: what has no checksums does not pass
+  holdfast verify model/ --json
+"""
 
 SHOWN = 50
 """Damages of one checkpoint that are shown unless `--all` is given."""
@@ -35,18 +55,24 @@ NAMES = 4
 """Names of one damaged storage that are shown."""
 
 
-def run(paths: Sequence[Path], *, strict: bool, everything: bool, quiet: bool, as_json: bool) -> int:
-    """The command; returns its exit code: 0 sound, 1 damaged, 2 not all of it could be looked at, 3 nothing to compare it with."""
-    # What is sealed is read twice.
-    total = sum(size_of(path) * (2 if is_sealed(path) else 1) for path in paths)
-    with bar("Verifying", total, quiet=quiet or as_json) as progress:
-        reports = [verify(path, require=strict, progress=progress) for path in paths]
-    if as_json:
-        from holdfast.cli.document import print_json
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="checkpoints, files or directories")
+    verb.add_argument("--strict", action="store_true", help="what has no checksum to be compared with is a failure (exit code 3)")
+    verb.add_argument("-a", "--all", action="store_true", help="every damage")
+    verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
+    verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
 
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code: 0 sound, 1 damaged, 2 not all of it could be looked at, 3 nothing to compare it with."""
+    # What is sealed is read twice.
+    total = sum(size_of(path) * (2 if is_sealed(path) else 1) for path in options.paths)
+    with bar("Verifying", total, quiet=options.quiet or options.json) as progress:
+        reports = [verify(path, require=options.strict, progress=progress) for path in options.paths]
+    if options.json:
         print_json(verify_document(reports))
     else:
-        print_lines(line for report in reports for line in verify_lines(report, everything=everything))
+        print_lines(line for report in reports for line in verify_lines(report, everything=options.all))
     verdicts = {report.verdict for report in reports}
     if "unverified" in verdicts:
         return 2
@@ -121,42 +147,17 @@ def _names(names: Sequence[str]) -> str:
 
 
 def verify_document(reports: Sequence[VerifyReport]) -> dict[str, object]:
-    """The reports as values that JSON has."""
     return {
-        "schema": SCHEMA,
+        "schema": 1,
         "ok": all(report.ok for report in reports),
         "checkpoints": [
             {
-                "path": report.path,
-                "format": report.format,
-                "ok": report.ok,
-                "verdict": report.verdict,
-                "tensors": report.tensors,
-                "compared": report.compared,
+                **fields_of(report, "path format ok verdict tensors compared"),
                 "files": len(report.files),
-                "checked_nbytes": report.checked_nbytes,
-                "unchecked": list(report.unchecked),
-                "unchecked_nbytes": report.unchecked_nbytes,
-                "skipped": list(report.skipped),
-                "notes": list(report.notes),
+                **fields_of(report, "checked_nbytes unchecked unchecked_nbytes skipped notes"),
                 "sealed": None if report.seal is None else seal_fields(report.seal),
-                "damaged": [
-                    {
-                        "file": d.file,
-                        "tensors": list(d.tensors),
-                        "label": d.label,
-                        "offset": d.offset,
-                        "nbytes": d.nbytes,
-                        "expected": d.expected,
-                        "found": d.found,
-                        "message": d.message,
-                    }
-                    for d in report.damaged
-                ],
-                "problems": [
-                    {"file": p.file, "message": p.message, "kind": p.kind, "tensors": list(p.tensors), "damaged": p.damaged}
-                    for p in report.problems
-                ],
+                "damaged": [fields_of(one, "file tensors label offset nbytes expected found message") for one in report.damaged],
+                "problems": [fields_of(one, "file message kind tensors damaged") for one in report.problems],
             }
             for report in reports
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from holdfast.cli import values
 from holdfast.cli.report import add_asked, asked_of
 
 DESCRIPTION = """\
@@ -19,12 +20,10 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    """What the verb takes."""
     add_asked(verb)
     verb.add_argument("--port", metavar="N", type=_port, default=0, help="the port (any that is free)")
     verb.add_argument("--no-browser", action="store_true", help="print the address, and open nothing")
-    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
-    verb.set_defaults(run=run)
+    verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
 
 
 def _port(text: str) -> int:
@@ -34,7 +33,6 @@ def _port(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
     import webbrowser
 
     from holdfast.cli.progress import bar

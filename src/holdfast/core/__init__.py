@@ -18,11 +18,11 @@ placement_rules        which dimension of a tensor each axis of a mesh shards, b
 checkpoint             what `open` returns
 protocols, limits      the seams between layers: store, source, format; what a file may cost
 keys                   names of files that stay inside
+strict_json, documents JSON that every reader understands alike; the documents of ours, with their own checksum
 arguments, quantities  what callers give to the verbs, understood in one place; sizes, counts and times as people write them
-sparse, blocks         how tensors with many zeros are packed; what blocks of quantised weights stand for
 notebook               what a notebook shows of a result: facts, tables, bars
 text, version          text for people: names made safe to look at, sizes and counts made short; the version of the package
-arrays, halves         kinds of numpy arrays, a row of bytes; float16 as wider floats
+arrays                 kinds of numpy arrays, a row of bytes
 runtime                the process: its collector, its locks, memory at an address
 signals                a handler of signals that leaves what it found
 """

@@ -1,11 +1,4 @@
-"""What callers give to the verbs, understood in one place: what is plain is taken, the rest is refused in a sentence.
-
-    @understood
-    def convert(src, dst, *, dtype=None, keep=(), max_memory="1GiB", …): …
-
-A parameter of one name takes the same values in every verb, so a table of names (`READERS`) says what each takes; one whose default
-is True or False is a flag. A verb that means something else by a name says so: `@understood(per_rank=patterns)`. The verb itself
-then sees values of one kind each:
+"""What callers give, read in one place: what is plain is taken, the rest is refused in a sentence.
 
     keep="model.*"                  ("model.*",)            never read letter by letter
     rename={"model.*": "*"}         (("model.*", "*"),)
@@ -14,32 +7,28 @@ then sees values of one kind each:
     limits={"files": 10}            Limits(files=10)
     metrics={"loss": np.float32(2)} {"loss": 2.0}
     progress=False, None            None
-    durable=None                    True                    None stands for the default
 
-Anything else is a `BadArgument` that names the parameter, what was given and what is taken, before anything is read or written.
+Each function takes a value and the name of its parameter. Anything else is a `BadArgument` that names the parameter, what was given
+and what is taken. `core/options.py` says which parameter is read by which. No numpy is imported here: `--help` needs none.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, ParamSpec, SupportsFloat, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, SupportsFloat, TypeAlias
 
-import numpy as np
-
-from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
-from holdfast.core.quantities import byte_count, seconds, share, shown, whole_number
+from holdfast.core.quantities import byte_count, shown, whole_number
 from holdfast.errors import BadArgument, BadArgumentType
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
+    from holdfast.core.dtype import DType
 
 MOST = 65_536
 """Of things that are all made: threads, bins. Nobody means a million of them."""
@@ -56,7 +45,8 @@ Reader = Callable[[object, str], object]
 
 def flag(value: object, name: str) -> bool:
     """True or False; 0 and 1 do as well. Text does not: "False" would be true."""
-    if isinstance(value, bool | np.bool_) or (type(value) is int and value in (0, 1)):
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, bool) or (type(value) is int and value in (0, 1)) or (numpy and isinstance(value, numpy.bool_)):
         return bool(value)
     raise BadArgumentType(f"{name} takes True or False, not {shown(value)}", found=value)
 
@@ -68,7 +58,6 @@ def folder_or_flag(value: object, name: str) -> object:
 
 
 def text(value: object, name: str) -> str:
-    """Text."""
     if not isinstance(value, str):
         raise BadArgumentType(f"{name} takes text, not {shown(value)}", found=value)
     return value
@@ -76,6 +65,8 @@ def text(value: object, name: str) -> str:
 
 def dtype(value: object, name: str) -> DType | str:
     """A dtype of ours, of numpy's or of torch's, or its name. An unknown name is the verb's to refuse: it knows which it takes."""
+    from holdfast.core.dtype import DTYPES
+
     if isinstance(value, str):
         return DTYPES.said(value) or value
     found = DTYPES.given(value)
@@ -86,7 +77,6 @@ def dtype(value: object, name: str) -> DType | str:
 
 
 def dtypes(value: object, name: str) -> DType | str | dict[str, DType | str]:
-    """A dtype, or one for each pattern of names."""
     if not isinstance(value, Mapping):
         return dtype(value, name)
     return {key: dtype(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()}
@@ -130,12 +120,10 @@ def texts(value: object, name: str) -> dict[str, str]:
 
 
 def size(value: object, name: str) -> int:
-    """A number of bytes."""
     return byte_count(value, name)
 
 
 def count(value: object, name: str) -> int:
-    """A number from 1 on."""
     return whole_number(value, name, most=MOST)
 
 
@@ -184,8 +172,6 @@ def rules(kind: type) -> Reader:
 
 
 def one_of(*known: str) -> Reader:
-    """A word of a few."""
-
     def read(value: object, name: str) -> str:
         if not isinstance(value, str) or value not in known:
             kind = BadArgument if isinstance(value, str) else BadArgumentType
@@ -212,7 +198,6 @@ def versions(value: object, name: str) -> dict[str, int]:
 
 
 def step(value: object, name: str) -> int:
-    """The number of a step."""
     return whole_number(value, name, least=0, most=LAST_STEP)
 
 
@@ -232,7 +217,6 @@ def metrics(value: object, name: str) -> dict[str, float]:
 
 
 def contents(value: object, name: str) -> dict[str, str | bytes]:
-    """Files by their names."""
     found: dict[str, str | bytes] = {}
     for key, item in named(value, name).items():
         if not isinstance(item, str | bytes):
@@ -249,7 +233,6 @@ def mapping(value: object, name: str) -> Mapping[object, object]:
 
 
 def named(value: object, name: str) -> dict[str, object]:
-    """A dict whose keys are names."""
     found: dict[str, object] = {}
     for key, item in mapping(value, name).items():
         if not isinstance(key, str):
@@ -265,90 +248,3 @@ def _items(value: object, name: str, what: str) -> tuple[object, ...]:
         except TypeError:  # a tensor without dimensions only looks like many
             pass
     raise BadArgumentType(f"{name} takes {what}, not {shown(value)}", found=value)
-
-
-READERS: dict[str, Reader] = {
-    "allow": allowed,
-    "bins": lambda value, name: whole_number(value, name, least=0, most=MOST),
-    "by": text,
-    "deadline": seconds,
-    "deduplicate": text,
-    "drop": patterns,
-    "copy_config": folder_or_flag,
-    "dtype": dtypes,
-    "extra_files": contents,
-    "filter": text,
-    "format": text,
-    "keep": patterns,
-    "limits": limits,
-    "masks": text,
-    "max_host_memory": size,
-    "max_memory": size,
-    "max_shard_size": size,
-    "mesh": counts,
-    "metadata": texts,
-    "metrics": metrics,
-    "model": text,
-    "models": mapping,
-    "opset_version": versions,
-    "overwrite": flag,
-    "pattern": text,
-    "prefix": text,
-    "progress": progress,
-    "rename": pairs,
-    "sample": share,
-    "set_metadata": texts,
-    "sparse": text,
-    "step": step,
-    "threads": count,
-    "unset_metadata": patterns,
-}
-"""What a parameter of a name takes, in every verb. Places (`src`, `dst`) are not here: stores/paths.py knows paths."""
-
-ITSELF = frozenset({"max_memory"})
-"""Where None is no word for the default: no budget at all."""
-
-
-@overload
-def understood(verb: Callable[P, R], /) -> Callable[P, R]: ...
-
-
-@overload
-def understood(**own: Reader) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-
-
-def understood(verb: Callable[P, R] | None = None, /, **own: Reader) -> object:
-    """A verb that is only ever called with what it takes (see above). `own` readers stand before those of the table."""
-    return _understood(verb, own) if verb is not None else lambda verb: _understood(verb, own)
-
-
-def _understood(verb: Callable[P, R], own: Mapping[str, Reader]) -> Callable[P, R]:
-    parameters = inspect.signature(verb).parameters
-    places = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    readers: dict[str, Reader] = {}
-    for name, one in parameters.items():
-        reader = own.get(name) or READERS.get(name) or (flag if isinstance(one.default, bool) else None)
-        if reader is not None:
-            readers[name] = reader
-    defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty and name not in ITSELF}
-
-    optional = {*defaults, *ITSELF}
-    read_places = [at for at, name in enumerate(places) if name in readers or name in optional]
-
-    def read(name: str, value: object) -> object:
-        if value is None and name in optional:
-            return defaults.get(name)
-        return readers[name](value, f"{name}=") if name in readers else value
-
-    @functools.wraps(verb)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: list[object] = [*args]
-        for at in read_places:
-            if at >= len(given):
-                break
-            given[at] = read(places[at], given[at])
-        for name, value in kwargs.items():
-            kwargs[name] = read(name, value)
-        return verb(*given, **kwargs)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
-
-    return call

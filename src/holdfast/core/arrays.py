@@ -30,10 +30,9 @@ def shape_columns(shapes: Sequence[tuple[int, ...]]) -> Ints:
     [[2, 1, 4], [3, 1, 1]]
     """
     different = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
-    columns = np.ones((max(map(len, different), default=0), len(different)), np.int64)
-    for shape, number in different.items():
-        columns[: len(shape), number] = shape
-    return columns[:, np.fromiter(map(different.__getitem__, shapes), np.int64, len(shapes))]
+    most = max(map(len, different), default=0)
+    rows = np.array([(*shape, *[1] * (most - len(shape))) for shape in different], np.int64).reshape(len(different), most)
+    return rows.T.take(np.fromiter(map(different.__getitem__, shapes), np.int64, len(shapes)), axis=1)
 
 
 def byte_row(array: np.ndarray) -> npt.NDArray[np.uint8]:

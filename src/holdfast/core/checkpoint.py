@@ -17,7 +17,7 @@ from holdfast.core.quantities import shown
 from holdfast.core.sharing import SharedRows, shared_rows
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.errors import BadArgumentType, NoSuchTensor, Unsupported
 
 if TYPE_CHECKING:
@@ -91,6 +91,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def flat(self) -> bool:
         """Whether there is nothing but tensors under their names: then `tree` makes all of them, and `stored` none."""
         return self._description.tree is self._description.tensors
+
+    def without_views(self) -> Checkpoint:
+        """The same checkpoint, for whoever takes its columns. Of a flat one no lazy tensor stays (`Table.without_views`)."""
+        found = self._description
+        table = found.tensors.without_views()
+        if not self.flat or table is found.tensors:
+            return self
+        return Checkpoint(self._source, replace(found, tensors=table, tree=table), again=self._again)
 
     @property
     def path(self) -> str:

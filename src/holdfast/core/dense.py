@@ -2,7 +2,7 @@
 
 A tensor is dense where it is one piece of one file, without gaps, in C order, little-endian, a whole number of bytes an element.
 Its elements stand for themselves: they are neither conjugated nor negated, and not on the meta device. Of such a tensor a start, a
-length and a checksum say all. Every other one is read by a plan (`plan/reads.py`), in the same call.
+length and a checksum say all. Every other one is read by a plan (`engine/reads.py`), in the same call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class DenseRows(Value, frozen=True):
         return len(self.numbers)
 
     def some(self, wanted: Ints) -> DenseRows:
-        """Those at these positions."""
         numbers, dtypes, shapes = self.numbers, self.dtypes, self.shapes
         chosen = wanted.tolist()
         return DenseRows(

@@ -1,39 +1,48 @@
 """`Leaves`: the tensors of a nested state, found by one walk, with their names; the containers stay as they are.
 
-A container is looked at as a whole: the types of its keys, the types of its values. No function is called for a tensor, and few for
-a container. The walk knows dicts, lists, tuples and pickled objects (`Opaque`), and plain values. Whoever wants it says which types
-are tensors, and what becomes of any other leaf (`convert`).
+What was opened (`name_tensors`) and what is to be saved (`find_leaves`) go through one loop. A `Policy` says what differs.
 
-Names are those of `core.tree.name_tensors`: a container that stands in two places is walked in both, and of two tensors that would
-have one name the second gets a number. A container in very many places is walked in some of them.
-
-What cannot be saved is collected (`Leaves.problems`): a container inside of itself, great depth, a leaf that `convert` refuses.
+1. A container is looked at as a whole: the types of its keys, the types of its values. No function is called for a tensor, and few
+   for a container. There are dicts, lists, tuples, pickled objects (`Opaque`), and plain values. Whoever wants it says which types
+   are tensors, and what becomes of any other leaf (`convert`).
+2. The state may be hostile: containers may be shared a million times, contain themselves, or nest without end. Each is gone through
+   where it is met first, in the order in which a person would read it.
+3. A container that is met again is gone through again (the same state dict under two keys has two sets of names), as long as a
+   budget of extra steps lasts. After that it is left out. What an object holds is stored in dicts that other objects may hold as
+   well: `core.tree.contents` says which, and these are counted like any container.
+4. A container that contains itself is not entered again on its own path.
+5. A name is made where a tensor is: what it begins with is joined for a container that has tensors, not for each above it. Names
+   that take many times the bytes they are made from are refused, before they are made.
+6. Of tensors that would have one name, the second gets a number, and so do those behind it.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from itertools import compress, islice
+from typing import TYPE_CHECKING, Any, cast
 
+from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.tensor import Composite, LazyTensor, Traits, set_name
 from holdfast.core.tree import (
     FREE_CHARACTERS,
     LONE_TENSOR_NAME,
     NAME_CHARACTERS_A_BYTE,
+    Contents,
     Path,
     contents,
     dotted,
+    nested,
     refilled,
     step,
-    too_long_names,
-    values_inside,
+    walk,
 )
 from holdfast.core.value import Value, replace
-from holdfast.errors import CannotHold, Unsupported
+from holdfast.errors import CannotHold, LimitExceeded, Unsupported
 
 if TYPE_CHECKING:
     from holdfast.core.table import Table
@@ -43,9 +52,13 @@ TEXT = frozenset({str})
 KEYS = frozenset({str, int})
 DICTS = frozenset({dict, OrderedDict})
 CONTAINERS = DICTS | {list, tuple}
+INTEGER = frozenset({int})
 
 AGAIN = 100_000
-"""Steps through containers with tensors that stand in several places, beyond the first of each."""
+"""Of a state in memory: steps through containers with tensors that stand in several places, beyond the first of each."""
+
+FREE_STEPS = 10_000
+"""Such steps that are allowed however small a file is: the same few dicts under several keys."""
 
 HELD_NBYTES = 64
 """What a child of a container takes in memory, at the least: its object, and the two references to it and its key."""
@@ -57,6 +70,35 @@ Convert = Callable[[object, Path], object]
 """From a leaf to a lazy tensor, a composite, or whatever is to be kept of it. Raises `Unsupported` where it cannot be kept."""
 
 
+Sort = tuple[type, frozenset[type], frozenset[type]]
+"""Of a container: its type, the types of its keys, and those of its values."""
+
+Form = tuple[bool, bool, bool, bool, bool, bool]
+"""Of containers of one sort: whether all keys are texts; whether some are neither texts nor integers; whether there are plain
+values only, tensors only, both only; whether there is something that may have a name: neither plain nor a usual container."""
+
+Room = Callable[[int, int], int]
+"""How many characters names may take together, where so many are taken by so many names. Raises `LimitExceeded` for too many."""
+
+
+class Policy(Value, frozen=True, eq=False):
+    """What differs between going through a state that was opened and through one that is to be saved."""
+
+    depth: int
+    """Containers nest less than so deep."""
+    again: int
+    """Steps through containers that were met before."""
+    room: Room
+    """Is asked when names take more than `FREE_CHARACTERS`."""
+    entered: tuple[type, ...] = (Opaque,)
+    """What is entered besides dicts, plain lists and plain tuples."""
+    refuses: bool = True
+    """Whether what contains itself or is too deep stands in the way of a save, and is collected. Else the former is passed over,
+    and the latter raises `LimitExceeded`."""
+    paths: Container[int] = ()
+    """Numbers of tensors whose paths are kept."""
+
+
 class Leaf(Value, frozen=True, eq=False, gc=False):
     """A tensor in the tree of a state that nobody has made: a row of its table."""
 
@@ -64,9 +106,9 @@ class Leaf(Value, frozen=True, eq=False, gc=False):
 
 
 class Leaves:
-    """The tensors of a state, in the order of `core.tree.name_tensors`."""
+    """The tensors of a state, in the order in which a person would read it."""
 
-    def __init__(self, kinds: Collection[type], convert: Convert) -> None:
+    def __init__(self, kinds: Collection[type], convert: Convert | None) -> None:
         self.kinds = frozenset(kinds)
         """The types of tensors."""
         self.names: list[str] = []
@@ -88,6 +130,12 @@ class Leaves:
         """Those that became tensors, with their names."""
         self.problems: list[str] = []
         """What stands in the way of a save, by its path."""
+        self.paths: dict[int, Path] = {}
+        """Of the tensors of these numbers, where they were asked for."""
+        self.doubled: list[tuple[int, str]] = []
+        """Tensors whose names got a number, and what these were before."""
+        self.left_out = 0
+        """References to containers that were gone through too often already."""
         self._convert = convert
         self._like: dict[tuple[type, frozenset[type], frozenset[type]], object] = {}
         """A container of each kind."""
@@ -148,100 +196,155 @@ class Leaves:
         if self.problems:
             raise CannotHold("this state cannot be saved", self.problems)
 
-    def walk(self, state: object, depth: int) -> None:
-        """Walk through a state of containers that nest less than so deep."""
+    def find(self, state: object, policy: Policy) -> None:
+        """Go through a state, and give each tensor in it a name of its own."""
         self.beyond = type(state) is not dict
-        kinds, simple = self.kinds, self.kinds | PLAIN
-        names, values, like = self.names, self.values, self._like
+        characters, names = self._go_through(state, policy), self.names
+        self.alone = names == [""] and not isinstance(state, dict | list | tuple | Opaque)
+        if self.alone:
+            names[0], self.paths = LONE_TENSOR_NAME, dict.fromkeys(self.paths, ())
+        if not self.flat and len({*names}) < len(names):
+            self._number_names()
+            characters += sum(len(names[row]) - len(base) for row, base in self.doubled)
+        policy.room(characters, len(names))
+
+    def _go_through(self, state: object, policy: Policy) -> int:
+        """The one loop: how many characters the names take that it finds."""
+        kinds, entered, refuses, depth, paths = self.kinds, policy.entered, policy.refuses, policy.depth, policy.paths
+        names, values, forms = self.names, self.values, dict[Sort, Form]()
+        spare, characters, room = policy.again, 0, FREE_CHARACTERS
         walked: dict[int, bool] = {}
-        """Containers, and whether there are tensors in them."""
-        pending: list[tuple[Iterator[tuple[object, object]], str, object, int, int]] = []
-        """Those that are entered: what is left around each, the name of what is around it, its key there, its identity, and how
-        many tensors came before it."""
-        level = again = objects = 0
-        inside: Iterator[tuple[object, object]] = iter([("", state)])
-        prefix = ""
-        keys: Collection[object]
-        content: Collection[object]
+        """Containers, and whether there may be tensors in them."""
+        on_path: set[int] = set()
+        pending: list[tuple[Iterator[tuple[str | int, object]], str | None, object, Sequence[int], int]] = []
+        """Containers that are entered: what is left around each, what names around it begin with, itself, the identities of what it
+        is stored in, and how much was found before it."""
+        passed = 0
+        """Containers that were passed over, and may have tensors in them."""
+        path: list[str | int] = []
+        inside: Iterator[tuple[str | int, Any]] = iter([("", state)])
+        prefix: str | None = ""
+        """What names in the container at work begin with; None where nobody asked for it yet."""
+        owners: Sequence[int]
+        keys: Any
+        content: Any
         while True:
             for key, item in inside:
                 kind = type(item)
                 if kind in kinds:
-                    names += (f"{prefix}{key}",)
+                    name = f"{prefix}{key!s}"
+                    characters += len(name)
+                    names += (name,)
                     values += (item,)
+                    if paths and len(values) - 1 in paths:
+                        self.paths[len(values) - 1] = (*path, key)
                     continue
                 if kind in PLAIN:
                     continue
                 ident = id(item)
-                if kind in DICTS:
-                    keys, content = item, item.values()  # type: ignore[assignment, attr-defined]  # a cast is a call
-                elif kind in CONTAINERS:
-                    content = item  # type: ignore[assignment]
-                    keys = range(len(content))
-                elif isinstance(item, dict):
-                    keys, content = item, item.values()
-                elif isinstance(item, Opaque):
+                held: Contents | None = None
+                if kind not in CONTAINERS and not isinstance(item, dict):
+                    if not isinstance(item, entered):
+                        if self._convert is not None:
+                            before = len(names)
+                            self._leaf(item, f"{prefix}{key!s}", (*path, key) if pending else ())
+                            characters += sum(map(len, names[before:]))
+                            if characters > room:
+                                room = policy.room(characters, len(names))
+                        continue
                     held = contents(item) or []
-                    pairs = [pair for _, inner in held for pair in inner]
-                    keys, content = [one for one, _ in pairs], [one for _, one in pairs]
-                    if ident not in walked and any(id(owner) in walked for owner, _ in held):
+                    owners = [id(owner) for owner, _ in held]
+                    if ident not in walked and not walked.keys().isdisjoint(owners):
                         walked[ident] = True
-                    walked |= {id(owner): True for owner, _ in held[1:]}
-                else:
-                    self._leaf(item, f"{prefix}{key}", _path(pending, key))
-                    continue
-                if ident in walked:
-                    if not walked[ident]:
-                        continue
-                    again += 1 + len(content)
-                    if any(ident == one[3] for one in pending):
+                again = ident in walked
+                if again:
+                    if not on_path.isdisjoint((ident,) if held is None else owners):
                         # An object may hold what holds it.
-                        if not objects and kind is not Opaque:
-                            self._problem(_path(pending, key), f"a {kind.__name__} that contains itself")
+                        if refuses and not any(isinstance(one, Opaque) for one in (item, *[one[2] for one in pending])):
+                            self._problem((*path, key) if pending else (), f"a {kind.__name__} that contains itself")
+                        else:
+                            passed += 1
                         continue
-                    if again > AGAIN:
+                    # What was opened is gone through all the same: it may nest deeper here than where it was met first.
+                    if refuses and not walked[ident]:
                         continue
-                if level >= depth:
-                    self.problems.append(f"{dotted(_path(pending, key)[:4])}…: nested deeper than Limits(depth={depth})")
-                    continue
-                named, types = {*map(type, keys)}, {*map(type, content)}
-                if not named <= KEYS:
-                    keys = [str(step(one)) for one in keys]
-                self.nested |= level > 0
-                self.beyond |= kind is not dict or not named <= TEXT or bool(types & PLAIN)
-                sort = kind, frozenset(named), frozenset(types)
-                if sort not in like and kind is not Opaque:
-                    like[sort] = item
-                below = f"{prefix}{key}." if level else ""
-                if types <= kinds:
-                    walked[ident] = bool(types)
-                    names += [f"{below}{one}" for one in keys] if below else map(str, keys) if int in named else keys  # type: ignore[arg-type]
-                    values += content
-                elif types <= simple:
-                    walked[ident] = bool(types & kinds)
-                    for one, value in zip(keys, content, strict=True) if walked[ident] else ():
-                        if type(value) in kinds:
-                            names += (f"{below}{one}",)
-                            values += (value,)
+                if held is not None:
+                    pairs = [pair for _, inner in held for pair in inner] if spare >= 0 or not again else []
+                    keys, content = [one for one, _ in pairs], [one for _, one in pairs]
+                elif kind is list or kind is tuple:
+                    keys, content = range(len(item)), item
                 else:
-                    walked[ident] = True
-                    pending.append((inside, prefix, key, ident, len(values) if kind is not Opaque else -1))
-                    objects += kind is Opaque
-                    inside, prefix = zip(keys, content, strict=True), below
-                    level += 1
-                    break
+                    keys, content = item, item.values()
+                if again:
+                    spare -= 1 + len(content)
+                    if spare < 0:
+                        self.left_out += 1
+                        passed += 1
+                        continue
+                if len(pending) >= depth:
+                    self._refuse_depth((*path, key), policy)
+                    continue
+                sort = kind, INTEGER if type(keys) is range else frozenset(map(type, keys)), frozenset(map(type, content))
+                form = forms.get(sort)
+                if form is None:
+                    form = forms[sort] = self._form(sort, item)
+                texts, odd, plain, whole, flat, named = form
+                if odd:
+                    keys = [*map(step, keys)]
+                if pending:
+                    self.nested = True
+                if held is not None:
+                    walked |= dict.fromkeys(owners, True)
+                walked[ident] = not plain
+                if plain:
+                    continue
+                below = ""
+                if named:
+                    if pending:
+                        if prefix is None:
+                            prefix = f"{dotted(path)}."
+                        below = f"{prefix}{key!s}."
+                    # Before they are made: a long path may stand before each of very many keys.
+                    if characters + len(below) * len(content) > room:
+                        count = sum(map(kinds.__contains__, map(type, content)))
+                        room = policy.room(characters + len(below) * count, len(names) + count)
+                    if flat:
+                        if not whole:
+                            mask = [type(value) in kinds for value in content]
+                            keys, content = [*compress(keys, mask)], [*compress(content, mask)]
+                        made = keys if texts and not below else [f"{below}{one!s}" for one in keys]
+                        characters += len("".join(made))
+                        names += made
+                        values += content
+                        if paths:
+                            around, rows = (*path, key) if pending else (), enumerate(keys, len(values) - len(content))
+                            self.paths |= {row: (*around, one) for row, one in rows if row in paths}
+                        continue
+                if pending:
+                    path.append(key)
+                owners = (ident,) if held is None else owners
+                on_path.update(owners)
+                pending.append((inside, prefix, item, owners, len(values) + passed))
+                inside, prefix = zip(keys, content, strict=True), below if named or not path else None
+                break
             else:
                 if not pending:
-                    break
-                inside, prefix, _, ident, before = pending.pop()
-                walked[ident] = len(values) > before
-                objects -= before < 0
-                level -= 1
-        self.alone = names == [""] and not isinstance(state, dict | list | tuple | Opaque)
-        if self.alone:
-            names[0] = LONE_TENSOR_NAME
+                    return characters
+                inside, prefix, _, owners, before = pending.pop()
+                on_path.difference_update(owners)
+                walked[owners[0]] = len(values) + passed > before
+                if pending:
+                    path.pop()
 
-    def number_names(self) -> None:
+    def _form(self, sort: Sort, container: object) -> Form:
+        kind, keys, types = sort
+        self.beyond |= kind is not dict or not keys <= TEXT or not PLAIN.isdisjoint(types)
+        if not isinstance(container, Opaque):
+            self._like[sort] = container
+        flat = types <= self.kinds | PLAIN
+        return keys <= TEXT, not keys <= KEYS, types <= PLAIN, types <= self.kinds, flat, not types <= CONTAINERS | PLAIN
+
+    def _number_names(self) -> None:
         """Give a number to the second tensor of a name, and to those behind it."""
         seen: set[str] = set()
         doubles: dict[str, int] = {}
@@ -252,16 +355,23 @@ class Leaves:
                 name = f"{base}#{count}"
             if count > 1:
                 doubles[base] = count
+                self.doubled.append((row, base))
             seen.add(name)
             self.names[row] = name
 
     def _problem(self, path: Path, what: str) -> None:
         self.problems.append(f"{dotted(path) or 'the state'}: {what}")
 
+    def _refuse_depth(self, path: Path, policy: Policy) -> None:
+        depth = policy.depth
+        if not policy.refuses:
+            raise LimitExceeded(f"the state nests deeper than Limits(depth={depth})", expected=depth, found=depth + 1)
+        self.problems.append(f"{dotted(path[:4])}…: nested deeper than Limits(depth={depth})")
+
     def _leaf(self, value: object, name: str, path: Path) -> None:
         found = self.converted.get(id(value))
         try:
-            made = self._convert(value, path) if found is None else found[1]
+            made = cast(Convert, self._convert)(value, path) if found is None else found[1]
         except Unsupported as error:
             self._problem(path, error.message)
             made = value
@@ -295,11 +405,6 @@ class Leaves:
 NO_LEAVES = Leaves((), lambda value, path: value)
 
 
-def _path(pending: Sequence[tuple[object, str, object, int, int]], key: object) -> Path:
-    """Where a value is that is met under a key, in the containers that are entered."""
-    return tuple(map(step, (*[one[2] for one in pending[1:]], key))) if pending else ()
-
-
 def _is_more(traits: Traits) -> bool:
     """Whether a tensor is more than its elements and a few marks, so that a tree says more of it than its name."""
     return traits.subclass is not None or traits.state is not None or traits.blocks is not None
@@ -319,25 +424,72 @@ def _sample(container: object, *, plain: bool) -> object:
 
 
 def find_leaves(state: object, kinds: Collection[type], convert: Convert, depth: int) -> Leaves:
-    """The tensors of a state, of these types, under names of which none is another's.
+    """The tensors of a state that is to be saved, of these types, under names of which none is another's.
 
     Names may take many times what the state has in memory, where a key is counted once however many containers have it. Raises
     `LimitExceeded` for longer ones.
     """
     leaves = Leaves(kinds, convert)
-    leaves.walk(state, depth)
-    if not leaves.flat and len({*leaves.names}) < len(leaves.names):
-        leaves.number_names()
-    characters = len("".join(leaves.names))
-    if characters > FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * HELD_NBYTES * len(leaves.names):
-        room = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * _held_nbytes(state)
-        if characters > room:
-            raise too_long_names(room, characters)
+
+    def room(characters: int, count: int) -> int:
+        most = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * HELD_NBYTES * count
+        return most if characters <= most else _room(characters, _held_nbytes(state))
+
+    leaves.find(state, Policy(depth, AGAIN, room))
     return leaves
+
+
+class Named(Value, frozen=True, eq=False):
+    """The tensors of a state that was opened, by name, and what is to be said of them."""
+
+    tensors: dict[str, LazyTensor]
+    notes: list[str]
+
+
+def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
+    """Give every tensor of a tree that was opened a dotted name. `stored` is how many bytes the tree took where it was stored."""
+    leaves = _opened(tree, limits, stored)
+    tensors = cast("dict[str, LazyTensor]", dict(zip(leaves.names, leaves.values, strict=True)))
+    for name, tensor in tensors.items():
+        own = tensor.name
+        if not own:
+            # Fresh from a format and seen by nobody yet: named where it is, so that the leaf of the tree knows its name too.
+            set_name(tensor, name)
+        elif own != name:
+            tensors[name] = tensor.renamed(name)
+    paths = _opened(tree, limits, stored, {row for row, _ in leaves.doubled}).paths if leaves.doubled else {}
+    notes = [
+        f"two tensors are called {base!r}; the one at path {paths[row]!r} is listed as {leaves.names[row]!r}"
+        for row, base in leaves.doubled
+    ]
+    if leaves.left_out:
+        notes.append(f"{leaves.left_out:,} further references to shared containers were not listed by name; they are in the tree")
+    return Named(tensors, notes)
+
+
+def tensor_paths(tree: object, limits: Limits, stored: int) -> dict[str, Path]:
+    """The path of each tensor, by the name that `name_tensors` gives it."""
+    leaves = _opened(tree, limits, stored, range(sys.maxsize))
+    return dict(zip(leaves.names, leaves.paths.values(), strict=True))
+
+
+def _opened(tree: object, limits: Limits, stored: int, paths: Container[int] = ()) -> Leaves:
+    leaves, entered = Leaves((LazyTensor,), None), (list, tuple, Opaque, Composite)
+    leaves.find(tree, Policy(limits.depth, stored + FREE_STEPS, lambda found, _: _room(found, stored), entered, False, paths))
+    return leaves
+
+
+def _room(characters: int, stored: int) -> int:
+    room = FREE_CHARACTERS + NAME_CHARACTERS_A_BYTE * stored
+    if characters > room:
+        times = f"{NAME_CHARACTERS_A_BYTE} times what is stored"
+        message = f"the names of the tensors take more than {room:,} characters together, {times}"
+        raise LimitExceeded(message, expected=room, found=characters)
+    return room
 
 
 def _held_nbytes(state: object) -> int:
     """What the containers of a state take in memory, at the least, and its keys, each once."""
-    containers = [value for value in values_inside(state) if isinstance(value, dict | list | tuple)]
+    containers = [value for _, value in walk(state, nested) if isinstance(value, dict | list | tuple)]
     keys = {id(key): len(key) for value in containers if isinstance(value, dict) for key in value if isinstance(key, str)}
     return sum(keys.values()) + HELD_NBYTES * sum(map(len, containers))

@@ -29,15 +29,11 @@ LONGEST = 120
 
 
 class Bar(Value, frozen=True):
-    """A number beside the largest of its column."""
-
     text: str
     share: float
 
 
 class Bars(Value, frozen=True):
-    """A histogram."""
-
     counts: Sequence[int]
 
 
@@ -57,13 +53,11 @@ def text(value: str, limit: int = LONGEST) -> str:
 
 
 def card(title: str, facts: Iterable[tuple[str, str]], *, tables: Iterable[str] = ()) -> str:
-    """A title, facts below it, and tables."""
     told = " · ".join(f'<span style="{FAINT}">{text(label)}</span> {text(value)}' for label, value in facts)
     return f'<div style="margin:.4em 0"><div><strong>{text(title, 200)}</strong></div><div>{told}</div>{"".join(tables)}</div>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], total: int) -> str:
-    """A table of the first rows of so many."""
     shown = [row for row, _ in zip(rows, range(ROWS), strict=False)]
     head = "".join(f'<th style="{CELL};font-weight:normal;{FAINT}">{text(column)}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td style={QUOTE}{CELL}{QUOTE}>{_cell(cell)}</td>' for cell in row)}</tr>" for row in shown)
@@ -148,7 +142,6 @@ def _words(name: str) -> str:
 
 
 def _fact(name: str, value: object) -> str:
-    """One value in a few characters."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -174,7 +167,6 @@ def _rows(name: str, value: object) -> str:
 
 
 def _size(value: object) -> float:
-    """How long a bar would be."""
     return abs(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
@@ -192,7 +184,6 @@ def _flat(item: object) -> dict[str, object]:
 
 
 def _shown(column: str, value: object, largest: float) -> Cell:
-    """A cell."""
     if isinstance(value, tuple):
         if column == "histogram":
             return Bars(value)

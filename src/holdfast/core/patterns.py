@@ -238,14 +238,10 @@ def renamed(renames: Renames, names: Sequence[str]) -> list[str]:
             if stars is not None and count == 1 and stars and not stars[1:]:
                 made[at] = f"{first}{stars[0]}{others[0]}"
             elif stars is not None and len(stars) == count:
-                made[at] = first + _filled(stars, others)
+                made[at] = first + "".join(map("".join, zip(stars, others, strict=True)))
             elif not others and name[:width] == below:
                 made[at] = f"{first}.{name[width:]}"
     return [name if new is None else new for name, new in zip(names, made, strict=True)]
-
-
-def _filled(stars: Sequence[str], between: Sequence[str]) -> str:
-    return "".join(star + text for star, text in zip(stars, between, strict=True))
 
 
 def renamer(renames: Renames) -> Callable[[str], str]:

@@ -28,7 +28,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import clip, escape
-from holdfast.core.tree import dotted, step
+from holdfast.core.tree import Way, name_at
 from holdfast.errors import LimitExceeded
 
 SMALL = 4
@@ -52,9 +52,6 @@ STEP_CHARACTERS = 256
 
 PLACE_CHARACTERS = 200
 
-Link = tuple["Link", object] | None
-"""The way to a value: the way to what holds it, and the key. A path each would be quadratic where objects nest deep."""
-
 Children = Iterable[tuple[object, object]]
 """Each with its key."""
 
@@ -63,7 +60,7 @@ class Counted(Struct):
     """A container whose children are being counted."""
 
     owner: object
-    link: Link
+    link: Way
     size: int
     children: Iterator[tuple[object, object]]
     around: list[int] = field(default_factory=list)
@@ -73,7 +70,7 @@ class Counted(Struct):
 class Cyclic(Struct):
     """A container from which a cycle is reached."""
 
-    link: Link
+    link: Way
     size: int
     """Without those children that lead to one."""
     around: list[int]
@@ -96,10 +93,10 @@ class Sizes:
         self._entered: set[int] = set()
         self._known: dict[int, int] = {}
         self._cyclic: dict[int, Cyclic] = {}
-        self.apart: list[tuple[object, Link]] = []
+        self.apart: list[tuple[object, Way]] = []
         """What is handed out by something that does not write it out, and is still to be counted."""
 
-    def count(self, root: object, link: Link) -> None:
+    def count(self, root: object, link: Way) -> None:
         """Find the size of a value and of everything in it."""
         known, entered = self._known, self._entered
         top = Counted(None, link, 0, iter([(None, root)]))
@@ -156,7 +153,7 @@ class Sizes:
                     above.add(child)
                     levels.append((child, iter(self._cyclic[child].around)))
 
-    def _content(self, owner: Any, link: Link) -> tuple[int, Children]:  # noqa: ANN401  # a container of anything
+    def _content(self, owner: Any, link: Way) -> tuple[int, Children]:  # noqa: ANN401  # a container of anything
         """The size of a container without the children that have to be looked at one by one, and these."""
         if not isinstance(owner, dict):
             size, children = self._alike(range(len(owner)), owner, link)
@@ -167,7 +164,7 @@ class Sizes:
         of_keys, keys = self._alike(owner, owner, link)
         return SMALL * (1 + 2 * len(owner)) + size + of_keys, chain(children, keys) if keys else children
 
-    def _alike(self, keys: Any, values: Any, link: Link) -> tuple[int, Children]:  # noqa: ANN401  # collections of anything
+    def _alike(self, keys: Any, values: Any, link: Way) -> tuple[int, Children]:  # noqa: ANN401  # collections of anything
         """What the values take that are numbers, texts or tensors; and all others, each with its key."""
         kinds = {*map(type, values)}
         size, others = 0, kinds - ALIKE
@@ -183,7 +180,7 @@ class Sizes:
         pairs = zip(keys, values, strict=True)
         return size, (pair for pair in pairs if type(pair[1]) in others) if others else ()
 
-    def _leaf(self, value: object, link: Link, key: object) -> int:
+    def _leaf(self, value: object, link: Way, key: object) -> int:
         """What is written of a value that has no children, or does not show them."""
         if type(value) in NUMBERS:
             return SMALL
@@ -201,7 +198,7 @@ class Sizes:
             self._known[id(value)] = known = RECORD + self._rare(value, (link, key))
         return known
 
-    def _rare(self, value: object, link: Link) -> int:
+    def _rare(self, value: object, link: Way) -> int:
         """The names in what is left; and what these values hold is to be counted by itself."""
         if isinstance(value, Opaque):
             inside = (value.args, value.kwargs, value.state, value.items, value.entries, value.what)
@@ -213,14 +210,10 @@ class Sizes:
             return len(str(value))
         return value.itemsize if isinstance(value, np.generic) else 0
 
-    def _check(self, size: int, link: Link) -> None:
+    def _check(self, size: int, link: Way) -> None:
         if size <= self._most:
             return
-        path: list[str | int] = []
-        while link is not None:
-            link, key = link
-            path.append(step(key))
-        place = f"what is at {escape(clip(dotted(tuple(reversed(path))), PLACE_CHARACTERS))!r}" if path else "the tree"
+        place = f"what is at {escape(clip(name_at(link), PLACE_CHARACTERS))!r}" if link is not None else "the tree"
         raise LimitExceeded(
             f"{place} takes more than Limits(tree_nbytes={self._most:,}) characters when it is written out, as `print` does: it "
             "refers to the same values again and again",

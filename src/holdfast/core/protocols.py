@@ -1,7 +1,7 @@
-"""The seams between layers: what a store, a source and a format must offer.
+"""The seams between layers: what a store and a source must offer, and what a format makes of them.
 
 A `Store` holds bytes under keys. A `Source` is a store opened for reading, with the limits that hold for it and the engine that
-moves its bytes. A `Format` turns a source into a `Description`, reading headers, indexes and pickles and never tensor data.
+moves its bytes. A format turns a source into a `Description`, reading headers, indexes and pickles and never tensor data.
 """
 
 from __future__ import annotations
@@ -31,40 +31,39 @@ Stamp = tuple[object, ...]
 JSON can hold; empty where a store cannot tell."""
 
 
+class Medium(Value, frozen=True):
+    """How the bytes of a store are best read. A file on this machine is the plain case."""
+
+    resident: bool = False
+    """Whether the bytes are in this process's memory, so that reading them is no more than looking (`Store.map`)."""
+    block_nbytes: int = 0
+    """The preferred size of a read, of a GPU or a network; 0 where the reader chooses."""
+    in_order: bool = False
+    """Whether it is read by one thread, from front to back: going back may mean to begin again at the start."""
+    exact: bool = False
+    """Whether only the ranges that are needed may be read: a longer read may have zeros where a shorter one has content."""
+    requests: int = 0
+    """How many reads are to be under way at once, because each waits for a network; 0 for a local store."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether any range can be read at any time by one system call."""
+        return not (self.resident or self.block_nbytes or self.in_order or self.requests)
+
+
+FILE = Medium()
+
+
 class Store:
     """A place where bytes live under keys. Methods may be called from several threads at once.
 
     What others want to know of a store it says itself, so that nobody asks of which class it is. Here stands what one says that has
-    nothing to say: it is not in memory, has no wish for a size of reads, and nobody knows whether its content changes.
+    nothing to say: it is a file, and nobody knows whether its content changes.
     """
 
     name: str
     """What a person would call it: the path that was opened."""
-
-    @property
-    def resident(self) -> bool:
-        """Whether the bytes are in this process's memory, so that reading them is no more than looking (`map`)."""
-        return False
-
-    @property
-    def block_nbytes(self) -> int | None:
-        """Bytes that it would rather be asked for at a time, where that is not up to whoever reads: a GPU, a network."""
-        return None
-
-    @property
-    def in_order(self) -> bool:
-        """Whether it wants to be read by one thread, from front to back: going back may mean to begin again at the start."""
-        return False
-
-    @property
-    def exact(self) -> bool:
-        """Whether only the ranges that are needed may be read: a longer read may have zeros where a shorter one has content."""
-        return False
-
-    @property
-    def requests(self) -> int:
-        """How many reads it wants under way at once because each is a journey, however short; 0 for one that is near."""
-        return 0
+    medium: Medium = FILE
 
     @property
     def gone(self) -> bool:
@@ -270,7 +269,7 @@ class Description(Value, frozen=True):
 
 
 class State(Value, frozen=True):
-    """What is to be saved, made by `rewrite.state.tabulate_state`."""
+    """What is to be saved, made by `saving.state.tabulate_state`."""
 
     tree: object
     """The nested state: the caller's own containers, and in them what `leaves` knows as tensors."""
@@ -286,17 +285,3 @@ class State(Value, frozen=True):
 
     notes: tuple[str, ...] = ()
     """What the tensors of the caller are, and no format is told of."""
-
-
-class Format(Protocol):
-    """One on-disk layout."""
-
-    @property
-    def name(self) -> str:
-        """A short name: `torch-zip`, `safetensors`."""
-
-    def matches(self, source: Source) -> bool:
-        """Whether the content (never the suffix) begins like this format. Cheap, and raises nothing on bad content."""
-
-    def describe(self, source: Source) -> Description:
-        """Read headers, indexes and pickles; check everything. Raises only Holdfast errors."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import add
 from types import MethodType
 from typing import Any, Protocol, TypeVar
-from weakref import WeakSet, proxy, ref
+from weakref import proxy, ref
 
 
 def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:
@@ -85,7 +85,8 @@ class _Lock(Protocol):
 
 L = TypeVar("L")
 
-_locks: WeakSet[_Lock] = WeakSet()
+_locks: set[ref[_Lock]] = set()
+"""Each goes with its lock. Adding and discarding are one step each: no lock is needed."""
 
 
 def renewed(lock: L) -> L:
@@ -94,13 +95,15 @@ def renewed(lock: L) -> L:
     `fork` copies the memory, and of the threads only the one that called it. A lock that another thread had in that moment stays
     taken in the child for ever. So every lock that outlives a call is made with `renewed`, and is free again in a child.
     """
-    _locks.add(lock)  # type: ignore[arg-type]  # the method has no annotation in Python's own; its logging and queues use it so
+    # The method has no annotation in Python's own; its logging and queues use it so.
+    _locks.add(ref(lock, _locks.discard))  # type: ignore[arg-type]
     return lock
 
 
 def _in_child() -> None:
-    for lock in list(_locks):
-        lock._at_fork_reinit()
+    for lock in [one() for one in list(_locks)]:
+        if lock is not None:
+            lock._at_fork_reinit()
 
 
 def _nothing() -> None:

@@ -133,7 +133,6 @@ def tied(table: Table) -> dict[int, int]:
 
 
 def are_distinct(numbers: Sequence[int]) -> bool:
-    """Whether no number is there twice."""
     return isinstance(numbers, range) or len({*numbers}) == len(numbers)
 
 
@@ -232,7 +231,6 @@ class _Search:
         return self._views.setdefault((kind.dtype, kind.shape, strides, kind.traits.conj, kind.traits.neg), len(self._views))
 
     def _odd_view(self, tensor: LazyTensor, chunks: Sequence[Chunk]) -> int:
-        """The same of a tensor by itself."""
         traits = tensor.traits
         place: Hashable = chunks[0].strides
         offset = chunks[0].offset

@@ -34,7 +34,6 @@ class SignalOverride:
 
     @property
     def wanted(self) -> bool:
-        """Whether it has something to do: in a fork never."""
         return self._process == os.getpid() and self._wanted()
 
     def put(self, number: int) -> None:

@@ -31,7 +31,7 @@ from holdfast.core.value import Value
 from holdfast.errors import SaveError
 
 if TYPE_CHECKING:
-    from holdfast.plan.saves import Data, Memory
+    from holdfast.engine.saves import Data, Memory
 
 ODD = -1
 """The number of the storage of an odd row."""
@@ -111,7 +111,6 @@ class Kind(Value, frozen=True, eq=False):
         return cls(dtype, shape, traits, nbytes, strides, storage_nbytes, inside, byteorder, location, dense, whole)
 
     def marked(self, traits: Traits) -> Kind:
-        """The same with other traits."""
         return Kind.strided(
             self.dtype, self.shape, self.strides, storage_nbytes=self.storage_nbytes, traits=traits, byteorder=self.byteorder,
             location=self.location, inside=self.inside,
@@ -196,8 +195,6 @@ class Storages(Protocol):
 
 
 class FilePlace(Value, frozen=True, eq=False):
-    """A file that has storages."""
-
     source: Source
     """What reads it."""
     key: str
@@ -229,7 +226,6 @@ class FileColumns:
 
     @property
     def nbytes(self) -> Ints:
-        """The length of each."""
         self._nbytes = np.asarray(self._nbytes, np.int64)
         return self._nbytes
 
@@ -269,6 +265,8 @@ class Table(Mapping[str, LazyTensor]):
         self.offsets = offsets
         """By row, the bit of its storage where the first element lies; of those that do not begin with their storage."""
         self._rows: dict[str, int] | None = None
+        self._asked = False
+        """Whether somebody has asked for a tensor by its name."""
         self._apart: dict[int, None] | None = None
         self._kind_numbers: Ints | None = None
         self._single: dict[int, None] | None = None
@@ -311,7 +309,6 @@ class Table(Mapping[str, LazyTensor]):
         return self._single
 
     def _rows_not(self, kinds: set[int]) -> dict[int, None]:
-        """Odd rows, and those of some kinds."""
         odd = self.odd
         return dict.fromkeys([row for row, one in enumerate(self.kind) if one in kinds or row in odd] if odd or kinds else ())
 
@@ -344,12 +341,16 @@ class Table(Mapping[str, LazyTensor]):
     def kind_of(self, row: int) -> Kind:
         return self.kinds[self.kind[row]]
 
+    @property
+    def kind_nbytes(self) -> Ints:
+        """Bytes of the elements of a row of each kind."""
+        # A view that repeats its elements may have more bytes than a column has room for. No layout copies it.
+        return np.array([min(kind.nbytes, MOST_NBYTES) for kind in self.kinds], np.int64)
+
     def nbytes_of(self, rows: Column) -> Ints:
         """Bytes of the elements of these rows."""
-        # A view that repeats its elements may have more bytes than a column has room for. No layout copies it.
-        lengths = np.array([min(kind.nbytes, MOST_NBYTES) for kind in self.kinds], np.int64)
         where = slice(rows.start, rows.stop) if isinstance(rows, range) else np.asarray(rows, np.int64)
-        return lengths[self.kind_numbers[where]]
+        return self.kind_nbytes[self.kind_numbers[where]]
 
     def read(self, rows: Sequence[int]) -> Sequence[Piece]:
         """The bytes of rows that are not `single`, all together."""
@@ -376,7 +377,6 @@ class Table(Mapping[str, LazyTensor]):
         return SaveError("its storage was resized or freed while it was saved", tensor=self.names[row])
 
     def select(self, rows: Sequence[int], names: Sequence[str] | None = None) -> Table:
-        """These rows, under these names where they are given."""
         kind, storage = [self.kind[row] for row in rows], [self.storage[row] for row in rows]
         chosen = [self.names[row] for row in rows] if names is None else names
         odd = {}
@@ -385,7 +385,6 @@ class Table(Mapping[str, LazyTensor]):
         return Table(chosen, self.kinds, kind, storage, self.storages, odd, offsets=self.offsets_of(rows))
 
     def offsets_of(self, rows: Sequence[int]) -> Mapping[int, int]:
-        """The offsets of these rows, by their positions here."""
         offsets = self.offsets
         return {at: offsets[row] for at, row in enumerate(rows) if row in offsets} if offsets else offsets
 
@@ -433,12 +432,13 @@ class Table(Mapping[str, LazyTensor]):
             numbers = [at for at, row in enumerate(rows) if storage[row] != ODD and kinds[kind[row]].dense]
             rows = [rows[at] for at in numbers]
         own = [kind[row] for row in rows]
-        everything = range(len(storages.start))
+        start = storages.start
+        everything = range(len(start))
         where: slice | Ints = slice(None)
         if rows != everything or storage != everything:
             where = np.array([storage[row] for row in rows], np.int64)
         dtypes, shapes = [one.dtype.numpy for one in kinds], [one.shape for one in kinds]
-        starts, nbytes, crcs = storages.start[where], storages.nbytes[where], storages.crc[where]
+        starts, nbytes, crcs = start[where], storages.nbytes[where], storages.crc[where]
         if not all(one.whole for one in kinds if one.dense):
             places = np.array(own, np.int64)
             if offsets := self.offsets:
@@ -484,7 +484,15 @@ class Table(Mapping[str, LazyTensor]):
         return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, offsets=self.offsets)
 
     def __getitem__(self, name: str) -> LazyTensor:
-        return self.view(self.rows[name])
+        if self._asked:
+            return self.view(self.rows[name])
+        # One name is found before the rows of all are known by theirs.
+        self._asked = True
+        hash(name)
+        try:
+            return self.view(self.names.index(name))
+        except ValueError:
+            raise KeyError(name) from None
 
     def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
         kind = self.kinds[self.kind[self.rows[name]]]

@@ -101,7 +101,7 @@ class Traits(Value, frozen=True):
     alias: AliasView | None = None
     """Where it lay when it shared its storage, in a file whose format stores every tensor by itself."""
     blocks: str | None = None
-    """Of bytes that are quantised blocks: their type, as `core/blocks.py` has it (`Q4_K`)."""
+    """Of bytes that are quantised blocks: their type, as `numeric/dequantize.py` has it (`Q4_K`)."""
     strides: tuple[int, ...] | None = None
     """How it lay in memory when it was saved, in elements, where a file notes that apart: DCP since torch 2.15."""
 

@@ -1,42 +1,29 @@
-"""From the nested state of a checkpoint to the names of its tensors.
+"""Nested states: what is in them, ways through them, and others made of them.
 
-A leaf's identity is its path, a tuple of keys and positions; its dotted name is for people. The walk is written for hostile
-trees: containers may be shared a million times, contain themselves, or nest without end.
+A leaf's identity is its path, a tuple of keys and positions; its dotted name is for people. Tensors get their names in
+`core/leaves.py`. All others go through a nested state by `walk`, make another by `rebuild`, or go through two at once by `unroll`
+(docs/design/039). None of these calls itself, so depth costs memory and no frames.
 
-1. Each container is visited once, in the order in which a person would read it.
-2. A container that is met again is visited again (the same state dict under two keys has two sets of names), as long as a
-   budget of extra steps lasts, which is proportional to what was stored; after that it is left out, and a note says so.
-3. A container that contains itself is not entered again on its own path.
-4. Nesting beyond `limits.depth` is refused, and so are names that take many times the bytes they were made from.
-5. What an object holds is stored in dicts that other objects may hold as well: `contents` says which, and these are counted
-   like any container. So an object is paid for once, whoever refers to it.
-
-Beside it are the parts of which smaller walks are made: `values_inside` for what is looked for wherever it stands, `rebuilt` and
-`refilled` for a tree that is made again with other leaves.
-
-A pickled `nn.Module` is walked as its `state_dict()` would be: parameters, then persistent buffers, then submodules.
+What an object holds is stored in dicts that other objects may hold as well. `contents` says which. Whoever goes through them
+counts them like any container: an object is paid for once, whoever refers to it. A pickled `nn.Module` is gone through as its
+`state_dict()` would be: parameters, then persistent buffers, then submodules.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
-from typing import cast
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, repeat
+from operator import is_
+from typing import Any, TypeVar, cast
 
-from msgspec import Struct, field
-
-from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import Composite, LazyTensor, set_name
+from holdfast.core.tensor import Composite
 from holdfast.errors import LimitExceeded
 
 Path = tuple[str | int, ...]
-
-FREE_STEPS = 10_000
-"""Extra visits of shared containers that are allowed however small the file: the same few dicts under several keys."""
-
+R = TypeVar("R")
 
 NAME_CHARACTERS_A_BYTE = 16
 """Characters of names for each stored byte. A key is stored once and stands in the name of everything below it."""
@@ -50,13 +37,16 @@ KEY_CHARACTERS = 64
 MOST_LEAVES = 4_000_000
 """Places in a tree that are looked at one by one; containers that stand in several places count several times."""
 
+MOST_CALLS = 100_000
+"""Levels of states that are gone through together. What is deeper contains itself."""
+
 TOO_OFTEN = "this state refers to the same containers too often to be gone through leaf by leaf"
 
 LONE_TENSOR_NAME = "tensor"
 """The name of a tensor that was saved by itself, with nothing around it."""
 
 
-def dotted(path: Path) -> str:
+def dotted(path: Sequence[str | int]) -> str:
     """The name that people use for a path.
 
     >>> dotted(("model", "layers", 0, "weight"))
@@ -65,25 +55,13 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-class Named(Struct):
-    """The outcome of a walk."""
+def name_ends(path: Path) -> list[int]:
+    """Where in the dotted name of a path each of its steps ends.
 
-    tensors: dict[str, LazyTensor] = field(default_factory=dict)
-    places: list[tuple[Path, Sequence[str | int]]] = field(default_factory=list)
-    """In the order of `tensors`: the path of a container, and the keys in it; without keys, of one tensor."""
-    opaques: list[tuple[Path, Opaque]] = field(default_factory=list)
-    """Each `Opaque` once, where it was met first."""
-    notes: list[str] = field(default_factory=list)
-    doubles: dict[str, int] = field(default_factory=dict)
-    """The last number behind a name that several tensors have, so that the next need not count again."""
-    characters: int = 0
-    """Length of all names together."""
-
-    @property
-    def paths(self) -> dict[str, Path]:
-        """The path of each name."""
-        paths = [one for path, keys in self.places for one in ([(*path, key) for key in keys] or [path])]
-        return dict(zip(self.tensors, paths, strict=True))
+    >>> name_ends(("model", "layers", 0))
+    [5, 12, 14]
+    """
+    return [end - 1 for end in accumulate(len(str(one)) + 1 for one in path)]
 
 
 Contents = list[tuple[object, Iterator[tuple[str | int, object]]]]
@@ -126,120 +104,6 @@ def module_contents(opaque: Opaque) -> Contents | None:
     return [(dicts[0], parameters), (dicts[1], kept), (dicts[2], modules)]
 
 
-def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
-    """Walk a tree and give every tensor in it a dotted name. `stored` is how many bytes the tree took where it was stored."""
-    named = Named()
-    seen: set[int] = set()
-    on_path: set[int] = set()
-    spare = stored + FREE_STEPS
-    room = NAME_CHARACTERS_A_BYTE * stored + FREE_CHARACTERS
-    left_out = 0
-    # Explicit stack: an iterator over children a level, so that depth costs memory and not interpreter frames.
-    levels: list[tuple[Iterator[tuple[str | int, object]], set[int], bool]] = [(iter([("", tree)]), set(), False)]
-    path: list[str | int] = []
-    keys: list[str | int] = []
-    """Of tensors of the container at work that have no name yet."""
-    tensors: list[LazyTensor] = []
-    while levels:
-        children, owners, again = levels[-1]
-        child = next(children, None) if spare >= 0 or not again else None
-        inside: Contents | None = None
-        if child is not None:
-            spare -= again
-            key, value = child
-            if isinstance(value, LazyTensor):
-                keys += (key,)
-                tensors += (value,)
-                continue
-            inside = contents(value)
-            if inside is None:
-                continue
-        if tensors:
-            _add(named, tuple(path[1:]), keys if levels[1:] else (), tensors=tensors, room=room)
-            keys, tensors = [], []
-        if inside is None:
-            levels.pop()
-            on_path -= owners
-            if path:
-                path.pop()
-            continue
-        owners = {id(owner) for owner, _ in inside}
-        if owners & on_path:
-            continue
-        if isinstance(value, Opaque) and id(value) not in seen:
-            named.opaques.append(((*path[1:], *((key,) if levels[1:] else ())), value))
-        again = not owners.isdisjoint(seen)
-        seen |= owners
-        if again:
-            spare -= 1
-            if spare < 0:
-                left_out += 1
-                continue
-        if len(levels) > limits.depth:
-            raise LimitExceeded(
-                f"the state nests deeper than Limits(depth={limits.depth})", expected=limits.depth, found=len(levels)
-            )
-        if not again and isinstance(value, dict | list | tuple):
-            own = [*value.values()] if isinstance(value, dict) else value
-            if {*map(type, own)} == {LazyTensor}:
-                # Nothing but tensors: they have their names at once.
-                texts_only = {*map(type, value)} == {str}
-                steps = range(len(own)) if own is value else [*value] if texts_only else [*map(step, value)]
-                _add(named, (*path[1:], key) if path else (), steps, tensors=own, room=room)
-                continue
-        on_path |= owners
-        path.append(key)
-        levels.append((inside[0][1] if len(inside) == 1 else chain.from_iterable(part for _, part in inside), owners, again))
-    if left_out:
-        named.notes.append(f"{left_out:,} further references to shared containers were not listed by name; they are in the tree")
-    return named
-
-
-def too_long_names(room: int, characters: int) -> LimitExceeded:
-    """What is raised where names take more characters than there is room for."""
-    message = f"the names of the tensors take more than {room:,} characters together, {NAME_CHARACTERS_A_BYTE} times what is stored"
-    return LimitExceeded(message, expected=room, found=characters)
-
-
-def _add(named: Named, path: Path, keys: Sequence[str | int], *, tensors: Sequence[LazyTensor], room: int) -> None:
-    """Name tensors of one container by its path and their keys; without keys, one tensor that was saved by itself."""
-    before, found = f"{dotted(path)}." if path and keys else "", named.tensors
-    texts = cast("Sequence[str]", keys) if {*map(type, keys)} == {str} else [*map(str, keys)]
-    if not keys:
-        texts = [dotted(path) if path else LONE_TENSOR_NAME]
-    characters = named.characters + len(before) * len(texts) + sum(map(len, texts))
-    # Before they are made: a long path may stand before each of very many keys.
-    if characters > room:
-        totals = accumulate([len(before) + len(text) for text in texts], initial=named.characters)
-        raise too_long_names(room, next(total for total in totals if total > room))
-    named.characters = characters
-    # Few functions are called for a tensor: this is done for each of a million.
-    for at, tensor in enumerate(tensors):
-        name = before + texts[at]
-        if name in found:
-            name = _numbered(named, name, (*path, *keys[at : at + 1]))
-        own = tensor.name
-        if not own:
-            # Fresh from a format and seen by nobody yet: named where it is, so that the leaf of the tree knows its name too.
-            set_name(tensor, name)
-        found[name] = tensor.renamed(name) if own and own != name else tensor
-    named.places.append((path, keys))
-    if named.characters > room:
-        raise too_long_names(room, named.characters)
-
-
-def _numbered(named: Named, base: str, path: Path) -> str:
-    """A name with a number behind it, since another tensor has the name."""
-    name, count = base, named.doubles.get(base, 1)
-    while name in named.tensors:
-        count += 1
-        name = f"{base}#{count}"
-    named.doubles[base] = count
-    named.characters += len(name) - len(base)
-    named.notes.append(f"two tensors are called {base!r}; the one at path {path!r} is listed as {name!r}")
-    return name
-
-
 def step(key: object) -> str | int:
     """A dict key as a path element: text and integers as they are, others as a text of bounded length."""
     if type(key) is str:
@@ -258,40 +122,243 @@ def _cut(value: object) -> object:
     return value[:KEY_CHARACTERS] if isinstance(value, str | bytes) else value
 
 
+Way = tuple["Way", object] | None
+"""The way to a value: the way to what holds it, and its key there. Costs the same at any depth; None is the way to the top."""
+
+Inside = Callable[[Any], Iterable[tuple[object, object]] | None]
+"""What is in a value, each with its key; None for a leaf."""
+
+
+def path_to(way: Way) -> Path:
+    """The path of a way.
+
+    >>> path_to(((None, "a"), 0))
+    ('a', 0)
+    """
+    steps: list[str | int] = []
+    while way is not None:
+        way, key = way
+        steps.append(step(key))
+    return tuple(reversed(steps))
+
+
+def name_at(way: Way) -> str:
+    """The dotted name of a way."""
+    return dotted(path_to(way))
+
+
+def children(value: object) -> Iterable[tuple[object, object]] | None:
+    """What is in a dict, a list or a tuple of any class."""
+    return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+
+
+def mapped_children(value: object) -> Iterable[tuple[object, object]] | None:
+    """What is in a mapping of any class, a list or a tuple."""
+    return value.items() if isinstance(value, Mapping) else children(value)
+
+
+def every_child(value: object) -> Iterable[tuple[object, object]] | None:
+    """What is in a container, keys and members of sets too; None for one with nothing in it."""
+    if not isinstance(value, dict | list | tuple | set | frozenset) or not value:
+        return None
+    return zip(repeat(None), chain(value, value.values()) if isinstance(value, dict) else value, strict=False)
+
+
+def usual_children(value: object) -> Iterable[tuple[object, object]] | None:
+    """What is in a container that `rebuilt` can make: a dict of any class, a plain list or tuple."""
+    return children(value) if isinstance(value, dict) or type(value) in (list, tuple) else None
+
+
+def values_of(container: Any) -> Collection[Any]:  # noqa: ANN401  # a container of anything
+    """The values of a dict, a list or a tuple."""
+    return container.values() if isinstance(container, dict) else container
+
+
+def nested(value: object) -> Iterable[tuple[object, object]] | None:
+    """The containers in a container. Its content is asked for types as a whole: there may be very many tensors in it."""
+    inside = children(value)
+    if inside is None:
+        return None
+    if any(issubclass(kind, dict | list | tuple) for kind in {*map(type, values_of(value))}):
+        return [(key, inner) for key, inner in inside if isinstance(inner, dict | list | tuple)]
+    return ()
+
+
+def walk(
+    tree: object, inside: Inside = children, *, most: int | None = None, depth: int | None = None
+) -> Iterator[tuple[Way, object]]:
+    """A tree and everything in it, each with the way to it, in reading order. Depth costs memory, and no frames.
+
+    A container is given and entered where it is met first. With `most` it is wherever it stands: raises `LimitExceeded` where that
+    are more values, or where one contains itself; and where containers nest deeper than `depth`.
+
+    >>> [(path_to(way), value) for way, value in walk({"a": [1, 2]})]
+    [((), {'a': [1, 2]}), (('a',), [1, 2]), (('a', 0), 1), (('a', 1), 2)]
+    """
+    met: dict[int, object] = {}
+    """Containers that are not entered again. They are kept, so that the identity of each stays its own."""
+    around: list[tuple[Iterator[tuple[object, object]], Way, object]] = []
+    level: Iterator[tuple[object, object]] = iter([(None, tree)])
+    above: Way = None
+    left = -1 if most is None else most
+    while True:
+        for key, value in level:
+            way = (above, key) if around else None
+            if not left:
+                raise LimitExceeded(TOO_OFTEN, expected=most)
+            left -= 1
+            inner = inside(value)
+            if inner is None:
+                yield way, value
+            elif id(value) not in met:
+                met[id(value)] = value
+                yield way, value
+                around.append((level, above, value))
+                _check_depth(len(around), depth)
+                level, above = iter(inner), way
+                break
+            elif most is not None:
+                raise LimitExceeded(f"{name_at(way)[:KEY_CHARACTERS]}: a {type(value).__name__} that contains itself")
+        else:
+            if not around:
+                return
+            level, above, value = around.pop()
+            if most is not None:
+                del met[id(value)]
+
+
+def with_paths(places: Iterable[tuple[Way, object]]) -> Iterator[tuple[Path, object]]:
+    """What a walk gives, each with its path. Of what stands side by side, the way above is written out once."""
+    above: Way = None
+    before: Path = ()
+    for way, value in places:
+        if way is None:
+            yield (), value
+            continue
+        if way[0] is not above:
+            above, before = way[0], path_to(way[0])
+        yield (*before, step(way[1])), value
+
+
+def _check_depth(found: int, depth: int | None) -> None:
+    if depth is not None and found > depth:
+        raise LimitExceeded(f"the state nests deeper than Limits(depth={depth})", expected=depth, found=found)
+
+
+Replace = Callable[[Any, Way], object]
+"""What is to stand in the place of a leaf, and how it is reached; the first way, where what holds it stands in several places."""
+
+Make = Callable[[Any, list[Any], Way], object]
+"""What is to stand in the place of a container, with what was made of its children, and how it is reached."""
+
+
+def rebuild(
+    tree: object,
+    replace: Replace,
+    *,
+    inside: Inside = usual_children,
+    make: Make | None = None,
+    most: int | None = None,
+    depth: int | None = None,
+) -> object:
+    """A tree with other leaves. Depth costs memory, and no frames.
+
+    What stands in several places is made once, and stands in all of them again. A container in which nothing changes stays the same
+    object, unless it contains itself: then it contains what was made of it. With `most`, containers are made wherever they stand,
+    and `LimitExceeded` is raised as by `walk`, also for `depth`.
+    """
+    done: dict[int, tuple[object, object]] = {}
+    """By identity: containers, kept so that it stays theirs, and what was made of them."""
+    entered: dict[int, object] = {}
+    """Containers that are being made: what stands for each in itself, None where nobody asked."""
+    around: list[tuple[Iterator[tuple[object, object]], Way, list[object], object]] = []
+    level: Iterator[tuple[object, object]] = iter([(None, tree)])
+    above: Way = None
+    made: list[object] = []
+    left = -1 if most is None else most
+    while True:
+        for key, value in level:
+            way = (above, key) if around else None
+            if not left:
+                raise LimitExceeded(TOO_OFTEN, expected=most)
+            left -= 1
+            if id(value) in done:
+                made.append(done[id(value)][1])
+                continue
+            inner = inside(value)
+            if inner is None:
+                made.append(replace(value, way))
+            elif id(value) in entered and not isinstance(value, tuple):
+                if most is not None:
+                    raise LimitExceeded(f"{name_at(way)[:KEY_CHARACTERS]}: a {type(value).__name__} that contains itself")
+                if entered[id(value)] is None:
+                    empty: object = refilled(value, {}) if isinstance(value, dict) else [] if isinstance(value, list) else value
+                    entered[id(value)] = empty if make is None or empty is value else make(empty, [], way)
+                made.append(entered[id(value)])
+            else:
+                # A tuple that contains itself does so through a dict or a list, which is not entered again.
+                entered[id(value)] = None
+                around.append((level, above, made, value))
+                _check_depth(len(around), depth)
+                level, above, made = iter(inner), way, []
+                break
+        else:
+            if not around:
+                return made[0]
+            own, way = made, above
+            level, above, made, value = around.pop()
+            result, shell = rebuilt(value, own) if make is None else make(value, own, way), entered.pop(id(value), None)
+            if isinstance(shell, dict) and isinstance(result, dict) and shell is not value:
+                for name, one in result.items():
+                    shell[name] = one
+                result = shell
+            elif isinstance(shell, list) and isinstance(result, list):
+                shell[:], result = result, shell
+            if most is None:
+                done[id(value)] = value, result
+            made.append(result)
+
+
+Unrolled = Generator[Any, Any, R]
+"""A function that would call itself: it yields the call, and is sent what that returns."""
+
+
+def unroll(call: Unrolled[R]) -> R:
+    """What a function returns that yields its calls of itself. For walks through several states at once; depth costs no frames.
+
+    An error ends all of them: what is around a call in the function does not see it.
+    """
+    calls: list[Unrolled[Any]] = [call]
+    result: Any = None
+    while calls:
+        try:
+            calls.append(calls[-1].send(result))
+            result = None
+            if len(calls) > MOST_CALLS:
+                raise LimitExceeded(f"the state contains itself, or nests deeper than {MOST_CALLS:,} levels", expected=MOST_CALLS)
+        except StopIteration as done:
+            calls.pop()
+            result = done.value
+    return cast(R, result)
+
+
 def values_inside(tree: object) -> Iterator[object]:
     """A tree and every value in its dicts, lists and tuples, in reading order: containers once, leaves wherever they stand.
 
     >>> list(values_inside({"a": [1, 2]}))
     [{'a': [1, 2]}, [1, 2], 1, 2]
     """
-    seen: set[int] = set()
-    waiting = [tree]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict | list | tuple):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            # Backwards onto the stack: the first child comes off first.
-            waiting += reversed(value.values() if isinstance(value, dict) else value)
-        yield value
+    return (value for _, value in walk(tree))
 
 
-def levels(tree: object) -> Iterator[tuple[object, int]]:
-    """A value and everything in it, keys and members of sets too, with how deep it lies: as a recursive walk would come to it.
+def dict_leaves(tree: object) -> Iterator[tuple[str, object]]:
+    """Everything in nested dicts that is no dict, with its dotted name.
 
-    >>> [depth for _, depth in levels([[()], {1}])]
-    [0, 1, 2, 1, 2]
+    >>> [*dict_leaves({"a": {"x": 1}, "b": [2]})]
+    [('a.x', 1), ('b', [2])]
     """
-    seen: set[int] = set()
-    waiting: list[tuple[object, int]] = [(tree, 0)]
-    while waiting:
-        value, depth = waiting.pop()
-        yield value, depth
-        if isinstance(value, dict | list | tuple | set | frozenset) and id(value) not in seen:
-            seen.add(id(value))
-            inner = [*value, *value.values()] if isinstance(value, dict) else list(value)
-            waiting += [(child, depth + 1) for child in reversed(inner)]
+    places = walk(tree, lambda value: value.items() if isinstance(value, dict) else None, most=MOST_LEAVES)
+    return ((name_at(way), value) for way, value in places if not isinstance(value, dict))
 
 
 def leaf_paths(tree: object, *, once: bool = False) -> Iterator[tuple[Path, object]]:
@@ -299,24 +366,13 @@ def leaf_paths(tree: object, *, once: bool = False) -> Iterator[tuple[Path, obje
 
     Containers are entered wherever they stand; with `once`, where they are met first.
     """
-    left = MOST_LEAVES
-    seen: set[int] = set()
-    waiting: list[tuple[Path, object]] = [((), tree)]
-    while waiting:
-        path, value = waiting.pop()
-        if once and isinstance(value, dict | list | tuple):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-        left -= not once
-        if left < 0:
-            raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
-        if not is_entered(value):
-            yield path, value
-        elif isinstance(value, dict):
-            waiting += [((*path, step(key)), inner) for key, inner in reversed(value.items())]
-        elif isinstance(value, list | tuple):
-            waiting += [((*path, i), inner) for i, inner in reversed(list(enumerate(value)))]
+    places = walk(tree, leaf_children, most=None if once else MOST_LEAVES)
+    return with_paths((way, value) for way, value in places if not is_entered(value))
+
+
+def leaf_children(value: object) -> Iterable[tuple[object, object]] | None:
+    """What is in a container whose children have names of their own."""
+    return children(value) if is_entered(value) else None
 
 
 def is_entered(value: object) -> bool:
@@ -326,7 +382,7 @@ def is_entered(value: object) -> bool:
     return type(value) in (list, tuple) and bool(value)
 
 
-def entered(values: Sequence[object]) -> list[bool]:
+def entered(values: Collection[object]) -> list[bool]:
     """The same of each; values of which none is a container are not asked one by one."""
     if any(issubclass(kind, dict | list | tuple) for kind in {*map(type, values)}):
         return [*map(is_entered, values)]
@@ -341,51 +397,52 @@ def leaf_names(tree: object) -> list[str]:
     """
     if not is_entered(tree):
         return [""]
-    naming = _LeafNaming()
-    naming.add(tree, "")
-    return naming.names
-
-
-class _LeafNaming:
-    """One walk of `leaf_names`."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._left = MOST_LEAVES
-
-    def add(self, container: object, prefix: str) -> None:
-        keys: Iterable[object]
-        if isinstance(container, dict):
-            keys, inside = container, [*container.values()]
-            if {*map(type, keys)} != {str}:
-                keys = map(step, container)
-        else:
-            inside = [*cast("list[object] | tuple[object, ...]", container)]
-            keys = range(len(inside))
-        self._left -= len(inside)
-        if self._left < 0:
+    names: list[str] = []
+    left = MOST_LEAVES
+    around: list[tuple[Iterator[tuple[object, object, bool]], str]] = []
+    container, prefix = tree, ""
+    while True:
+        inside = values_of(container)
+        keys: Iterable[object] = container if isinstance(container, dict) else range(len(inside))
+        if isinstance(container, dict) and {*map(type, container)} != {str}:
+            keys = map(step, container)
+        left -= len(inside)
+        if left < 0:
             raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
         below = entered(inside)
-        if True not in below:
-            self.names.extend([f"{prefix}{key}" for key in keys])
-            return
-        for key, value, inner in zip(keys, inside, below, strict=True):
-            if inner:
-                self.add(value, f"{prefix}{key}.")
+        if True in below:
+            around.append((zip(keys, inside, below, strict=True), prefix))
+        else:
+            names += [f"{prefix}{key}" for key in keys]
+        inner = False
+        while around and not inner:
+            level, outer = around[-1]
+            for key, value, inner in level:
+                if inner:
+                    container, prefix = value, f"{outer}{key}."
+                    break
+                names.append(f"{outer}{key}")
             else:
-                self.names.append(f"{prefix}{key}")
+                around.pop()
+        if not inner:
+            return names
 
 
-def rebuilt(
-    container: dict[object, object] | list[object] | tuple[object, ...], children: Sequence[object]
-) -> dict[object, object] | list[object] | tuple[object, ...]:
+def rebuilt(container: Any, children: Sequence[object]) -> Any:  # noqa: ANN401  # the same kind of container
     """A container with other children in the places of its own; itself, where they are the same objects."""
-    own = container.values() if isinstance(container, dict) else container
-    if all(a is b for a, b in zip(children, own, strict=True)):
-        return container
+    return container if all(map(is_, children, values_of(container))) else remade(container, children, None)
+
+
+def remade(container: Any, children: Sequence[object], _: Way) -> Any:  # noqa: ANN401  # as `rebuilt`
+    """A new container with other children in the places of its own, whether they differ or not."""
     if isinstance(container, dict):
         return refilled(container, dict(zip(container, children, strict=True)))
     return type(container)(children)
+
+
+def plainly(container: Any, children: Sequence[object], _: Way) -> Any:  # noqa: ANN401  # as `rebuilt`
+    """A container with other children in the places of its own; a mapping of any class becomes a plain dict."""
+    return dict(zip(container, children, strict=True)) if isinstance(container, Mapping) else type(container)(children)
 
 
 def refilled(kind: dict[object, object], items: Mapping[object, object]) -> dict[object, object]:

@@ -1,15 +1,21 @@
-"""The code that moves tensor bytes, by the direction in which they move.
+"""The code that moves tensor bytes: first plans, which touch no file, then what carries them out, by direction.
+
+coalesce         which neighbouring ranges are read together: for everybody, by a policy for each medium
+reads            the plan of a read
+saves            the plan of a save: every file as segments
+files            ranges of files as the storages of a table, and which of them its rows use, each once
+table            the tensors of a state on their way to a file, as columns
 
 source           `OpenSource`: a store, its limits, and the way of its bytes into memory; `Sourced`: a store that makes tensors
 transfer         the one engine that reads: ranges of files, by threads, each to a sink. The sinks:
   strips           a read plan, to arrays of any strides (`checks` sums what passes by)
   memory_sink      ranges to memory that somebody else owns: the storages of a torch file, tensors that are filled
   checksums        sums alone; `digest` is a tensor's own
-  equal            compared with the bytes of another tensor; `compare` counts what differs, element by element
-numbers          what the elements of tensors are: moments, counts of bit patterns, histograms; `distribution`: exponents, quantiles
+  equal            compared with the bytes of another tensor
+  scan             elements, a block at a time, to accumulators: statistics, zeros, packing, thresholds (`numeric/`)
 blocks           a tensor as a row of bytes, a bounded number at a time
 arrays           memory as lazy tensors, and very many arrays as rows of a table
-computed         tensors that are made when they are read: `casting`, `dequantize`, `sparse_choice` (what is packed)
+computed         tensors that are made when they are read: casts, quantised blocks decoded; `packed`: tensors with zeros
 write, stream    carry out a save plan, at offsets by threads or front to back; `readback` compares before publishing
 planned_store    a save that is not written, as a store
 file_digest      a whole file, read once and digested, for seals

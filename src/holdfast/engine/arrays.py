@@ -23,10 +23,10 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.table import Kind, with_outside
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.engine.saves import Memory
 from holdfast.engine.source import OpenSource
+from holdfast.engine.table import Tabulated
 from holdfast.errors import Unsupported
-from holdfast.plan.saves import Memory
-from holdfast.plan.table import Tabulated
 from holdfast.stores.memory import MemoryStore
 
 ARRAY_TYPES = (np.ndarray,)
@@ -51,7 +51,6 @@ class ArrayStorages:
     divisible = True
 
     def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
-        """Parts of those of these numbers, where they lie."""
         whole = {number: self._bytes(number) for number in {*numbers}}
         return [whole[number][start : start + count] for number, start, count in zip(numbers, starts, nbytes, strict=True)]
 
@@ -60,12 +59,10 @@ class ArrayStorages:
         return byte_row(array if array.flags.c_contiguous else array.T).data
 
     def alone(self, number: int, label: str) -> Memory | bytes:
-        """Those of one, where they lie."""
         array = self._arrays[number]
         return Memory(self._bytes(number), label, array) if array.nbytes else b""
 
     def addresses(self) -> list[int]:
-        """Where each begins."""
         return [array.__array_interface__["data"][0] for array in self._arrays]
 
 

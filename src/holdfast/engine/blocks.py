@@ -20,8 +20,6 @@ from holdfast.core.value import Value
 
 
 class Slab(Value, frozen=True):
-    """Consecutive elements of a tensor."""
-
     tensor: LazyTensor
     """The part, as a tensor of its own."""
     start: int
@@ -66,7 +64,7 @@ def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
 def mapped_bytes(tensor: LazyTensor) -> memoryview | None:
     """The tensor's bytes as memory that is there already, for tensors that live in this process; else None."""
     place = contiguous_bytes(tensor)
-    if place is None or not tensor.source.store.resident:
+    if place is None or not tensor.source.store.medium.resident:
         return None
     memory = tensor.source.store.map(place[0])
     return None if memory is None else memory[place[1] : place[1] + tensor.nbytes]
@@ -101,7 +99,8 @@ def slab_block(tensor: LazyTensor, block: int) -> int:
     Of a store that is far away it is what one request fetches at the most, and `block` may be what memory allows.
     """
     store = tensor.source.store
-    return min(store.block_nbytes or block, block) if store.requests else store.block_nbytes or block
+    wished = store.medium.block_nbytes or block
+    return min(wished, block) if store.medium.requests else wished
 
 
 def pack(array: np.ndarray, dtype: DType) -> bytes:

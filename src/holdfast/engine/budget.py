@@ -25,8 +25,6 @@ COPIES = 4
 
 
 class Budget(Value, frozen=True):
-    """What a verb may work with."""
-
     threads: int
     block: int
     """Bytes that are read at a time."""

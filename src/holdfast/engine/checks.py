@@ -36,7 +36,6 @@ class Checks:
         self._sums = {storage: Sums() for storage in storages}
 
     def wants(self, storage: Storage) -> bool:
-        """Whether the bytes of this storage are summed."""
         return storage in self._sums
 
     def add(self, storage: Storage, start: int, data: memoryview) -> None:

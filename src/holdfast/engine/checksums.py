@@ -18,9 +18,9 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value, replace
+from holdfast.engine.coalesce import SUMS, Parts, Ranges, join_files
 from holdfast.engine.transfer import Scratch, Sink, tasks
 from holdfast.errors import HoldfastError, detached, located
-from holdfast.plan.coalesce import SUMS, Parts, Ranges, join_files
 
 Progress = Callable[[int], None]
 """Is told how many more bytes are done; may be called from several threads at once."""

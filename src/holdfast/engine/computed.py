@@ -1,4 +1,4 @@
-"""Tensors whose bytes are computed when they are read: a cast, a repacking, an assembly of pieces.
+"""Tensors whose bytes are computed when they are read: a cast, a repacking, the numbers that quantised blocks stand for.
 
 A computed tensor is an ordinary lazy tensor over a storage that exists nowhere. Reading a range of that storage reads the
 elements behind it from the original, applies the function, and gives the bytes of the result. So everything that moves tensors
@@ -20,16 +20,19 @@ from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dense import read_tensors
-from holdfast.core.dtype import DType
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.options import validated
 from holdfast.core.protocols import Request
+from holdfast.core.quantities import shown
 from holdfast.core.table import Kind, Piece, StorageMoved, Storages
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
+from holdfast.engine.saves import Data, Memory
 from holdfast.engine.source import OpenSource, Sourced
 from holdfast.engine.threads import computing
-from holdfast.errors import Unsupported, located
-from holdfast.plan.saves import Data, Memory
+from holdfast.errors import BadArgumentType, Unsupported, located
+from holdfast.numeric.dequantize import BLOCKS, BlockType
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 Compute = Callable[[np.ndarray], np.ndarray]
@@ -89,9 +92,8 @@ def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | No
 
 def _read_by_calls(tensor: LazyTensor) -> bool:
     """Whether a range of a tensor's file may be read by one call: of a file on this machine, whole bytes an element."""
-    store, dtype = tensor.source.store, tensor.dtype
-    apart = store.resident or store.requests or store.block_nbytes or store.in_order
-    return not apart and dtype.numpy.itemsize * 8 == dtype.bits
+    dtype = tensor.dtype
+    return tensor.source.store.medium.is_file and dtype.numpy.itemsize * 8 == dtype.bits
 
 
 class Seen:
@@ -127,8 +129,6 @@ class Seen:
 
 
 class Computation(Value, frozen=True, eq=False):
-    """What makes one computed tensor."""
-
     original: LazyTensor
     dtype: DType
     compute: Compute
@@ -180,8 +180,6 @@ ObserveEach = Callable[[Sequence[str], Ints, np.ndarray, np.ndarray], None]
 
 
 class Elementwise(Value, frozen=True, eq=False):
-    """How storages are computed of others, element by element."""
-
     origin: DType
     """Of the elements that are there."""
     dtype: DType
@@ -243,7 +241,6 @@ class ComputedStorages:
         return pieces
 
     def _originals(self, numbers: Sequence[int]) -> list[Piece]:
-        """The bytes that these are computed of, or are."""
         first = self._first
         here = [at for at, number in enumerate(numbers) if number < first] if self._tensors else range(len(numbers))
         try:
@@ -285,7 +282,6 @@ class ComputedStorages:
         return [names[number] if number < first else tensors[number - first].name for number in numbers.tolist()]
 
     def _row(self, number: int) -> LazyTensor:
-        """All elements of a storage, in a row."""
         with self._lock:
             if number not in self._rows:
                 way, seen = self._ways[self._way[number]], Seen()
@@ -315,3 +311,80 @@ class ComputedStorages:
         row = self._row(number)
         chunk = Chunk(Box.whole(kind.shape), row.chunks[0].storage, offset, kind.strides)
         return LazyTensor(name, kind.dtype, kind.shape, (chunk,), row.source, kind.traits)
+
+
+RUN_ELEMENTS = 1 << 18
+"""Elements that are decoded at a time: what lies between the steps stays in the cache."""
+
+
+@validated
+def dequantize(tensor: LazyTensor) -> LazyTensor:
+    """A tensor of quantised blocks (`tensor.traits.blocks`, as GGUF has them) as float32, decoded when it is read.
+
+    One that is not quantised comes back as it is. Slice the result: of the blocks themselves, only a whole tensor can be decoded.
+    """
+    if not isinstance(tensor, LazyTensor):
+        raise BadArgumentType(f"dequantize takes a lazy tensor, not {shown(tensor)}", found=tensor)
+    return Dequantized().tensor(tensor)
+
+
+class Dequantized(Sourced):
+    def __init__(self) -> None:
+        super().__init__("<dequantized>")
+
+    def tensor(self, stored: LazyTensor) -> LazyTensor:
+        """What a tensor stands for; itself, where it is in no blocks."""
+        if stored.traits.blocks is None:
+            return stored
+        blocks = _known(stored)
+        shape, dtype = blocks.shape(stored.shape), DTYPES.name("float32")
+        if shape is None or dtype is None:
+            message = (
+                f"the last axis of {list(stored.shape)} is no row of {blocks.name} blocks: dequantize first, and slice the result"
+            )
+            raise Unsupported(message, tensor=stored.name)
+        traits = replace(stored.traits, blocks=None, alias=None)
+        if stored.traits.meta:
+            return replace(stored, dtype=dtype, shape=shape, traits=traits)
+        nbytes = stored.size // blocks.nbytes * blocks.elements * 4
+        entry = VirtualFile(
+            nbytes,
+            lambda start, out: _decode(stored, blocks, start, out=out),
+            stamp=partial(tensor_stamp, stored),
+            read_nbytes=stored.nbytes,
+        )
+        storage = Storage(self.put(entry), 0, nbytes, label=stored.name, home=self)
+        return replace(LazyTensor.contiguous(stored.name, dtype, shape, storage, self.source), traits=traits)
+
+
+def _decode(stored: LazyTensor, blocks: BlockType, start: int, *, out: memoryview) -> None:
+    """The bytes of what a tensor stands for, from `start` on."""
+    if blocks.decode is None:
+        raise _unknown(blocks, stored)
+    width = 4 * blocks.elements
+    first, last = start // width, -(-(start + out.nbytes) // width)
+    raw = read_flat(stored, first * blocks.nbytes, last * blocks.nbytes).reshape(-1, blocks.nbytes)
+    run = max(RUN_ELEMENTS // blocks.elements, 1)
+    for at in range(0, last - first, run):
+        with np.errstate(all="ignore"):  # a scale may be infinite, or no number
+            made = blocks.decode(raw[at : at + run]).astype("<f4", copy=False).reshape(-1).view(np.uint8)
+        begin = (first + at) * width - start
+        low, high = max(begin, 0), min(begin + made.nbytes, out.nbytes)
+        out[low:high] = made.data[low - begin : high - begin]
+
+
+def _known(stored: LazyTensor) -> BlockType:
+    """The type of a tensor's blocks, which can be decoded."""
+    blocks = BLOCKS.get(stored.traits.blocks or "")
+    if blocks is None or blocks.decode is None:
+        raise _unknown(blocks, stored)
+    if any(storage.byteorder == "big" for storage in stored.storages):
+        raise Unsupported("quantised blocks in the byte order of a big-endian machine are read as they are, and not decoded",
+                          tensor=stored.name)  # fmt: skip
+    return blocks
+
+
+def _unknown(blocks: BlockType | None, stored: LazyTensor) -> Unsupported:
+    can = ", ".join(name for name, row in BLOCKS.items() if row.decode is not None)
+    name = stored.traits.blocks if blocks is None else blocks.name
+    return Unsupported(f"blocks of {name} are read as they are, and not decoded; {can} are", tensor=stored.name, found=name)

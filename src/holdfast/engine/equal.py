@@ -18,10 +18,10 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.checksums import Progress
+from holdfast.engine.coalesce import SUMS, Parts, Ranges, coalesce, join_files
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import Scratch, Sink, transfer
 from holdfast.errors import HoldfastError, located
-from holdfast.plan.coalesce import SUMS, Parts, Ranges, coalesce, join_files
 
 SIDE = replace(SUMS, block=2 << 20)
 """Of each side at a time: two of them take as much cache as one block that is summed."""
@@ -107,7 +107,6 @@ class Comparison:
                 self._settle(owners[few], lengths[few], equal)
 
     def _other(self, key: str, span: tuple[int, int], owners: Ints, starts: Ints, lengths: Ints) -> memoryview:
-        """Bytes of the second side."""
         out = self._scratch.of(span[1] - span[0])
         read = self._b.store.read
         try:
@@ -147,8 +146,6 @@ def _equal(a: memoryview, begins: Ints, b: memoryview, starts: Ints, lengths: In
 
 
 class OneSide(Sink):
-    """The reads of one file of the first side."""
-
     def __init__(self, comparison: Comparison, parts: Parts) -> None:
         self._comparison, self._parts = comparison, parts
 

@@ -20,8 +20,6 @@ BLOCK = 1 << 20
 
 
 class Hash(Protocol):
-    """What both have in common."""
-
     def update(self, data: bytes | memoryview, /) -> None: ...
     def hexdigest(self) -> str: ...
 

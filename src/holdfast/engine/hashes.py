@@ -65,14 +65,9 @@ def tensor_hashes(tensors: Mapping[str, LazyTensor], *, threads: int | None = No
 
 
 def _heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, int | None]:
-    """The head of each tensor, all of them longer than one."""
-    begins = ((name, takewhile(_is_in_head, slabs(one, HEAD_NBYTES))) for name, one in tensors.items())
+    begins = ((name, takewhile(lambda slab: slab.start < HEAD_NBYTES, slabs(one, HEAD_NBYTES))) for name, one in tensors.items())
     found = _hashed(tensors, ((name, slab) for name, some in begins for slab in some), threads, whole=False)
     return {name: hashed.head for name, hashed in found.items()}
-
-
-def _is_in_head(slab: Slab) -> bool:
-    return slab.start < HEAD_NBYTES
 
 
 def _hashed(

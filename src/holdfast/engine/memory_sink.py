@@ -21,9 +21,9 @@ from holdfast.core.protocols import Store
 from holdfast.core.runtime import memory_at
 from holdfast.core.table import Column
 from holdfast.core.value import Value
+from holdfast.engine.coalesce import RECORDS, Parts, Policy, Ranges, join_files
 from holdfast.engine.transfer import INLINE_NBYTES, Sink, Straight, transfer
 from holdfast.errors import Corrupted, HoldfastError, located
-from holdfast.plan.coalesce import RECORDS, Parts, Policy, Ranges, join_files
 
 UNKNOWN = -1
 """In the place of a checksum: there is none to compare."""
@@ -49,14 +49,13 @@ class MemoryRanges(Value, frozen=True, eq=False):
     def of_file(
         cls, key: str, places: Sequence[Place], name: Callable[[int], str], damaged: Callable[[int, int], Corrupted]
     ) -> MemoryRanges:
-        """Ranges of one file."""
         starts, nbytes, addresses, crcs = zip(*places, strict=True) if places else ((),) * 4
         return cls([key], ((0,) * len(places), starts, nbytes, addresses, crcs), name, damaged)
 
 
 def read_to_memory(store: Store, wanted: MemoryRanges, *, threads: int, verify: bool = True, policy: Policy = RECORDS) -> int:
     """Read every range to its place; how many bytes were read. Raises `damaged` for the first whose checksum does not match."""
-    if store.resident and (total := sum(listed(wanted.columns[2]))) < INLINE_NBYTES:
+    if store.medium.resident and (total := sum(listed(wanted.columns[2]))) < INLINE_NBYTES:
         _copy(store, wanted, verify=verify)
         return total
     files, starts, nbytes, addresses, crcs = (np.asarray(column, np.int64) for column in wanted.columns)

@@ -16,14 +16,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
+from holdfast.core.protocols import Medium
+from holdfast.engine.saves import Data, FilePlan, Gathered, Late, LinkedFile, Literal, Memory, Segment, known_later
 from holdfast.engine.write import small_bytes
-from holdfast.plan.saves import Data, FilePlan, Gathered, Late, LinkedFile, Literal, Memory, Segment, known_later
 from holdfast.stores.virtual import Virtual, VirtualFile
 
 
 class PlannedFile:
-    """The content of one planned file."""
-
     def __init__(self, plan: FilePlan, crcs: dict[str, int]) -> None:
         self._segments = plan.segments
         self._offsets = plan.offsets()
@@ -73,7 +72,6 @@ class PlannedFile:
 
 
 def _looked_at(segment: Data, start: int, stop: int) -> memoryview:
-    """Some bytes of a tensor."""
     tensor = segment.tensor
     if tensor.dtype.bits == 8 and tensor.ndim == 1:
         return memoryview(small_bytes(Data(tensor[start:stop], segment.label)))
@@ -81,9 +79,7 @@ def _looked_at(segment: Data, start: int, stop: int) -> memoryview:
 
 
 class PlannedStore(Virtual):
-    """The files of a plan under their keys."""
-
-    exact = True
+    medium = Medium(exact=True)
 
     def __init__(self, files: Iterable[FilePlan], *, name: str, linked: Iterable[LinkedFile] = ()) -> None:
         super().__init__(name)

@@ -11,12 +11,12 @@ import numpy as np
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Span, Sweep
+from holdfast.engine.coalesce import Ranges
 from holdfast.engine.digest import recorded_crc
+from holdfast.engine.saves import Data, FilePlan, Gathered, Hole, Memory
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.write import Block
 from holdfast.errors import Corrupted, NotCommitted
-from holdfast.plan.coalesce import Ranges
-from holdfast.plan.saves import Data, FilePlan, Gathered, Hole, Memory
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
 
@@ -114,8 +114,8 @@ def stored_crcs(plan: FilePlan, store: Store, key: str, *, threads: int | None =
             starts += [*accumulate(segment.lengths, initial=offset)][:-1]
             lengths += segment.lengths
     ranges = Ranges([key], np.zeros(len(labels), np.int64), np.array(starts, np.int64), np.array(lengths, np.int64))
-    sweep = Sweep(store, ranges, block=store.block_nbytes) if store.block_nbytes else Sweep(store, ranges)
-    run_all(sweep.tasks(), store.requests or threads or default_threads())
+    sweep = Sweep(store, ranges, block=store.medium.block_nbytes) if store.medium.block_nbytes else Sweep(store, ranges)
+    run_all(sweep.tasks(), store.medium.requests or threads or default_threads())
     for number in sorted(sweep.errors):
         sweep.crc32(number, name=labels[number])  # raises
     return dict(zip(labels, sweep.crcs().tolist(), strict=True))

@@ -2,7 +2,7 @@
 
 Dense rows that are short are read many together (`read_dense`), each array copied out of scratch memory.
 
-1. Ranges of each file are sorted and joined by the same rule as any others (plan/coalesce.py).
+1. Ranges of each file are sorted and joined by the same rule as any others (engine/coalesce.py).
 2. A read is done; each array is a copy of its part, and owns it: to keep one of them keeps nothing else.
 3. The checksum of each part is compared as it lies in the cache.
 
@@ -30,12 +30,12 @@ from holdfast.core.table import Piece
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, damage, whole_storages
+from holdfast.engine.coalesce import FAR, MEMORY, Policy, coalesce
+from holdfast.engine.reads import ReadPlan, plan_reads
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
 from holdfast.errors import HoldfastError, Unsupported, located
-from holdfast.plan.coalesce import FAR, MEMORY, Policy, coalesce
-from holdfast.plan.reads import ReadPlan, plan_reads
 from holdfast.stores.virtual import Virtual
 
 HEAD_NBYTES = 4096
@@ -59,17 +59,17 @@ class OpenSource:
         policy: Policy | None = None,
         rules: Sequence[str | PlacementRule] = (),
     ) -> None:
-        requests = store.requests
+        medium = store.medium
         self.store = store
         self.rules = tuple(rules)
         self.limits = limits or DEFAULTS
-        self.threads = threads or requests or default_threads()
+        self.threads = threads or medium.requests or default_threads()
         self.mapped = mapped
         self.verify = verify
         """Whether checksums that the file records are compared when a storage is read from end to end."""
-        self.policy = policy or (FAR if requests else MEMORY)
-        self._resident = store.resident
-        self._reads_ahead = not (requests or store.exact)
+        self.policy = policy or (FAR if medium.requests else MEMORY)
+        self._resident = medium.resident
+        self._reads_ahead = not (medium.requests or medium.exact)
         """Whether more may be read of a file than was asked for."""
         self._first: tuple[str | None, bytes, int] = NO_FILE
         """The file whose first bytes were read last, these, and how many were wanted."""
@@ -143,7 +143,7 @@ class OpenSource:
 
     def fetch(self, tensor: LazyTensor) -> np.ndarray:
         place = tensor.file_range() if self.limits.expansion >= 1 else None
-        if place is None or place[2] > SMALL_NBYTES or self.store.requests or self.store.in_order:
+        if place is None or place[2] > SMALL_NBYTES or self.store.medium.requests or self.store.medium.in_order:
             out = tensor.empty()
             self.read([Request(tensor, out)])
             return out
@@ -244,7 +244,7 @@ def read_dense(
     `tensor` gives the one of a number, for messages. A store that wants few long requests, or to be read in order, is read by a
     plan alone.
     """
-    if store.requests or store.in_order:
+    if store.medium.requests or store.medium.in_order:
         return [*range(len(rows))], 0
     several = len(rows.keys) > 1
     order = np.lexsort((rows.starts, rows.files)) if several else rows.starts.argsort(kind="stable")
@@ -258,7 +258,8 @@ def read_dense(
             out[row] = np.empty(rows.shapes[row], rows.dtypes[row])
         order, lengths = order[small], lengths[small]
     starts = rows.starts[order]
-    stops, files = starts + lengths, rows.files[order]
+    stops = starts + lengths
+    files = rows.files[order] if several else rows.files
     edges = (np.flatnonzero(np.diff(files)) + 1).tolist() if several else []
     arrays = _Arrays(store, rows, out, tensor, verify=verify)
     work: list[Callable[[], None]] = []

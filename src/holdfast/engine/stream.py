@@ -25,10 +25,10 @@ from holdfast.engine.beside import Beside
 from holdfast.engine.blocks import Slab, read_slab, slab_block, slabs
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.readback import check_source
+from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.write import GATHER_NBYTES, blocks_of, fetch_small, file_content, small_bytes
 from holdfast.errors import SaveError, located
-from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
 
 BLOCK_NBYTES = 4 << 20
 FAR_BLOCK_NBYTES = 8 << 20
@@ -83,8 +83,8 @@ def write_stream(
         write_all(target, content)
         _flush(target)
         return receipt.crcs
-    far = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.requests]
-    wanted = max((segment.tensor.source.store.requests for segment in far), default=0)
+    far = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.medium.requests]
+    wanted = max((segment.tensor.source.store.medium.requests for segment in far), default=0)
     window = max(1, min(wanted, requests or wanted))
     foreseen: dict[str, int] = {}
     if _asks_ahead(plan):
@@ -260,8 +260,6 @@ class _Joining:
 
 
 class _Hashing(Struct):
-    """A target that hashes what passes by."""
-
     target: Writer
     hashed: ContentHash
     at: int = 0
@@ -284,7 +282,7 @@ def _write_hashed(target: Writer, segment: Data, blocks: Iterator[memoryview]) -
 
 def _write_data(target: Writer, segment: Data, blocks: Iterator[memoryview]) -> int:
     crc = 0
-    if segment.tensor.source.store.requests:
+    if segment.tensor.source.store.medium.requests:
         left = segment.nbytes
         while left:
             ahead = next(blocks)

@@ -17,8 +17,8 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Store
 from holdfast.engine.checks import Checks
+from holdfast.engine.reads import FileReads, ReadBatch, ReadPlan, Strip, tooth_chunk, tooth_index
 from holdfast.engine.transfer import Sink, Straight, transfer
-from holdfast.plan.reads import FileReads, ReadBatch, ReadPlan, Strip, tooth_chunk, tooth_index
 
 FEW_READS = 4
 """Up to so many are looked at one by one: numpy would take longer to find those that belong together."""

@@ -63,8 +63,6 @@ def _turns() -> tuple[AbstractContextManager[bool], ...]:
 
 
 class _Own(threading.local):
-    """What belongs to a thread."""
-
     turn: AbstractContextManager[bool] | None = None
 
 

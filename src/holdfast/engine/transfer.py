@@ -1,6 +1,6 @@
 """The one engine that reads: ranges of files, by threads, each to a sink.
 
-    plan        ranges of a file, joined into reads (plan/coalesce.py)
+    plan        ranges of a file, joined into reads (engine/coalesce.py)
     transfer    reads are shared out as tasks of a few megabytes; a task does its reads one after the other
     sink        says where a read goes: straight to an address, or through scratch memory into its hands
 
@@ -11,16 +11,16 @@
    is raised stops the rest.
 
 Sinks: strips.py (arrays of any strides), memory_sink.py (memory of somebody else's), checksums.py (sums alone), equal.py (the
-other of two sides).
+other of two sides), scan.py (whatever is computed of elements). What is in memory already is handed over as it lies there.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from msgspec import Struct
@@ -28,9 +28,9 @@ from msgspec import Struct
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import memory_at
+from holdfast.engine.coalesce import Reads
 from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, located
-from holdfast.plan.coalesce import Reads
 
 TASK_NBYTES = 8 << 20
 """Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor."""
@@ -86,7 +86,7 @@ class Sink:
         """Bytes of a read that have come to their place; they begin with byte `start` of the file."""
 
     def take(self, number: int, data: memoryview) -> None:
-        """All bytes of a read that goes nowhere else, in memory that holds something else afterwards."""
+        """All bytes of a read that goes nowhere else, in memory that is not written to and holds something else afterwards."""
 
     def name(self, number: int) -> str:
         """A tensor whose bytes a read has, for messages."""
@@ -110,22 +110,31 @@ class Scratch(threading.local):
 
 
 def transfer(
-    work: Iterable[tuple[Store, Reads, Sink]], threads: int, *, nbytes: int = TASK_NBYTES, step: int | None = None
+    work: Iterable[tuple[Store, Reads, Sink]],
+    threads: int,
+    *,
+    nbytes: int = TASK_NBYTES,
+    step: int | None = None,
+    others: Sequence[Callable[[], None]] = (),
+    stores: Iterable[Store] = (),
 ) -> None:
-    """Do all reads, in tasks of about so many bytes. Raises the first error after all threads have stopped."""
+    """Do all reads, in tasks of about so many bytes, and beside them `others`, which read from these stores by themselves.
+
+    Raises the first error after all threads have stopped.
+    """
     jobs = list(work)
-    far = any(store.requests for store, _, _ in jobs)
-    threads = threads if far or sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES else 1
+    far = any(store.medium.requests for store, _, _ in jobs)
+    threads = threads if far or others or sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES else 1
     # Where each read is a journey, each is a task: none waits for another.
     nbytes, step = (1, TASK_NBYTES) if far else (nbytes, step or cached_nbytes(threads, TASK_NBYTES))
     scratch = Scratch()
     todo = (task for job in jobs for task in tasks(*job, scratch=scratch, nbytes=nbytes, step=step))
-    run_reads(todo, threads, stores=[store for store, _, _ in jobs])
+    run_reads(chain(todo, others), threads, stores=chain((store for store, _, _ in jobs), stores))
 
 
 def run_reads(work: Iterable[Callable[[], None]], threads: int, *, stores: Iterable[Store]) -> None:
     """Run tasks that read from these stores: by one thread, in their order, where one of them wants to be read so."""
-    ordered = [store for store in dict.fromkeys(stores) if store.in_order]
+    ordered = [store for store in dict.fromkeys(stores) if store.medium.in_order]
     if not ordered:
         run_all(work, threads)
         return
@@ -216,8 +225,12 @@ class ReadTask(Struct):
                     self.sink.passed(number, at, piece)
 
     def _hand_over(self, number: int, start: int, stop: int) -> None:
-        """Read through scratch memory."""
+        """Read through scratch memory, or look at memory that is there."""
         if self.sink.wants(number):
+            memory = self.store.map(self.reads.key) if self.store.medium.resident else None
+            if memory is not None and stop <= memory.nbytes:
+                self.sink.take(number, memory[start:stop])
+                return
             data = self.scratch.of(stop - start)
             if self._read(number, start, data):
                 self.sink.take(number, data)

@@ -23,12 +23,11 @@ from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.protocols import Request, Store, by_source
-from holdfast.engine.blocks import contiguous_bytes, mapped_bytes, pack, read_slab, slab_block, slab_bytes, slabs
+from holdfast.engine.blocks import mapped_bytes, pack, read_slab, slab_block, slab_bytes, slabs
+from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import cached_nbytes, run_reads
-from holdfast.errors import HoldfastError, located
-from holdfast.plan.coalesce import MEMORY, coalesce
-from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
+from holdfast.errors import located
 
 BLOCK_NBYTES = 4 << 20
 """Bytes that one thread reads, sums and writes at a time, at the most: few threads take less, which is still in the cache then."""
@@ -124,7 +123,7 @@ def write_file(
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
     sink.allocate(plan.nbytes)
     stores = _stores(plan)
-    far = max((store.requests for store in stores), default=0)
+    far = max((store.medium.requests for store in stores), default=0)
     threads = threads or max(_usual_threads(plan), far)
     block = block or (2 * BLOCK_NBYTES if far else cached_nbytes(threads, BLOCK_NBYTES))
     run_reads(_tasks(plan, offsets, sink, written, progress, block), threads, stores=stores)
@@ -240,7 +239,7 @@ def _wished_nbytes(segment: Segment) -> int:
     if not isinstance(segment, Data):
         return 0
     store = segment.tensor.source.store
-    return 0 if store.requests else store.block_nbytes or 0
+    return 0 if store.medium.requests else store.medium.block_nbytes
 
 
 Lend = Callable[[], AbstractContextManager[memoryview]]
@@ -355,55 +354,17 @@ def _pieces(segments: Sequence[Segment], here: dict[str, int], written: Written 
     return pieces
 
 
-def fetch_small(segments: Sequence[Data]) -> dict[str, memoryview]:
-    """The bytes of small tensors in files, far away or on a GPU, by their labels: neighbours by one read. Others are left out."""
-    if len(segments) < 2:
-        return {}
-    far = [s for s in segments if s.nbytes and (s.tensor.source.store.requests or s.tensor.source.store.block_nbytes)]
-    return _fetch_near(segments) if len(far) < 2 else _fetch_far(far)
-
-
-def _fetch_near(segments: Iterable[Data]) -> dict[str, memoryview]:
-    """Of files on this machine. What cannot be read is left out as well: whoever reads it by itself says what is wrong with it."""
-    by_file: dict[tuple[Store, str], list[tuple[int, Data]]] = {}
-    for segment in segments:
-        store = segment.tensor.source.store
-        apart = store.resident or store.requests or store.block_nbytes or store.in_order or not segment.nbytes
-        place = None if apart else contiguous_bytes(segment.tensor)
-        if place is not None:
-            by_file.setdefault((store, place[0]), []).append((place[1], segment))
-    fetched: dict[str, memoryview] = {}
-    for (store, key), members in by_file.items():
-        if len(members) > 1:
-            members.sort(key=_first)
-            starts = np.array([start for start, _ in members], np.int64)
-            stops = starts + np.array([segment.nbytes for _, segment in members], np.int64)
-            heads = coalesce(starts, stops, MEMORY)
-            rows = zip(heads.tolist(), [*heads[1:].tolist(), len(members)], np.maximum.reduceat(stops, heads).tolist(), strict=True)
-            for first, last, stop in rows:
-                begin = members[first][0]
-                data = np.empty(stop - begin, np.uint8).data
-                try:
-                    store.read(key, begin, data)
-                except HoldfastError:
-                    continue
-                for start, segment in members[first:last]:
-                    fetched[segment.label] = data[start - begin : start - begin + segment.nbytes]
-    return fetched
-
-
-def _first(row: tuple[int, Data]) -> int:
-    return row[0]
-
-
-def _fetch_far(far: list[Data]) -> dict[str, memoryview]:
-    """Of what is far away."""
-    outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in far]
-    for source, requests in by_source(Request(s.tensor, out) for s, out in zip(far, outs, strict=True)).items():
+def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
+    """The bytes of small tensors by their labels: neighbours by one read. What is in memory needs no reading, and a stream is read
+    from front to back by whoever writes: both are left out.
+    """
+    wanted = [s for s in segments if s.nbytes and not ((medium := s.tensor.source.store.medium).resident or medium.in_order)]
+    outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in wanted]
+    for source, requests in by_source(Request(s.tensor, out) for s, out in zip(wanted, outs, strict=True)).items():
         source.read(requests)
     return {
         s.label: memoryview(pack(out, s.tensor.dtype)) if s.tensor.dtype.packed else byte_row(out).data
-        for s, out in zip(far, outs, strict=True)
+        for s, out in zip(wanted, outs, strict=True)
     }
 
 

@@ -11,13 +11,14 @@ leads away, each has the tensors that the index sends to it, and no tensor is in
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.core.protocols import Source
+from holdfast.core.strict_json import kind, parse, pointer, quoted
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, StoreError, UnsafePath, Unsupported
-from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
 INDEX = ".index.json"
 """What the name of an index ends with, behind the suffix of the files that it names."""
@@ -56,6 +57,25 @@ class Index(Value, frozen=True):
         return list(dict.fromkeys([*self.weight_map.values(), *(more if isinstance(more, list) else ())]))
 
 
+NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
+"""How the name of a shard ends, before its suffix."""
+
+
+class WeightFiles(Value, frozen=True):
+    """The files of a folder that count."""
+
+    files: Sequence[str]
+    index: str | None = None
+    listed: Index | None = None
+    """What the index says, where there is one."""
+
+    @property
+    def stem(self) -> str:
+        """What the weights are called, without number and suffix."""
+        name = (self.index or self.files[0]).removesuffix(INDEX)
+        return NUMBERED.sub("", os.path.splitext(name)[0])
+
+
 def choose_index(keys: Sequence[str], directory: str, suffix: str = ".safetensors") -> str | None:
     """The index that counts: that of the usual name, else the only one at the top; None where there is none.
 
@@ -74,6 +94,13 @@ def choose_index(keys: Sequence[str], directory: str, suffix: str = ".safetensor
             found=tuple(found),
         )
     return found[0] if found else None
+
+
+def by_index(source: Source, keys: Sequence[str], suffix: str = ".safetensors") -> WeightFiles | None:
+    """The files that the index of a folder names; None where it has none. Raises as `choose_index` and `read_index` do."""
+    index = choose_index(keys, source.store.name, suffix)
+    listed = None if index is None else read_index(source, index)
+    return None if listed is None else WeightFiles(listed.files, index, listed)
 
 
 def read_index(source: Source, key: str) -> Index:

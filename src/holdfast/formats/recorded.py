@@ -20,15 +20,15 @@ from holdfast.core.chunk import in_c_order
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.sharing import are_distinct, shared_rows
+from holdfast.core.strict_json import kind, pointer, quoted
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
+from holdfast.engine.files import ViewTable
 from holdfast.errors import HeaderError, MetadataError
 from holdfast.formats.safetensors.schema import ADDRESSABLE
-from holdfast.formats.strict_json import kind, pointer, quoted
 from holdfast.formats.tree_json.decode import decode_tree
 from holdfast.formats.tree_json.encode import flat_tree
-from holdfast.plan.files import ViewTable
 
 LARGEST_STORAGE_RATIO = 2
 """A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""
@@ -264,6 +264,8 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, o
 
     Raises `HeaderError` where the notes name tensors that are not there, `MetadataError` where they cannot be true.
     """
+    if not recorded:
+        return stored, stored
     rows = stored.rows if recorded.changes_tensors else {}
     for other, first in recorded.aliases.items():
         if first not in rows:

@@ -2,7 +2,6 @@
 
 open             from a path to a `Checkpoint`, from lazy tensors to arrays
 verify           is every byte the one that was written?
-sealed           folders with a seal: is everything there? is it what was sealed?
 trainers         what other trainers leave on disk: who wrote it, which step, which metrics, is it torn?
 diff             what differs: tensors by digest, then by bytes; values by structure
                  (`compare_values`, `structure`)

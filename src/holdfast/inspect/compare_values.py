@@ -10,16 +10,17 @@ What is the same is decided by structure (structure.py), never by how a value pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from msgspec import Struct, field
 
 from holdfast.core.opaque import Global
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import Path, dotted
+from holdfast.core.tree import Path, Unrolled, Way, dotted, unroll
 from holdfast.core.value import Value
 from holdfast.inspect.structure import ContainerKind, Edge, Spent, edges, label, same_leaf
 
@@ -28,8 +29,6 @@ SHOWN = 3
 
 
 class Absent(Enum):
-    """The one value that stands for no value."""
-
     ABSENT = "absent"
 
     def __repr__(self) -> str:
@@ -51,36 +50,34 @@ class ValueChange:
 
     @property
     def name(self) -> str:
-        """The dotted path."""
         return dotted(self.path)
 
 
-class ValuePath(Value, frozen=True, eq=False):
-    """Where a value stands, as a chain back to the top: paths are written out only where something is said."""
+def path_of(place: Way) -> Path:
+    """The path of a place, a way of edges. It is written out only where something is said."""
+    return tuple(edge.shown for edge in _edges(place) if edge.shown is not None)
 
-    above: ValuePath | None
-    edge: Edge
 
-    def path(self) -> Path:
-        return tuple(e.shown for e in self._edges() if e.shown is not None)
-
-    def name(self) -> str:
-        """What a tensor is called here."""
-        return dotted(tuple(e.named for e in self._edges() if e.named is not None))
-
-    def _edges(self) -> Sequence[Edge]:
-        found, place = [], self
-        while place.above is not None:
-            found.append(place.edge)
-            place = place.above
-        return found[::-1]
+def _edges(place: Way) -> list[Edge]:
+    found: list[Any] = []
+    while place is not None:
+        place, edge = place
+        found.append(edge)
+    return found[::-1]
 
 
 class TreeTensor(Value, frozen=True, eq=False):
-    """A tensor of a tree, and where it stands there."""
-
-    place: ValuePath
+    place: Way
     tensor: LazyTensor
+
+    @property
+    def path(self) -> Path:
+        return path_of(self.place)
+
+    @property
+    def name(self) -> str:
+        """What it is called where it stands."""
+        return dotted(tuple(edge.named for edge in _edges(self.place) if edge.named is not None))
 
 
 class Compared(Struct):
@@ -121,23 +118,22 @@ def compare_trees(a: object, b: object, *, settled: Settled | None = None) -> Co
 
     Tensors at one place that are `settled` are not among the pairs.
     """
-    walk = ValueComparison(settled)
+    comparison = ValueComparison(settled)
     # A walk makes many small things that live until it ends; a collector that walks through them each time costs more than it.
     with resting_collector():
-        walk.run(a, b)
-    return walk.found
+        unroll(comparison.compare([(None, a, b)]))
+    return comparison.found
 
 
 Settled = Callable[[LazyTensor, LazyTensor], bool]
 
-TOP = ValuePath(None, Edge(None, None, None, None))
+Pair = tuple[Way, object, object]
+"""What both sides have at a place."""
 
 SEQUENCES = frozenset({"list", "tuple", "Size"})
 
 
 class ValueComparison:
-    """One comparison."""
-
     def __init__(self, settled: Settled | None) -> None:
         self.found = Compared()
         self._settled = settled
@@ -147,38 +143,38 @@ class ValueComparison:
         self._kept: list[object] = []
         """What was made for the walk; its identity must not be taken by something else."""
 
-    def run(self, a: object, b: object) -> None:
-        waiting: list[tuple[ValuePath, object, object]] = [(TOP, a, b)]
-        while waiting:
-            place, one, other = waiting.pop()
-            waiting.extend(reversed(list(self._pair(place, one, other))))
+    def compare(self, pairs: Iterable[Pair]) -> Unrolled[None]:
+        """Compare one pair after the other, each with all that is in it."""
+        for pair in pairs:
+            inside = self._pair(*pair)
+            if inside:
+                yield self.compare(inside)
 
-    def _pair(self, place: ValuePath, a: object, b: object) -> Iterator[tuple[ValuePath, object, object]]:
-        """Compare two values by themselves, and give what is in both."""
+    def _pair(self, place: Way, a: object, b: object) -> Sequence[Pair]:
+        """Compare two values; the pairs of what is in them."""
         if isinstance(a, Absent) or isinstance(b, Absent):
             self._alone(place, *((b, 1) if isinstance(a, Absent) else (a, 0)))
-            return
+            return ()
         if isinstance(a, LazyTensor) and isinstance(b, LazyTensor):
-            yield from self._tensors(place, a, b)
-            return
+            return [*self._tensors(place, a, b)]
         if isinstance(a, LazyTensor) or isinstance(b, LazyTensor):
             self._alone(place, a, 0)
             self._alone(place, b, 1)
-            return
+            return ()
         kinds = label(a), label(b)
         if kinds[0] is None or kinds[1] is None:
             if kinds != (None, None) or not same_leaf(a, b, self._spent):
                 self._change(place, kinds[0] or a, kinds[1] or b)
-            return
+            return ()
         if not self._join(a, b):
-            return
+            return ()
         if kinds[0] != kinds[1]:
             self._change(place, *kinds)
             if type(kinds[0]) is not type(kinds[1]) or (_is_row(kinds[0]) != _is_row(kinds[1])):
-                return
-        yield from self._inside(place, a, b)
+                return ()
+        return [*self._inside(place, a, b)]
 
-    def _inside(self, place: ValuePath, a: object, b: object) -> Iterator[tuple[ValuePath, object, object]]:
+    def _inside(self, place: Way, a: object, b: object) -> Iterator[Pair]:
         mine, theirs = edges(a, self._spent), {edge.token: edge for edge in edges(b, self._spent)}
         if not isinstance(a, dict | list | tuple):
             self._kept.append((mine, [*theirs.values()]))
@@ -186,22 +182,22 @@ class ValueComparison:
         if isinstance(a, dict) and len(both) > 1:
             keys = {edge.token for edge in both}
             if [e.token for e in both] != [token for token in theirs if token in keys]:
-                self.found.reordered.append(place.path())
+                self.found.reordered.append(path_of(place))
         for edge in mine:
-            here = ValuePath(place, edge)
+            here: Way = (place, edge)
             if edge.token in theirs:
                 yield here, edge.value, theirs.pop(edge.token).value
             elif isinstance(a, dict) and _is_attribute(edge):
-                self.found.attributes.append(place.path())
+                self.found.attributes.append(path_of(place))
             else:
                 yield here, edge.value, ABSENT
         for edge in theirs.values():
             if isinstance(b, dict) and _is_attribute(edge):
-                self.found.attributes.append(place.path())
+                self.found.attributes.append(path_of(place))
             else:
-                yield ValuePath(place, edge), ABSENT, edge.value
+                yield (place, edge), ABSENT, edge.value
 
-    def _tensors(self, place: ValuePath, a: LazyTensor, b: LazyTensor) -> Iterator[tuple[ValuePath, object, object]]:
+    def _tensors(self, place: Way, a: LazyTensor, b: LazyTensor) -> Iterator[Pair]:
         if self._settled is None or not self._settled(a, b):
             self.found.pairs.append((TreeTensor(place, a), TreeTensor(place, b)))
         for name, one, other in (
@@ -209,44 +205,41 @@ class ValueComparison:
             ("<attributes>", a.traits.state, b.traits.state),
         ):
             if one is not None and other is not None:
-                yield ValuePath(place, Edge(name, name, name, None)), one, other
+                yield (place, Edge(name, name, name, None)), one, other
             elif one is not other:
-                self.found.attributes.append(place.path())
+                self.found.attributes.append(path_of(place))
 
-    def _alone(self, place: ValuePath, value: object, side: int) -> None:
+    def _alone(self, place: Way, value: object, side: int) -> None:
         """List what only one side has: the leaves of a container, or the container itself where there are none."""
         before = self._count(side)
-        waiting = [(place, value)]
-        while waiting:
-            here, one = waiting.pop()
-            if isinstance(one, LazyTensor):
-                self.found.alone[side].append(TreeTensor(here, one))
-                continue
-            kind = label(one)
-            if kind is None:
-                self._only(here, one, side)
-                continue
-            if id(one) in self._listed[side]:
-                continue
-            self._listed[side].add(id(one))
-            inside = edges(one, self._spent)
-            self._kept.append(inside)
-            if isinstance(kind, Global):
-                self._only(here, kind, side)
-            elif not inside:
-                self._only(here, one, side)
-            waiting += [(ValuePath(here, edge), edge.value) for edge in reversed(inside)]
+        unroll(self._list([(place, value)], side))
         if self._count(side) == before:
             self._only(place, label(value) or value, side)  # a loop, or something that is listed elsewhere
+
+    def _list(self, values: Iterable[tuple[Way, object]], side: int) -> Unrolled[None]:
+        for here, value in values:
+            if isinstance(value, LazyTensor):
+                self.found.alone[side].append(TreeTensor(here, value))
+            elif (kind := label(value)) is None:
+                self._only(here, value, side)
+            elif id(value) not in self._listed[side]:
+                self._listed[side].add(id(value))
+                inside = edges(value, self._spent)
+                self._kept.append(inside)
+                if isinstance(kind, Global):
+                    self._only(here, kind, side)
+                elif not inside:
+                    self._only(here, value, side)
+                yield self._list([((here, edge), edge.value) for edge in inside], side)
 
     def _count(self, side: int) -> int:
         return len(self.found.changes) + len(self.found.alone[side])
 
-    def _only(self, place: ValuePath, value: object, side: int) -> None:
+    def _only(self, place: Way, value: object, side: int) -> None:
         self._change(place, *((value, ABSENT) if side == 0 else (ABSENT, value)))
 
-    def _change(self, place: ValuePath, a: object, b: object) -> None:
-        self.found.changes.append(ValueChange(place.path(), a, b))
+    def _change(self, place: Way, a: object, b: object) -> None:
+        self.found.changes.append(ValueChange(path_of(place), a, b))
 
     def _join(self, a: object, b: object) -> bool:
         """Take two containers as one from now on; False where they are already."""

@@ -8,18 +8,19 @@
    listed as a value; torch drops it.
 3. What stands in several places of the tree is listed where it is met first; its tensors have all their names.
 
-The tree may come from a hostile file: it is walked with an explicit stack, each container once, and the names are bounded.
+The tree may come from a hostile file: each container is entered once, and the names are bounded.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Opaque
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, Path, contents, dotted, module_contents
+from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, Path, contents, dotted, module_contents, walk, with_paths
 from holdfast.errors import LimitExceeded
 from holdfast.metadata import (
     BytesStorageMetadata,
@@ -37,6 +38,8 @@ LONE_VALUE_NAME = "value"
 
 INNER = object()
 """The kind of a dict that holds the attributes of an object: it has no name of its own."""
+
+Children = Iterable[tuple[str | int, object]]
 
 NOTHING = object()
 """Instead of a tree, where there is none beside the tensors; None would be a value."""
@@ -92,57 +95,61 @@ def _leaves(tree: object) -> Iterator[tuple[Path, object]]:
     """Every tensor and value of the tree with its path, each container once."""
     entered = _worth_entering(tree)
     seen: set[int] = set()
-    waiting: list[tuple[Path, object]] = [((), tree)]
-    while waiting:
-        path, value = waiting.pop()
+    empty: set[int] = set()
+    """Containers with nothing in them, which are values."""
+
+    def inside(value: object) -> Children | None:
         if id(value) not in entered:
-            yield path, value
-        elif id(value) not in seen:
-            seen.add(id(value))
-            inside: list[tuple[Path, object]] = []
-            # A module has None where a parameter is missing, or a buffer is not saved.
-            filled, module = False, _is_module(value)
-            for owner, children in contents(value) or ():
-                # What an object holds may be another's as well: it is listed where it is met first.
-                if owner is value or id(owner) not in seen:
-                    seen.add(id(owner))
-                    inside += [((*path, key), child) for key, child in children if not (module and child is None)]
-                else:
-                    filled = True
-            # Backwards onto the stack: the first child comes off first.
-            waiting += reversed(inside)
-            if not inside and not filled:
-                yield path, value
+            return None
+        if id(value) in seen:
+            return ()
+        seen.add(id(value))
+        # A module has None where a parameter is missing, or a buffer is not saved.
+        filled, module = False, _is_module(value)
+        found: list[tuple[str | int, object]] = []
+        for owner, children in contents(value) or ():
+            # What an object holds may be another's as well: it is listed where it is met first.
+            if owner is value or id(owner) not in seen:
+                seen.add(id(owner))
+                found += [pair for pair in children if pair[1] is not None] if module else children
+            else:
+                filled = True
+        if not found and not filled:
+            empty.add(id(value))
+        return found
+
+    places = walk(tree, inside)
+    return with_paths((way, value) for way, value in places if id(value) not in entered or id(value) in empty)
 
 
 def _worth_entering(tree: object) -> set[int]:
     """The identities of the containers whose content is listed."""
     parents: dict[int, list[int]] = {}
     kinds: dict[int, object] = {}
-    waiting: list[object] = [tree]
     filled: list[int] = []
     """Containers with a tensor directly inside."""
-    while waiting:
-        value = waiting.pop()
+
+    def inside(value: object) -> Children | None:
         if kinds.get(id(value), INNER) is not INNER:
-            continue
-        inside = contents(value)
-        if inside is None:
-            continue
-        kinds[id(value)] = value
-        for owner, children in inside:
+            return ()
+        found: list[tuple[str | int, object]] = []
+        for owner, children in contents(value) or ():
+            kinds[id(value)] = value
             if owner is not value:
                 # A dict that is an object's, and perhaps another's as well: a container of its own, looked into once.
                 parents.setdefault(id(owner), []).append(id(value))
                 if id(owner) in kinds:
                     continue
                 kinds[id(owner)] = INNER
-            for _, child in children:
+            for key, child in children:
                 if isinstance(child, LazyTensor):
                     filled.append(id(owner))
                 elif isinstance(child, dict | list | tuple | Opaque | Composite):
                     parents.setdefault(id(child), []).append(id(owner))
-                    waiting.append(child)
+                    found.append((key, child))
+        return found
+
+    deque(walk(tree, inside), maxlen=0)
     mappings = {each for each, kind in kinds.items() if isinstance(kind, dict) or _is_module(kind)}
     lists = {each for each, kind in kinds.items() if isinstance(kind, list)}
     holding = _upward(filled, parents, set(kinds))

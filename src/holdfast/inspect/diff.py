@@ -31,13 +31,14 @@ from functools import partial
 
 import numpy as np
 
-from holdfast.core.arguments import one_of, pairs, understood
+from holdfast.core.arguments import one_of, pairs
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dense import DenseRows, read_tensors
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
+from holdfast.core.options import validated
 from holdfast.core.order import in_order
 from holdfast.core.patterns import Renames
 from holdfast.core.protocols import Store
@@ -47,17 +48,19 @@ from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
-from holdfast.engine.compare import Content, Tally, blocks, compare_arrays, compare_block
+from holdfast.engine.coalesce import Ranges
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.equal import Located, same_bytes, same_ranges
+from holdfast.engine.scan import blocks, compare_block
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import HoldfastError, located
+from holdfast.formats import format_of
 from holdfast.inspect.compare_values import ABSENT, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
 from holdfast.inspect.structure import ContainerKind
-from holdfast.plan.coalesce import Ranges
+from holdfast.numeric.compare import Content, Tally, compare_arrays
 
 SMALL_NBYTES = 16 << 10
 """Tensors up to this length are read by the hundred."""
@@ -120,7 +123,6 @@ class DensePairs(Value, frozen=True, eq=False):
         return np.asarray(((a == b) & (a != NO_CRC)) | (self.a.nbytes == 0))
 
     def some(self, wanted: Bools) -> DensePairs:
-        """Those that are wanted."""
         crcs = self.crcs[0][wanted], self.crcs[1][wanted]
         return DensePairs(self.names, self.numbers[wanted], self.a.some(wanted), self.b.some(wanted), self.stores, crcs)
 
@@ -349,7 +351,7 @@ def _name(change: TensorChange) -> str:
     return change.name
 
 
-@understood(rename=lambda value, name: value if isinstance(value, bool) else pairs(value, name))
+@validated(rename=lambda value, name: value if isinstance(value, bool) else pairs(value, name))
 def diff(
     a: Openable | Checkpoint,
     b: Openable | Checkpoint,
@@ -398,7 +400,7 @@ class Comparison:
         self._dense: list[DensePairs] = []
         for name in self._plan_dense(dense_pairs(left, right, (rows, others), names), names):
             self._plan_pair(name, (left[name], right[name]))
-        self._trees = compare_trees(a.tree, b.tree, settled=self._compared_by_name)
+        self._trees = compare_trees(a.tree, b.tree, settled=lambda one, other: self._are(one.name, one, other))
         self._plan_places()
         if flat and a.ordered and b.ordered and (np.diff(np.asarray(others, np.int64)) < 0).any():
             self._trees.reordered.insert(0, ())
@@ -423,7 +425,8 @@ class Comparison:
         moved, notes = self._moved()
         values = (*self._trees.changes, *moved)
         texts = self._a.metadata, self._b.metadata
-        both = self._a.format.startswith("safetensors") and self._b.format.startswith("safetensors")
+        # What other formats say about themselves comes from the programs that wrote them.
+        both = all(one.metadata and one.weights_by for one in map(format_of, (self._a.format, self._b.format)))
         if both and texts[0] is not None and texts[1] is not None:
             values += compare_metadata(texts[0], texts[1])
         return Diff(
@@ -464,10 +467,6 @@ class Comparison:
         self._by_checksum = self._same
         return [names[number] for number in np.flatnonzero(left).tolist()]
 
-    def _compared_by_name(self, a: LazyTensor, b: LazyTensor) -> bool:
-        """Whether tensors at one place are compared because of a name of theirs."""
-        return self._are(a.name, a, b)
-
     def _are(self, name: str, a: LazyTensor, b: LazyTensor) -> bool:
         return same_view(self._a.tensors.get(name), a) and same_view(self._b.tensors.get(name), b)
 
@@ -476,7 +475,7 @@ class Comparison:
         for one, other in self._trees.pairs:
             a, b = one.tensor, other.tensor
             # In the tree of a torch file, a tied tensor has the name of the first of its places.
-            if self._are(a.name, a, b) or self._are(one.place.name(), a, b):
+            if self._are(a.name, a, b) or self._are(one.name, a, b):
                 continue
             if not same_view(a, b):
                 known, by_checksum = self._same, self._by_checksum
@@ -485,22 +484,22 @@ class Comparison:
 
     def _free_name(self, found: TreeTensor) -> str:
         """A name for a place that no tensor of `a` has."""
-        path = found.place.path()
-        name = f"{found.place.name()} at {path!r}"
+        path = found.path
+        name = f"{found.name} at {path!r}"
         while name in self._a.tensors or name in self._pairs or name in self._changes:
             name += "'"
         return name
 
     def _moved(self) -> tuple[list[ValueChange], list[str]]:
         """Tensors that both have under one name, at two places: as differences, or as a note where one has names only."""
-        names = [{found.place.name() for found in side} for side in self._trees.alone]
+        names = [{found.name for found in side} for side in self._trees.alone]
         both = {name for name in names[0] & names[1] if name in self._a.tensors and name in self._b.tensors}
         if both and (_names_only(self._a) or _names_only(self._b)):
             return [], [f"{len(both):,} tensors are nested on one side and have dotted names on the other"]
-        sides = [[found for found in side if found.place.name() in both] for side in self._trees.alone]
+        sides = [[found for found in side if found.name in both] for side in self._trees.alone]
         return [
-            *(ValueChange(found.place.path(), _kind(found.tensor), ABSENT) for found in sides[0]),
-            *(ValueChange(found.place.path(), ABSENT, _kind(found.tensor)) for found in sides[1]),
+            *(ValueChange(found.path, _kind(found.tensor), ABSENT) for found in sides[0]),
+            *(ValueChange(found.path, ABSENT, _kind(found.tensor)) for found in sides[1]),
         ], []
 
     def _plan_pair(self, name: str, pair: Pair) -> None:
@@ -539,7 +538,7 @@ def _names_only(side: Side) -> bool:
     """Whether this is a file of tensors and names, without a state around them."""
     tree = side.tree
     flat = isinstance(tree, dict) and all(type(key) is str and isinstance(value, LazyTensor) for key, value in tree.items())
-    return (side.flat or flat) and side.format.startswith(("safetensors", "dcp"))
+    return (side.flat or flat) and format_of(side.format).keeps != "state"
 
 
 def _kind(tensor: LazyTensor) -> ContainerKind:
@@ -556,7 +555,6 @@ def _candidates(old: Iterable[LazyTensor], new: Iterable[LazyTensor]) -> tuple[l
 
 
 def pair_dtypes(pair: Pair) -> tuple[str, str]:
-    """The canonical dtypes of both sides."""
     first, second = (canonical(t.dtype, t.shape)[0].name for t in pair)
     return first, second
 

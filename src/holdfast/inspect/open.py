@@ -11,26 +11,19 @@ from typing import BinaryIO, TypeVar, cast
 import numpy as np
 
 from holdfast.core.arguments import rules as rules_of
-from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dense import read_tensors
 from holdfast.core.limits import DEFAULTS, Limits
+from holdfast.core.options import validated
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import shown
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import (
-    BadArgument,
-    BadArgumentType,
-    HoldfastError,
-    Replaced,
-    UnknownFormat,
-    ZipError,
-    located,
-)
-from holdfast.formats.detect import describe, detect
+from holdfast.errors import BadArgument, BadArgumentType, HoldfastError, Replaced, UnknownFormat, ZipError, located
+from holdfast.formats import FORMATS, format_of
+from holdfast.formats.detect import detect
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
 from holdfast.stores.place import place_at
@@ -39,14 +32,11 @@ T = TypeVar("T")
 
 Openable = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 
-MEGATRON = "megatron"
-"""The format whose files do not say how tensors were cut."""
-
 TRIES = 10
 """How often a folder is opened again because it was replaced meanwhile; once is already a rare accident."""
 
 
-@understood(rules=rules_of(PlacementRule))
+@validated(rules=rules_of(PlacementRule))
 def open(
     path: Openable,
     *,
@@ -73,7 +63,7 @@ def open(
     def look(store: Store) -> Checkpoint:
         source = OpenSource(store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=given)
         checkpoint = _described(source)
-        if given and checkpoint.format != MEGATRON:
+        if given and not format_of(checkpoint.format).rules:
             said = f"rules= are for folders of Megatron's ranks; this is {checkpoint.format}, which says itself how tensors lie"
             raise BadArgument(said, file=checkpoint.path)
         return checkpoint
@@ -81,7 +71,7 @@ def open(
     try:
         return steady(path, limits, look, store=store)
     except ZipError as error:
-        if isinstance(path, str | os.PathLike) and str(path).endswith(".distcp"):
+        if isinstance(path, str | os.PathLike) and any(one.data and str(path).endswith(one.data) for one in FORMATS):
             # Several archives, one behind the other, of which the index beside them knows the places.
             raise UnknownFormat("one of the data files of a distributed checkpoint; open the folder that it is in") from error
         raise
@@ -108,7 +98,7 @@ def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:
 def _described(source: Source) -> Checkpoint:
     """A checkpoint out of its source; also of one that came from another process."""
     with located(file=source.store.name), resting_collector(), source.store.reading():
-        return Checkpoint(source, describe(source, detect(source)), again=_described)
+        return Checkpoint(source, detect(source).describe(source), again=_described)
 
 
 def steady(path: Openable, limits: Limits, look: Callable[[Store], T], *, store: object | None = None) -> T:

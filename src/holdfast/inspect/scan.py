@@ -22,14 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from holdfast.core.arguments import understood
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
+from holdfast.core.options import validated
 from holdfast.core.quantities import shown
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, UnknownFormat, Unsupported
+from holdfast.formats import format_of
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.pickle.machine import interpret
@@ -130,7 +131,7 @@ class ScanReport(Shown):
         return next((word for word in order if word in words), "nothing scanned")
 
 
-@understood
+@validated
 def scan(
     *paths: AnyPath | Iterable[AnyPath], limits: Limits | None = None, allow: AnyPath | Iterable[str] | None = None
 ) -> ScanReport:
@@ -304,7 +305,6 @@ class OpenOutcome(Value, frozen=True):
     """Whether it was refused for what it is, and not for how it is written."""
 
 
-TEMPLATE = "chat_template"
 TEMPLATE_REASON = (
     "a template that programs render with Jinja, which is a language: it is shown by `holdfast show`, and was not judged"
 )
@@ -315,7 +315,8 @@ def _open(path: str, limits: Limits) -> OpenOutcome:
         with open_checkpoint(found_path(path), limits=limits) as checkpoint:
             paths = places_of(checkpoint.tree) if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
-            templates = tuple(name for name in checkpoint.metadata if TEMPLATE in name) if checkpoint.format == "gguf" else ()
+            template = format_of(checkpoint.format).templates
+            templates = tuple(name for name in checkpoint.metadata if template in name) if template else ()
             return OpenOutcome(checkpoint.format, None, paths, templates)
     except UnknownFormat:
         return OpenOutcome()

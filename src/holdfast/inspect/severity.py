@@ -235,7 +235,7 @@ _KNOWN = frozenset(KNOWN.split())
 def _built() -> frozenset[tuple[str, str]]:
     """What the tables of `open` build: exact names, so a closed set."""
     from holdfast.formats.dcp.schema import MetadataTable
-    from holdfast.formats.torch.table import buildable
+    from holdfast.formats.torch.reducers import buildable
 
     return buildable() | frozenset(MetadataTable().calls) | frozenset(MetadataTable().news) | frozenset(MetadataTable().values)
 
@@ -289,7 +289,7 @@ def _judge_foreign(module: str, name: str, uses: Collection[str], *, given: bool
         return "known", "a function of tensors"
     if last.startswith(CYTHON) and "." not in name:
         last = name = last.removeprefix(CYTHON)
-        uses = {"new"} if not _bad(full) else uses
+        uses = {"new"} if _module_reason(full) is None else uses
         full = f"{module}.{name}"
         given = False
     if module == "numpy" and "." not in name and set(uses) <= {"mention"}:
@@ -301,10 +301,6 @@ def _judge_foreign(module: str, name: str, uses: Collection[str], *, given: bool
     if reason is not None:
         return "dangerous", reason
     return _judge_name(name, uses, given=given)
-
-
-def _bad(full: str) -> bool:
-    return _module_reason(full) is not None
 
 
 def _module_reason(full: str) -> str | None:

@@ -29,8 +29,6 @@ AnyDict = dict[object, object]
 
 
 class Side(Value, frozen=True):
-    """What is compared."""
-
     path: str
     format: str
     tensors: Table
@@ -60,7 +58,6 @@ class Side(Value, frozen=True):
 
 
 def same_view(one: LazyTensor | None, other: LazyTensor) -> bool:
-    """Whether two are the same elements of one file, whatever they are called."""
     if one is None or one is other:
         return one is other
     # One position, under two names: nothing has to be made to tell.

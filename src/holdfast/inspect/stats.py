@@ -1,33 +1,30 @@
 """`stats`: what the numbers of each tensor look like, streamed, in parallel, in bounded memory.
 
-How they are looked at stands in `engine/numbers.py`: narrow elements are counted by their patterns, in one reading; wider ones are
-read twice where a histogram is wanted and they are too many to be held, for its ends are the least and the largest.
+How they are looked at stands in `numeric/statistics.py`: narrow elements are counted by their patterns, in one reading; wider ones
+are read twice where a histogram is wanted and they are too many to be held, for its ends are the least and the largest.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import numpy as np
-
-from holdfast.core.arguments import understood
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
+from holdfast.core.options import validated
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
-from holdfast.engine.compare import BLOCK_ELEMENTS
-from holdfast.engine.numbers import BitPatternCounts, Moments, countable, counts_patterns, histogram, walk
+from holdfast.engine.scan import BLOCK_ELEMENTS, scan
 from holdfast.errors import NoSuchTensor, located
 from holdfast.inspect.open import Openable, opened
+from holdfast.numeric.statistics import Moments, NumberStats, countable, counts_patterns
 
 T = TypeVar("T")
 
@@ -84,7 +81,7 @@ class StatsReport(TensorReport[TensorStats]):
     __slots__ = ()
 
 
-@understood
+@validated
 def stats(
     src: Openable | Checkpoint,
     pattern: str = "*",
@@ -124,58 +121,22 @@ def measure(
     for tensor in wanted:
         with located(tensor=tensor.name):
             tensor.check_expansion()
-    found = _Rows(wanted, bins)
-    walk(wanted, found.look, found.finish, threads=threads, progress=progress)
-    again = [number for number, counts in enumerate(found.counts) if counts is None and found.moments[number].finite]
-    if bins and again:
-
-        def draw(at: int, values: np.ndarray) -> Ints:
-            return histogram(values, found.moments[again[at]], bins)
-
-        def drawn(at: int, parts: list[Ints]) -> None:
-            found.counts[again[at]] = np.sum(parts, axis=0)
-
-        walk([wanted[number] for number in again], draw, drawn, threads=threads, progress=progress)
-    return tuple(_row(*row) for row in zip(wanted, found.moments, found.counts, strict=True))
+    found = scan(wanted, lambda at: NumberStats(wanted[at], bins), threads=threads, progress=progress)
+    again = [at for at, (moments, counts) in enumerate(found) if bins and counts is None and moments.finite]
+    left = [wanted[at] for at in again]
+    drawn = scan(left, lambda at: NumberStats(left[at], bins, found[again[at]][0]), threads=threads, progress=progress)
+    for at, both in zip(again, drawn, strict=True):
+        found[at] = both
+    return tuple(_row(tensor, *one) for tensor, one in zip(wanted, found, strict=True))
 
 
 def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
-    """How many bytes `measure` reads."""
     return sum(tensor.nbytes * (1 if not bins or _at_once(tensor) else 2) for tensor in tensors if countable(tensor))
 
 
 def _at_once(tensor: LazyTensor) -> bool:
     """Whether one reading tells all: patterns are counted, or all elements are there together."""
     return counts_patterns(tensor) or tensor.size <= BLOCK_ELEMENTS
-
-
-class _Rows:
-    """What is found out about each tensor in the first reading, and the histogram where that is enough for it."""
-
-    def __init__(self, tensors: Sequence[LazyTensor], bins: int) -> None:
-        self._tensors, self._bins = tensors, bins
-        self.moments = [Moments() for _ in tensors]
-        self.counts: list[Ints | None] = [None for _ in tensors]
-        self._begun: dict[int, BitPatternCounts] = {}
-        self._lock = threading.Lock()
-
-    def look(self, number: int, values: np.ndarray) -> Moments:
-        tensor = self._tensors[number]
-        if counts_patterns(tensor):
-            with self._lock:
-                counts = self._begun.get(number) or self._begun.setdefault(number, BitPatternCounts(values.dtype))
-            counts.add(values)
-            return Moments()
-        found = Moments.of(values)
-        if self._bins and found.finite and values.size == tensor.size:
-            self.counts[number] = histogram(values, found, self._bins)
-        return found
-
-    def finish(self, number: int, parts: list[Moments]) -> None:
-        counts = self._begun.pop(number, None)
-        found = self.moments[number] = sum(parts, Moments()) if counts is None else counts.moments()
-        if counts is not None and self._bins and found.finite:
-            self.counts[number] = counts.histogram(found, self._bins)
 
 
 def _row(tensor: LazyTensor, found: Moments, counts: Ints | None) -> TensorStats:

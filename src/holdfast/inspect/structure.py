@@ -270,7 +270,7 @@ def _digest(value: object, spent: Spent) -> bytes:
         frame = frames[-1]
         found = next(frame.inside, None)
         if found is None:
-            made = _sealed(frame)
+            made = _hashed(frame.label.encode("utf-8", "surrogatepass"), frame.parts if frame.ordered else sorted(frame.parts))
             frames.pop()
             del around[id(frame.value)]
             if frame.lowest >= frame.depth:
@@ -324,10 +324,6 @@ def _content(value: object, spent: Spent) -> tuple[str, Iterator[tuple[bytes, ob
 
 def _prefix(token: Hashable) -> bytes:
     return _hashed(b"edge", [repr(token).encode("utf-8", "surrogatepass")])  # positions and names of attributes, never keys
-
-
-def _sealed(frame: OpenContainer) -> bytes:
-    return _hashed(frame.label.encode("utf-8", "surrogatepass"), frame.parts if frame.ordered else sorted(frame.parts))
 
 
 def _hashed(name: bytes, parts: Iterable[bytes]) -> bytes:

@@ -34,7 +34,6 @@ class Survey(Value, frozen=True):
 
 
 def survey(checkpoint: Checkpoint) -> Survey:
-    """Look at every tensor once."""
     table = checkpoint.stored
     shared = shared_rows([table])
     names, same = table.names, shared.ties()

@@ -30,10 +30,11 @@ from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HoldfastError, Replaced, StoreError, UnknownFormat
+from holdfast.formats import FORMATS, file_suffixes
+from holdfast.formats.index_file import INDEX, USUAL
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.seal import LARGEST
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.inspect.verify import SUFFIXES
+from holdfast.seals.document import LARGEST
 
 TRAINER_STATE = "trainer_state.json"
 INCOMPLETE = "checkpoint-is-incomplete.txt"
@@ -102,7 +103,7 @@ def looks_like_a_step(name: str, *, folder: bool) -> bool:
     """
     lower = name.lower()
     called = _step_in(lower) is not None or ONE_OF_MANY.match(lower) is not None
-    return lower.endswith(".ckpt") or (called and (folder or lower.endswith(SUFFIXES)))
+    return lower.endswith(".ckpt") or (called and (folder or lower.endswith(file_suffixes())))
 
 
 def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str]]:
@@ -115,16 +116,16 @@ def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str
         folder, _, last = name.rpartition("/")
         if last == INCOMPLETE:
             found.append((name, "its writer says that the checkpoint is incomplete"))
-        elif last.lower().endswith(SUFFIXES):
+        elif last.lower().endswith(file_suffixes()):
             wrong = _does_not_open(os.path.join(path, name), limits)
             found += [(name, wrong)] if wrong else []
         elif last in (".metadata", MANIFEST):
             wrong = _does_not_open(os.path.join(path, folder), limits)
             found += [(name, wrong)] if wrong else []
-        elif last.endswith((".safetensors.index.json", ".bin.index.json")):
+        elif last.endswith(tuple(suffix + INDEX for suffix in USUAL)):
             wrong = _names_nothing(os.path.join(path, name), {one for one in there if one.rpartition("/")[0] == folder})
             found += [(name, wrong)] if wrong else []
-        elif last.endswith(".distcp") and (f"{folder}/.metadata" if folder else ".metadata") not in there:
+        elif any(one.data and last.endswith(one.data) and os.path.join(folder, one.index) not in there for one in FORMATS):
             found.append((name, "part of a distributed checkpoint whose .metadata is not there; that is written last"))
     of_trainer = re.fullmatch(r"checkpoint-\d+", os.path.basename(os.path.abspath(path))) and "training_args.bin" in there
     if of_trainer and TRAINER_STATE not in there:

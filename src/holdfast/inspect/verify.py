@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from holdfast.core.arguments import understood
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
+from holdfast.core.options import validated
 from holdfast.core.protocols import Description, Store
 from holdfast.core.quantities import Size
 from holdfast.core.runtime import resting_collector
@@ -31,29 +31,24 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Sweep
+from holdfast.engine.coalesce import Ranges, gaps
+from holdfast.engine.files import Piece, StoredRanges, parts_of, stored_ranges
+from holdfast.engine.files import store_of as store_of_key
 from holdfast.engine.source import OpenSource
+from holdfast.engine.table import NO_TENSORS
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, detached, located
-from holdfast.formats.detect import describe, detect
+from holdfast.formats import file_suffixes, format_of
+from holdfast.formats.detect import detect
 from holdfast.formats.npy.inflated import member_key
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.seal import SEAL, SUFFIX, Seal
 from holdfast.formats.torch.storages import RecordStorages
-from holdfast.formats.torch.zip import TorchZip
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
-from holdfast.inspect.sealed import compared, seal_path
-from holdfast.plan.coalesce import Ranges, gaps
-from holdfast.plan.stored import Piece, StoredRanges, parts_of, stored_ranges
-from holdfast.plan.stored import store_of as store_of_key
-from holdfast.plan.table import NO_TENSORS
+from holdfast.seals.check import compared, seal_path
+from holdfast.seals.document import SEAL, SUFFIX, Seal
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at
-
-NPZ = "npz"
-
-SUFFIXES = (".bin", ".ckpt", ".gguf", ".npy", ".npz", ".pt", ".pt2", ".pth", ".pth.tar", ".safetensors", ".th")
-"""Files in a directory that are checkpoints by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +140,7 @@ class VerifyReport(Shown):
         yield "verdict", self.verdict
 
 
-@understood
+@validated
 def verify(
     src: Openable | Checkpoint,
     *,
@@ -284,7 +279,7 @@ class Verification:
             file = join(path, key)
             if key + SUFFIX in keys and on_disk:
                 self.sealed(file)
-            if key.lower().endswith(SUFFIXES):
+            if key.lower().endswith(file_suffixes()):
                 self.one(file, optional=True, ours=MANIFEST in keys)
             elif file not in self._vouched:
                 self._skipped.append(file)
@@ -314,7 +309,6 @@ class Verification:
             self.refuse(label, error, ours=ours)
 
     def opened(self, checkpoint: Checkpoint) -> None:
-        """The files of a checkpoint that is open."""
         try:
             self._checkpoint(checkpoint.source.store, checkpoint.path)
         except HoldfastError as error:
@@ -335,18 +329,17 @@ class Verification:
             return self._content(OpenSource(store, limits=self._limits, threads=self._threads), path)
 
     def _content(self, source: OpenSource, path: str) -> set[str]:
-        zipped = TorchZip().matches(source)
         tensors: Table = NO_TENSORS
-        kind = "torch-zip"
+        format = format_of("torch-zip")
+        zipped = format.matches(source)
         archives: tuple[str, ...] = ()
         check: Callable[[], Sequence[str]] | None = None
         description: Description | None = None
         with located(file=path), resting_collector():
             try:
-                reader = detect(source)
-                kind = reader.name
-                description = describe(source, reader)
-                kind, tensors = description.format, description.tensors
+                format = detect(source)
+                description = format.describe(source)
+                format, tensors = format_of(description.format), description.tensors
                 archives = description.archives
                 self._notes += description.notes
                 for change in description.changed:
@@ -355,7 +348,8 @@ class Verification:
             except FormatError as error:
                 if not zipped:
                     raise
-                read_archive(source, source.store.list()[0], fold_case=kind != NPZ)  # raises where the archive itself is at fault
+                # Raises where the archive itself is at fault.
+                read_archive(source, source.store.list()[0], fold_case=not format.arrays)
                 self.refuse(path, error)
             except Corrupted:
                 if not zipped:
@@ -377,17 +371,17 @@ class Verification:
             self._lost(path, broken, name)
         found = CheckpointBytes(source, table, stored)
         keys = found.keys() or list(source.store.list())[:1]
-        if kind == "dcp":
+        if format.data:
             # Values that are no tensors may have a file to themselves, and items that do not open are in some file, too.
-            keys = [key for key in source.store.list() if key.endswith(".distcp")]
+            keys = [key for key in source.store.list() if key.endswith(format.data)]
         if archives:
             keys = list(dict.fromkeys((*archives, *found.keys())))
         for key in archives or keys[:zipped]:
-            found.add_records(key, arrays=kind == NPZ)
+            found.add_records(key, arrays=format.arrays)
         if archives:
             found.fold_into_records()
         self._sweep(found, keys=keys, path=path)
-        self._formats.append(kind)
+        self._formats.append(format.name)
         place = place_at(path)
         self._files += [(os.path.basename(path) if place.file(key) == path else key, source.store.size(key)) for key in keys]
         return set(keys)

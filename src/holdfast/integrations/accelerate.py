@@ -29,10 +29,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from holdfast.errors import Corrupted, HoldfastError, NotCommitted
-from holdfast.inspect.sealed import check_digests, check_sizes, read_seal
 from holdfast.integrations.keeping import keep_by, newest_whole
-from holdfast.rewrite.seal import seal, unseal
+from holdfast.rewrite.seal import seal
 from holdfast.runs.rules import Latest
+from holdfast.seals.check import check_digests, check_sizes, read_seal
+from holdfast.seals.make import unseal
 from holdfast.stores.paths import AnyPath, local_path
 
 NAMED = re.compile(r"checkpoint_(\d+)")

@@ -21,24 +21,25 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from holdfast.core.arguments import AnyDType, understood
+from holdfast.core.arguments import AnyDType
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
-from holdfast.core.leaves import HELD_NBYTES
+from holdfast.core.leaves import HELD_NBYTES, tensor_paths
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue, Opaque
+from holdfast.core.options import validated
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, module_contents, name_tensors, step
+from holdfast.core.tree import Path, module_contents, step
 from holdfast.core.value import Value
-from holdfast.engine.casting import cast
 from holdfast.errors import BadArgument, BadArgumentType, DoesNotFit, LimitExceeded, Unsupported
 from holdfast.inspect.open import Openable, opened, read
-from holdfast.rewrite.rows import lazy_tree
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.transform import Casts, Edits, casts_of, transform
+from holdfast.numeric.cast import cast
+from holdfast.saving.rows import lazy_tree
+from holdfast.saving.state import tabulate_state
+from holdfast.saving.transform import Casts, Edits, casts_of, transform
 
 Where: TypeAlias = "Sharding | jax.Device | None"
 """Where an array goes; None is JAX's default device."""
@@ -63,7 +64,7 @@ BATCH_NBYTES = 256 << 20
 """Tensors are read so many bytes at a time: enough for all reading threads, and no more waits in the memory of the host."""
 
 
-@understood
+@validated
 def load(
     path: Openable | Checkpoint,
     shardings: Shardings = None,
@@ -93,7 +94,7 @@ def load(
         tree = lazy_tree(state)
         tensors: dict[str, LazyTensor] = {}
         depth = (limits or Limits()).depth
-        paths = name_tensors(tree, limits or Limits(), MOST_VISITS + HELD_NBYTES * len(state.tensors)).paths
+        paths = tensor_paths(tree, limits or Limits(), MOST_VISITS + HELD_NBYTES * len(state.tensors))
         names = {path: name for name, path in paths.items()}
         _Mapped(names, depth, tensors.setdefault).walk(tree, (), False)
         wanted = _placed(tensors, _chooser(shardings, tensors, checkpoint.path), casts)

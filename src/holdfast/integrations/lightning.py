@@ -20,8 +20,9 @@ import shutil
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import TypeGuard
 from weakref import WeakSet
 
 import torch
@@ -32,7 +33,8 @@ except ImportError:  # the older packages, each by itself
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from holdfast.core.runtime import at_fork, start
-from holdfast.rewrite.seal import unseal
+from holdfast.core.tree import Way, children, rebuild, remade
+from holdfast.seals.make import unseal
 from holdfast.stores.files import make_parents
 from holdfast.stores.paths import local_path
 from holdfast.torch.serialization.load import MapLocation, load
@@ -133,7 +135,6 @@ class Queue:
             self._run()
 
     def check(self) -> None:
-        """Raise what went wrong since somebody asked."""
         with self._turn:
             failure, self._failure = self._failure, None
         if failure is not None:
@@ -224,27 +225,12 @@ class StateCopies:
         self._made: dict[int, object] = {}
 
     def of(self, value: object) -> object:
-        """The copy of a value and of all that is in it."""
-        if id(value) in self._made:
-            return self._made[id(value)]
-        made: object
-        match value:
-            case torch.Tensor() if type(value) in (torch.Tensor, torch.nn.Parameter) and _plain(value):
-                made = self._tensor(value)
-            case dict() if type(value) is dict:
-                made = {key: self.of(inner) for key, inner in value.items()}
-            case list() if type(value) is list:
-                made = [self.of(inner) for inner in value]
-            case tuple() if type(value) is tuple:
-                made = tuple(self.of(inner) for inner in value)
-            case dict() if hasattr(value, "_metadata") or type(value).__name__ == "OrderedDict":
-                made = copy.copy(value)
-                for key, inner in value.items():
-                    made[key] = self.of(inner)
-            case _:
-                made = copy.deepcopy(value)
-        self._made[id(value)] = made
-        return made
+        return rebuild(value, self._leaf, inside=_entered, make=remade)
+
+    def _leaf(self, value: object, _: Way) -> object:
+        if id(value) not in self._made:
+            self._made[id(value)] = self._tensor(value) if _plain(value) else copy.deepcopy(value)
+        return self._made[id(value)]
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -260,6 +246,14 @@ class StateCopies:
         return made.requires_grad_(tensor.requires_grad)
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _entered(value: object) -> Iterable[tuple[object, object]] | None:
+    """What is in a container that is copied by itself."""
+    ordered = isinstance(value, dict) and (hasattr(value, "_metadata") or type(value).__name__ == "OrderedDict")
+    return children(value) if ordered or type(value) in (dict, list, tuple) else None
+
+
+def _plain(tensor: object) -> TypeGuard[torch.Tensor]:
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
     special = tensor.is_quantized or tensor.is_nested or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
     return tensor.layout is torch.strided and not special and tensor.is_leaf

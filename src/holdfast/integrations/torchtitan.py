@@ -33,9 +33,10 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from holdfast.core.runtime import start
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.errors import BadArgument, DoesNotFit, HoldfastError, NotCommitted
+from holdfast.formats import rank_formats, titles
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.convert import convert
-from holdfast.rewrite.state import Stateful
+from holdfast.saving.state import Stateful
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
@@ -60,8 +61,9 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
-            if self.format not in ("native", "dcp"):
-                raise BadArgument(f"format= takes 'native' or 'dcp', not {self.format!r}", found=self.format)
+            known = titles(one for one in rank_formats() if one.keeps != "tensors")
+            if self.format not in known:
+                raise BadArgument(f"format= takes {' or '.join(map(repr, known))}, not {self.format!r}", found=self.format)
 
     def __init__(
         self,

@@ -22,9 +22,10 @@ import torch.distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from holdfast.errors import HoldfastError, HoldfastWarning
-from holdfast.inspect.sealed import is_sealed
 from holdfast.integrations.keeping import Keep, keep_by, newest_whole, ran_here, rules_of
-from holdfast.rewrite.seal import seal, unseal
+from holdfast.rewrite.seal import seal
+from holdfast.seals.check import is_sealed
+from holdfast.seals.make import unseal
 from holdfast.stores.paths import AnyPath
 
 CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -60,7 +61,6 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
             self._about_to_write(args, state)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
-        """As for a step."""
         if control.should_save:
             self._about_to_write(args, state)
 

@@ -33,7 +33,6 @@ class Options:
         """What is the framework's to understand."""
 
     def path(self, model: str | os.PathLike[str]) -> str:
-        """Where the weights are of a model that lies at a path."""
         found = local_path(str(self._own.get("path", model)))
         if not os.path.exists(found):
             advice = "name one by --model-loader-extra-config '{\"path\": …}'; nothing is downloaded"

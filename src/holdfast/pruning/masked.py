@@ -13,26 +13,25 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from operator import add
 
 import numpy as np
+from msgspec.structs import astuple
 
-from holdfast.core.arrays import inner
+from holdfast.core.arrays import Bools, Ints, inner
 from holdfast.core.chunk import Storage
-from holdfast.core.dtype import DTYPES
-from holdfast.core.halves import as_float64
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.computed import read_flat
+from holdfast.engine.files import BYTES
 from holdfast.engine.source import Sourced
 from holdfast.engine.threads import computing
-from holdfast.errors import Unsupported
-from holdfast.pruning import keys as prune_keys
-from holdfast.pruning.keys import ORDERS, pieces
-from holdfast.pruning.masks import Mask, keep_range, zero_out
-from holdfast.pruning.order import INFINITY_BITS
-from holdfast.pruning.select import KeyCounts
+from holdfast.numeric.cast import as_float64
+from holdfast.numeric.threshold import INFINITY_BITS, ORDERS
+from holdfast.pruning import select
+from holdfast.pruning.masks import Mask, zero_out
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 STEP_ELEMENTS = 1 << 18
@@ -55,13 +54,7 @@ class Loss(Value, frozen=True):
     """The same of what goes."""
 
     def __add__(self, other: Loss) -> Loss:
-        return Loss(
-            self.pruned + other.pruned,
-            self.zeros + other.zeros,
-            self.nonfinite + other.nonfinite,
-            self.squares + other.squares,
-            self.lost + other.lost,
-        )
+        return Loss(*map(add, astuple(self), astuple(other)))
 
     @property
     def norm_lost(self) -> float:
@@ -80,12 +73,10 @@ class Tally:
         self._parts: dict[tuple[int, int], Loss] = {}
 
     def add(self, start: int, stop: int, loss: Loss) -> None:
-        """What the elements [start, stop) lose."""
         with self._lock:
             self._parts[start, stop] = loss
 
     def clear(self) -> None:
-        """Forget everything."""
         self._parts.clear()
 
     def whole(self) -> Loss | None:
@@ -98,22 +89,18 @@ class Tally:
         return total if reach == self._size else None
 
 
-def weighing(tensor: LazyTensor, mask: Mask, tally: Tally, *, progress: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-    """Pieces of work that together tell the loss of a tensor."""
+class Weighed:
+    """Tells a tally what a mask takes away. Blocks begin at multiples of the mask's `align`."""
 
-    def task(start: int, stop: int) -> Callable[[], None]:
-        def run() -> None:
-            values = read_flat(tensor, start, stop)
-            mask.prepare()
-            with computing():
-                loss = prune_values(values, mask, start, weigh=True)
-            tally.add(start, stop, loss)
-            progress(tensor.dtype.nbytes(stop - start))
+    def __init__(self, mask: Mask, tally: Tally) -> None:
+        mask.prepare()
+        self._mask, self._tally = mask, tally
 
-        return run
+    def add(self, start: int, values: np.ndarray) -> None:
+        self._tally.add(start, start + len(values), prune_values(values.copy(), self._mask, start, weigh=True))
 
-    tally.clear()
-    return (task(start, stop) for start, stop in pieces(tensor.size, mask.align))
+    def result(self) -> None:
+        """It was told."""
 
 
 def loss_of(values: np.ndarray, kept: np.ndarray) -> Loss:
@@ -151,12 +138,11 @@ def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def loss_of_counts(counts: KeyCounts, order: str) -> Loss:
+def loss_of_counts(there: Ints, gone: Ints, order: str) -> Loss:
     """What goes of values that were counted, each by its key."""
     (floats, bits), infinity = ORDERS[order], INFINITY_BITS[order]
     wide = np.arange(infinity, dtype=bits).view(floats).astype(np.float64)
     squares = wide * wide
-    there, gone = counts.there, counts.gone
     return Loss(
         int(gone.sum()),
         int(there[0] + gone[1:].sum()),
@@ -210,7 +196,9 @@ class Content(Value, frozen=True):
             return
         at = 0
         for low, high in self._pieces(first, last):
-            made = self._bits(low, high) if self.packed else self._values(low, high).view(np.uint8)
+            made = (
+                np.packbits(self._kept(low, high)[1], bitorder="little") if self.packed else self._values(low, high).view(np.uint8)
+            )
             part = made[begin : begin + out.nbytes - at]
             out[at : at + len(part)] = part.data
             at, begin = at + len(part), 0
@@ -231,22 +219,25 @@ class Content(Value, frozen=True):
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Elements [start, stop), in pieces that begin where a tensor's pieces do."""
-        return _cut(start, stop, max(prune_keys.PIECE_ELEMENTS // 8, 1) * 8)
+        return _cut(start, stop, max(select.PIECE_ELEMENTS // 8, 1) * 8)
 
     def _values(self, start: int, stop: int) -> np.ndarray:
-        """Pruned elements of any range."""
-        values, kept = keep_range(self.tensor, self.mask, start, stop=stop)
-        if self.tally is not None:
-            self.tally.add(start, stop, loss_of(values, kept))
+        values, kept = self._kept(start, stop)
         zero_out(values, kept)
         return values
 
-    def _bits(self, start: int, stop: int) -> np.ndarray:
-        """The mask of some elements, packed."""
-        values, kept = keep_range(self.tensor, self.mask, start, stop=stop)
+    def _kept(self, start: int, stop: int) -> tuple[np.ndarray, Bools]:
+        """The elements [start, stop) in C order, and which of them stay."""
+        align = self.mask.align
+        first, last = start // align * align, min(-(-stop // align) * align, self.tensor.size)
+        values = read_flat(self.tensor, first, last)
+        self.mask.prepare()
+        with computing():
+            kept = self.mask.keep(values, first)[start - first : stop - first]
+        values = values[start - first : stop - first]
         if self.tally is not None:
             self.tally.add(start, stop, loss_of(values, kept))
-        return np.packbits(kept, bitorder="little")
+        return values, kept
 
 
 class Masked(Sourced):
@@ -264,12 +255,9 @@ class Masked(Sourced):
 
     def bits(self, name: str, original: LazyTensor, mask: Mask, *, tally: Tally | None = None) -> LazyTensor:
         """The mask, a bit an element in C order, the first in the lowest bit; set for what is kept."""
-        row = DTYPES.name("uint8")
-        if row is None:
-            raise Unsupported("the table of dtypes has no uint8")
         content = Content(original, mask, tally, packed=True)
         count = content.nbytes
-        return LazyTensor.contiguous(name, row, (count,), Storage(self._add(content), 0, count, home=self), self.source)
+        return LazyTensor.contiguous(name, BYTES, (count,), Storage(self._add(content), 0, count, home=self), self.source)
 
     def _add(self, content: Content) -> str:
         entry = VirtualFile(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor))

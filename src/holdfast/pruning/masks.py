@@ -12,45 +12,22 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools
 from holdfast.core.runtime import renewed
-from holdfast.core.sparse.encoding import matrix_shape
-from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.computed import read_flat
+from holdfast.engine.checksums import Progress
+from holdfast.engine.scan import scan
 from holdfast.engine.threads import computing, run_all
-from holdfast.pruning.keys import BlockScores, Magnitudes, Parted, RandomOrder, magnitude_keys, pieces
-from holdfast.pruning.order import pruned_count
-from holdfast.pruning.select import KeyCounts, Progress, hold, select
+from holdfast.numeric.pack import matrix_shape
+from holdfast.numeric.threshold import Parted, RandomOrder, Threshold, lowest, magnitude_keys, pruned_count
+from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, pieces, select
 
 HELD_SCORES = 1 << 22
 """Scores of blocks that are held, 32 MiB; those of a tensor with more blocks are summed up again in each pass."""
-
-
-class Mask(Protocol):
-    """What stays of one tensor."""
-
-    @property
-    def align(self) -> int:
-        """Ranges begin at multiples of this, and end there or at the end."""
-
-    @property
-    def row(self) -> int:
-        """Ranges that begin and end at multiples of this are quicker: `align`, or a multiple of it."""
-
-    def prepare(self) -> None:
-        """Find out what is not known yet, before elements are asked for. It may wait for others: never while `computing`."""
-
-    def keep(self, values: np.ndarray, start: int) -> Bools:
-        """What stays of elements that were read, the first of which has the index `start` in C order."""
-
-    def prune(self, values: np.ndarray, start: int) -> int:
-        """Make +0.0 of what goes, in its place; how many elements that is. `keep` says the same of each."""
 
 
 def zero_out(values: np.ndarray, kept: Bools) -> int:
@@ -66,14 +43,14 @@ class ThresholdMask(Value, frozen=True, eq=False):
     keys: Magnitudes | RandomOrder
     key: int
     cut: int
-    counts: KeyCounts | None = None
-    """How often each key is there, where that is known of this tensor alone."""
     align = row = 1
+    """Ranges begin at multiples of `align`, and end there or at the end; at multiples of `row` they are quicker."""
 
     def prepare(self) -> None:
-        """All is known."""
+        """Find out what is not known yet, before elements are asked for. It may wait for others: never while `computing`."""
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
+        """What stays of elements that were read, the first of which has the index `start` in C order."""
         kept = np.empty(len(values), np.bool_)
         before = min(max(self.cut - start, 0), len(values))
         self.keys.reach(values[:before], start, self.key + 1, out=kept[:before])
@@ -81,6 +58,7 @@ class ThresholdMask(Value, frozen=True, eq=False):
         return kept
 
     def prune(self, values: np.ndarray, start: int) -> int:
+        """Make +0.0 of what goes, in its place; how many elements that is. `keep` says the same of each."""
         keys = self.keys
         if not isinstance(keys, Magnitudes) or keys.order != keys.tensor.dtype.name or self.key >= keys.most:
             return zero_out(values, self.keep(values, start))
@@ -182,7 +160,8 @@ class RandomMask:
 
         def task(at: int) -> Callable[[], None]:
             def run() -> None:
-                part = self._keys.part(*ranges[at], low, high=high)
+                with computing():
+                    part = self._keys.part(*ranges[at], low, high=high)
                 parts[at] = part if self._held else replace(part, bits=np.empty(0, np.uint8))
 
             return run
@@ -315,54 +294,56 @@ class BlockMask(Value, frozen=True, eq=False):
         return len(values) - int(np.count_nonzero(marks)) * word // width
 
 
-def threshold_masks(
-    keys: Sequence[Magnitudes], level: float, *, threads: int = 1, progress: Progress | None = None
-) -> list[ThresholdMask]:
-    """One threshold over all tensors: the part `level` of their elements goes."""
-    total = sum(source.count for source in keys)
-    found = select(keys, pruned_count(level, total), threads=threads, progress=progress)
-    counts = found.counts if len(keys) == 1 else None
-    return [ThresholdMask(source, found.key, cut, counts) for source, cut in zip(keys, found.cuts, strict=True)]
+Mask = ThresholdMask | RandomMask | GroupMask | BlockMask
+"""What stays of one tensor. `ThresholdMask` describes the members."""
 
 
-def block_mask(
-    tensor: LazyTensor, shape: tuple[int, int], level: float, *, threads: int = 1, progress: Progress | None = None
-) -> BlockMask:
-    """The part `level` of the blocks goes, those of the lowest mean square."""
-    blocks = BlockScores(tensor, *shape)
-    size = math.prod(shape)
-    gone = pruned_count(level, blocks.count)
-    told = progress and (lambda n: progress(n * size))
-    scores = hold(blocks, threads=threads, progress=told) if gone > 0 and blocks.count <= HELD_SCORES else blocks
-    found = select([scores], gone, threads=threads, progress=told)
-    down, across = blocks.grid
-    bits = np.zeros((down, -(-across // 8)), np.uint8)
+class BlockChoice:
+    """Which blocks stay: from scores that are held until all are there, or as they come, where the cut is known."""
 
-    def task(start: int, stop: int) -> Callable[[], None]:
-        def run() -> None:
-            keys = scores.read(start, stop)
-            kept = np.where(np.arange(start, stop) < found.cuts[0], keys > found.key, keys >= found.key)
-            row, column = divmod(start, across)
-            if stop - start >= across:
-                bits[row : row + (stop - start) // across] = np.packbits(kept.reshape(-1, across), axis=1, bitorder="little")
-            else:
-                packed = np.packbits(kept, bitorder="little")
-                bits[row, column // 8 : column // 8 + len(packed)] = packed
-            if progress is not None:
-                progress((stop - start) * size)
+    def __init__(self, scores: BlockScores, gone: int, known: KeySearch | None) -> None:
+        self._scores, self._gone, self._known = scores, gone, known
+        down, across = scores.grid
+        self._held = np.empty(scores.count if known is None else 0, np.uint64)
+        self._bits = np.zeros((down, -(-across // 8)), np.uint8)
 
-        return run
+    def add(self, start: int, values: np.ndarray) -> None:
+        keys, first = self._scores.of(values), self._scores.place(start)
+        if self._known is None:
+            self._held[first : first + len(keys)] = keys
+        else:
+            self._mark(first, keys, self._known.key, before=self._known.before[0])
 
-    run_all([task(start, stop) for start, stop in scores.pieces()], threads)
-    return BlockMask(*shape, matrix_shape(tensor.shape)[1], bits)
+    def _mark(self, first: int, keys: np.ndarray, key: int, *, before: int) -> None:
+        kept = np.where(np.arange(first, first + len(keys)) < before, keys > key, keys >= key)
+        across = self._scores.grid[1]
+        row, column = divmod(first, across)
+        if len(keys) >= across:
+            self._bits[row : row + len(keys) // across] = np.packbits(kept.reshape(-1, across), axis=1, bitorder="little")
+        else:
+            packed = np.packbits(kept, bitorder="little")
+            self._bits[row, column // 8 : column // 8 + len(packed)] = packed
+
+    def result(self) -> BlockMask:
+        scores, held = self._scores, self._held
+        if len(held):
+            found = lowest(held, self._gone) if self._gone else Threshold(0, 0)
+            before = int(np.flatnonzero(held == found.key)[found.ties - 1]) + 1 if found.ties else 0
+            self._mark(0, held, found.key, before=before)
+        return BlockMask(scores.height, scores.width_of_block, matrix_shape(scores.tensor.shape)[1], self._bits)
 
 
-def keep_range(tensor: LazyTensor, mask: Mask, start: int, *, stop: int) -> tuple[np.ndarray, Bools]:
-    """The elements [start, stop) in C order, and which of them stay."""
-    first = start // mask.align * mask.align
-    last = min(-(-stop // mask.align) * mask.align, tensor.size)
-    values = read_flat(tensor, first, last)
-    mask.prepare()
-    with computing():
-        kept = mask.keep(values, first)
-    return values[start - first : stop - first], kept[start - first : stop - first]
+def block_masks(
+    scores: Sequence[BlockScores], levels: Sequence[float], *, threads: int = 1, progress: Progress | None = None
+) -> list[BlockMask]:
+    """For each tensor the part `level` of the blocks goes, those of the lowest mean square."""
+    gone = [pruned_count(level, one.count) for one, level in zip(scores, levels, strict=True)]
+    many = {at: KeySearch([one], gone[at]) for at, one in enumerate(scores) if one.count > HELD_SCORES}
+    select([*many.values()], threads=threads, progress=progress)
+    return scan(
+        [one.tensor for one in scores],
+        lambda at: BlockChoice(scores[at], gone[at], many.get(at)),
+        lambda at: scores[at].blocks(),
+        threads=threads,
+        progress=progress,
+    )

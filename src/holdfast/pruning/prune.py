@@ -17,28 +17,25 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 from holdfast.core.arguments import rules as rules_of
-from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.limits import Limits
+from holdfast.core.options import Progress, PruneOptions, validated
 from holdfast.core.protocols import State
-from holdfast.core.quantities import Size, byte_count
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import plural
 from holdfast.core.value import replace
-from holdfast.engine.threads import run_all
-from holdfast.engine.write import Progress
+from holdfast.engine.saves import SavePlan
+from holdfast.engine.scan import scan
+from holdfast.engine.table import lazy_table
 from holdfast.errors import CannotHold
 from holdfast.inspect.open import Openable
-from holdfast.plan.saves import SavePlan
-from holdfast.plan.table import lazy_table
-from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, common_order
-from holdfast.pruning.masked import Loss, Masked, loss_of_counts, weighing
-from holdfast.pruning.masks import GroupMask, Mask, RandomMask, block_mask, threshold_masks
-from holdfast.pruning.order import pruned_count
+from holdfast.numeric.threshold import RandomOrder, common_order, pruned_count
+from holdfast.pruning.masked import Loss, Masked, Weighed
+from holdfast.pruning.masks import GroupMask, Mask, RandomMask, ThresholdMask, block_masks
 from holdfast.pruning.rules import (
     Block,
     Global,
@@ -52,12 +49,11 @@ from holdfast.pruning.rules import (
     parse_rule,
     tensor_seed,
 )
-from holdfast.rewrite.companions import CopyConfig
-from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
-from holdfast.rewrite.rows import flat_state, with_odd, with_table
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.writing import Writing
+from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, pieces, select
+from holdfast.saving.formats import Options, check_sparse, format_for, plan_save, rehearse
+from holdfast.saving.planned import Destination, Planned, Saved, layout_of, planned_fields, rewritten
+from holdfast.saving.rows import flat_state, with_odd, with_table
+from holdfast.saving.state import tabulate_state
 
 MASKS = "holdfast.masks"
 """The metadata of a file of masks: JSON, from the name of each tensor to its shape and rule."""
@@ -65,17 +61,11 @@ MASKS = "holdfast.masks"
 MASKS_FILE = "masks.safetensors"
 """Where they are in a directory of pruned weights."""
 
-WHOLE_ELEMENTS = 1 << 24
-"""Where there are enough tensors of at most this size, each is searched by one thread: what is done once a tensor is then done for
-several at once."""
-
 OPTIONS = Options(keep_tree=True)
 
 
 @dataclass(frozen=True, slots=True)
 class PrunedTensor:
-    """What was done to one tensor."""
-
     name: str
     rule: str
     """The pattern and the method that decided."""
@@ -126,25 +116,12 @@ class Pruned(Saved):
         return sum(tensor.zeros for tensor in self.tensors) / self.size if self.size else 0.0
 
 
-@understood(rules=rules_of(PruningRule))
+@validated(rules=rules_of(PruningRule))
 def prune(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
     rules: Sequence[str | PruningRule],
-    *,
-    masks: str | None = None,
-    max_shard_size: Size | None = None,
-    sparse: str = "never",
-    copy_config: CopyConfig = True,
-    format: str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = True,
-    max_memory: Size | None = MAX_MEMORY,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[PruneOptions],
 ) -> Pruned:
     """Write a checkpoint with weights set to zero by rules (`pruning/rules.py`), the first that matches a name deciding.
 
@@ -155,34 +132,18 @@ def prune(
 
     Raises `CannotHold` with every problem where the rules do not fit the checkpoint, before anything is read or written.
     """
-    planned = plan_prune(
-        src, dst, rules, format=format, masks=masks, limits=limits, progress=progress, copy_config=copy_config,
-        options=Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree=True, sparse=sparse),
-        writing=Writing(
-            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-        ),
-    )  # fmt: skip
-    return planned.carry_out(progress)
+    return plan_prune(src, dst, rules, options).carry_out(options["progress"])
 
 
 def plan_prune(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str],
-    rules: Sequence[str | PruningRule],
-    *,
-    format: str | None = None,
-    masks: str | None = None,
-    options: Options = OPTIONS,
-    copy_config: CopyConfig = True,
-    writing: Writing,
-    limits: Limits | None = None,
-    progress: Progress | None = None,
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], rules: Sequence[str | PruningRule], asked: PruneOptions
 ) -> Planned[Pruned]:
     """Lay the rules over a checkpoint, find what goes, which reads, and lay out what stays."""
+    options, masks, progress = layout_of(asked), asked["masks"], asked["progress"]
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Pruned]:
         target = where.path
-        state = tabulate_state(source, limits=limits)
+        state = tabulate_state(source, limits=asked["limits"])
         notes: list[str] = []
         jobs = _jobs(source, state, rules, masks=masks, notes=notes)
         chosen = "safetensors" if masks == "only" else format_for(target, where.format, options)
@@ -194,22 +155,19 @@ def plan_prune(
                 problem = f"{target!r} is one file, and two files cannot be published in one step: give a directory"
                 raise CannotHold("the masks have no place", [f"{problem}, or write them by themselves (masks='only')"], file=target)
         pruning = Pruning(state, jobs, masks, options=where.options(options))
-        pruning.measure(writing.reading_threads, progress)
+        pruning.measure(where.writing.reading_threads, progress)
         plan = pruning.plan(target, chosen)
         plan = replace(plan, notes=(*notes, *plan.notes))
         beside = os.path.join(target, MASKS_FILE) if masks == "beside" else target if masks == "only" else None
         report = Pruned(**planned_fields(plan, target), source=source.path, masks=beside)
 
         def finish(report: Pruned, progress: Progress | None) -> Pruned:
-            return pruning.report(report, writing.reading_threads, progress)
+            return pruning.report(report, where.writing.reading_threads, progress)
 
         return Planned(plan, report, where.writing, reads=state.tensors.stores, finish=finish)
 
     directory = False if masks == "only" else None
-    return rewritten(
-        src, dst, lay_out, beside=True, format=format, directory=directory, options=options,
-        copy_config=copy_config, writing=writing, limits=limits,
-    )  # fmt: skip
+    return rewritten(src, dst, lay_out, asked, beside=True, directory=directory)
 
 
 def _jobs(
@@ -242,30 +200,53 @@ class Pruning:
 
     def measure(self, workers: int, progress: Progress | None) -> None:
         """Find what goes. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
-        tell = progress or _nothing
-        most = WHOLE_ELEMENTS if sum(job.tensor.size <= WHOLE_ELEMENTS for job in self._jobs) >= 2 * workers else PIECE_ELEMENTS
-        run_all([_finding(job, 1, tell, workers=workers) for job in self._jobs if job.tensor.size <= most], workers)
+        searches: list[tuple[KeySearch, list[tuple[Job, Magnitudes]]]] = []
+        together: list[tuple[Job, float]] = []
+        blocks: list[tuple[Job, BlockScores, float]] = []
         for job in self._jobs:
-            if job.tensor.size > most:
-                _finding(job, workers, tell, workers=workers)()
-        together = [job for job in self._jobs if isinstance(job.rule.method, Global)]
+            tensor = job.tensor
+            match job.rule.method:
+                case Magnitude(level):
+                    keys = Magnitudes(tensor, tensor.dtype.name)
+                    searches.append((KeySearch([keys], pruned_count(level, keys.count), job.counted), [(job, keys)]))
+                case Global(level):
+                    together.append((job, level))
+                case Groups(n, m):
+                    job.mask = GroupMask(n, m, tensor.dtype.name)
+                case Block(height, width, level):
+                    blocks.append((job, BlockScores(tensor, height, width), level))
+                case Random(level, seed):
+                    order = RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))
+                    job.mask = RandomMask(order, pruned_count(level, tensor.size), threads=workers)
         if together:
-            order = common_order([job.tensor.dtype.name for job in together])
-            level = max(job.rule.method.level for job in together if isinstance(job.rule.method, Global))
-            keys = [Magnitudes(job.tensor, order) for job in together]
-            width = together[0].tensor.dtype.bits // 8
-            masks = threshold_masks(keys, level, threads=workers, progress=lambda n: tell(n * width))
-            for job, mask in zip(together, masks, strict=True):
-                job.mask = mask
+            common = common_order([job.tensor.dtype.name for job, _ in together])
+            every = [Magnitudes(job.tensor, common) for job, _ in together]
+            gone = pruned_count(max(level for _, level in together), sum(keys.count for keys in every))
+            searches.append((KeySearch(every, gone), [(job, keys) for (job, _), keys in zip(together, every, strict=True)]))
+        select([one for one, _ in searches], threads=workers, progress=progress)
+        for one, own in searches:
+            for (job, keys), before in zip(own, one.before, strict=True):
+                job.mask = ThresholdMask(keys, one.key, before)
+        scores, levels = [score for _, score, _ in blocks], [level for _, _, level in blocks]
+        for (job, _, _), mask in zip(blocks, block_masks(scores, levels, threads=workers, progress=progress), strict=True):
+            job.mask = mask
 
-    def _weigh(self, workers: int, tell: Progress) -> None:
+    def _weigh(self, workers: int, progress: Progress | None) -> None:
         """Measure what is lost of all tensors that were not read as a whole while they were written."""
-        left = [job for job in self._jobs if job.tally.whole() is None]
-        run_all([task for job in left for task in weighing(job.tensor, _mask(job), job.tally, progress=tell)], workers)
+        left = [(job, _mask(job)) for job in self._jobs if job.tally.whole() is None]
+        for job, _ in left:
+            job.tally.clear()
+        scan(
+            [job.tensor for job, _ in left],
+            lambda at: Weighed(left[at][1], left[at][0].tally),
+            lambda at: pieces(left[at][0].tensor.size, left[at][1].align),
+            threads=workers,
+            progress=progress,
+        )
 
     def report(self, report: Pruned, workers: int, progress: Progress | None) -> Pruned:
         """What goes, and what is lost with it; after `measure`. Reads what was not read as a whole while it was written."""
-        self._weigh(workers, progress or _nothing)
+        self._weigh(workers, progress)
         losses = [job.loss for job in self._jobs]
         rows = [
             PrunedTensor(
@@ -319,37 +300,7 @@ class Pruning:
         return flat_state(lazy_table([*tensors], [*tensors.values()]), {MASKS: json.dumps(notes)})
 
 
-def _nothing(nbytes: int) -> None:
-    """Nobody asked."""
-
-
 def _mask(job: Job) -> Mask:
     if job.mask is None:
         raise ValueError("a pruning is measured before it is run")
     return job.mask
-
-
-def _finding(job: Job, threads: int, tell: Progress, *, workers: int) -> Callable[[], None]:
-    """Finds the mask of one tensor on some threads; that of a global rule is found elsewhere, a random one later by all workers."""
-    tensor, width = job.tensor, job.tensor.dtype.bits // 8
-
-    def read(count: int) -> None:
-        tell(count * width)
-
-    def run() -> None:
-        match job.rule.method:
-            case Magnitude(level):
-                (mask,) = threshold_masks([Magnitudes(tensor, tensor.dtype.name)], level, threads=threads, progress=read)
-                if mask.counts is not None:
-                    job.tally.add(0, tensor.size, loss_of_counts(mask.counts, tensor.dtype.name))
-                # Two counts of each key, half a megabyte: for all tensors they would be more than all else.
-                job.mask = replace(mask, counts=None)
-            case Groups(n, m):
-                job.mask = GroupMask(n, m, tensor.dtype.name)
-            case Block(height, width, level):
-                job.mask = block_mask(tensor, (height, width), level, threads=threads, progress=read)
-            case Random(level, seed):
-                keys = RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))
-                job.mask = RandomMask(keys, pruned_count(level, tensor.size), threads=workers)
-
-    return run

@@ -26,6 +26,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.patterns import matcher
 from holdfast.core.protocols import State
@@ -33,7 +34,7 @@ from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
-from holdfast.pruning.masked import Loss, Tally
+from holdfast.pruning.masked import Loss, Tally, loss_of_counts
 from holdfast.pruning.masks import Mask
 
 
@@ -63,8 +64,6 @@ class Block(Value, frozen=True):
 
 
 class Random(Value, frozen=True):
-    """Any go."""
-
     level: float
     seed: int
 
@@ -179,6 +178,10 @@ class Job:
         """The tally, if it is to be told what is lost; the search for a threshold may have known."""
         return None if self.tally.whole() else self.tally
 
+    def counted(self, there: Ints, gone: Ints) -> None:
+        """Tell the tally, by how often each key is there and goes."""
+        self.tally.add(0, self.tensor.size, loss_of_counts(there, gone, self.tensor.dtype.name))
+
     @property
     def loss(self) -> Loss:
         """What was lost; none before it is weighed."""
@@ -186,7 +189,6 @@ class Job:
 
 
 def conflicts(rules: Sequence[PruningRule]) -> list[str]:
-    """What contradicts itself, whatever the checkpoint."""
     seen: dict[str, str] = {}
     problems = []
     for rule in rules:

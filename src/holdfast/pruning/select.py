@@ -1,199 +1,253 @@
-"""The n-th lowest of all keys of some tensors, exactly, in passes that hold a few pieces at a time.
+"""The thresholds of pruning for tensors in files: the n-th lowest of their keys, exactly, in scans that hold a few blocks.
 
-1. Histograms close in on it (`order.narrow`). 16-bit floats are done with one.
-2. Where few keys are left, the next pass takes them out and sorts them.
+1. What each pass finds out stands in `numeric/threshold.py: search`; 16-bit floats are done with one pass.
+2. Many tensors are searched in one scan, each by itself or several together. A search goes on as soon as all of its blocks were
+   seen, so that counts are held only of tensors that are begun.
 3. Equal keys are counted by parts of the work, so that only one part is read again to find the index before which they go.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from holdfast.core.arrays import Ints
-from holdfast.core.value import Value, replace
+from holdfast.core.arrays import Bools, Ints
+from holdfast.core.box import Box
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
+from holdfast.engine.checksums import Progress
+from holdfast.engine.scan import Block, blocks, read_block, scan, start_of
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
-from holdfast.pruning import order
-from holdfast.pruning.keys import KeyBits, Keys
+from holdfast.numeric.pack import matrix_shape
+from holdfast.numeric.threshold import ORDERS, RUN_KEYS, KeyBits, Search, magnitude_keys, mean_squares, nan_key, search, top_counts
+
+PIECE_ELEMENTS = 1 << 19
+"""Elements at a time: 4 MiB as 64-bit numbers. With fewer, threads wait for each other's turn at the interpreter; more only take
+memory."""
 
 HISTOGRAM_PARTS = 32
 """Histograms of parts of the work: 256 KiB each."""
 
-Progress = Callable[[int], None]
+
+def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
+    """Ranges that cover `count` elements and begin at multiples of `align`."""
+    return blocks(count, max(PIECE_ELEMENTS // align, 1) * align)
 
 
-class KeyCounts(Value, frozen=True, eq=False):
-    """How often each key of 15 bits is there, and how often it goes."""
+class Magnitudes(Value, frozen=True):
+    """The keys of a tensor's elements by their absolute values. The members are described here for all kinds of keys."""
 
-    there: Ints
-    gone: Ints
-
-
-class Threshold(Value, frozen=True, eq=False):
-    """What goes: every key below this one, and of those that are equal the ones before an index, which each tensor has."""
-
-    key: int
-    cuts: tuple[int, ...]
-    counts: KeyCounts | None = None
-    """Where a single histogram was enough."""
-
-
-def select(sources: Sequence[Keys], count: int, *, threads: int = 1, progress: Progress | None = None) -> Threshold:
-    """The threshold below which exactly `count` of all keys are. All sources have keys of one width."""
-    if count <= 0:
-        return Threshold(0, (0,) * len(sources))
-    return _narrowed(Sweep(sources, threads, progress), count)
-
-
-class Sweep:
-    """Passes over the keys of several tensors, on threads."""
-
-    def __init__(self, sources: Sequence[Keys], threads: int, progress: Progress | None) -> None:
-        self.sources, self._threads, self._progress = sources, threads, progress
-        self.width = sources[0].width
-        self.total = sum(source.count for source in sources)
-        self.work = [(number, start, stop) for number, source in enumerate(sources) for start, stop in source.pieces()]
-
-    def read(self, at: int) -> np.ndarray:
-        """The keys of one piece of the work."""
-        number, start, stop = self.work[at]
-        return self.sources[number].read(start, stop)
-
-    def begin(self, at: int, bits: KeyBits) -> np.ndarray:
-        """The keys of one piece of the work that begin with a prefix, in order; they are made in parts that stay in a cache."""
-        number, start, stop = self.work[at]
-        return np.concatenate([bits.begin(keys, self.width) for keys in self.sources[number].steps(start, stop)])
-
-    def count_by(self, at: int, bits: KeyBits) -> Ints:
-        """How many keys one piece of the work has by some of their bits."""
-        number, start, stop = self.work[at]
-        return self.sources[number].count_by(start, stop, bits)
-
-    def pieces(self, use: Callable[[int], None]) -> None:
-        """Call a function with the place of every piece of the work."""
-
-        def task(at: int) -> Callable[[], None]:
-            def run() -> None:
-                use(at)
-                if self._progress is not None:
-                    self._progress(self.work[at][2] - self.work[at][1])
-
-            return run
-
-        run_all([task(at) for at in range(len(self.work))], self._threads)
-
-
-class ComputedKeys(Value, frozen=True, eq=False):
-    """Keys that were computed once."""
-
-    keys: npt.NDArray[np.uint64]
-    ranges: Sequence[tuple[int, int]]
-    width = 63
+    tensor: LazyTensor
+    order: str
 
     @property
     def count(self) -> int:
-        return len(self.keys)
+        return self.tensor.size
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        return iter(self.ranges)
+    @property
+    def width(self) -> int:
+        """Bits of a key."""
+        return 8 * ORDERS[self.order][1].itemsize - 1
 
-    def read(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
-        return self.keys[start:stop]
+    @property
+    def most(self) -> int:
+        """The largest key, of every NaN."""
+        return nan_key(self.order)
 
-    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        yield self.keys[start:stop]
+    def blocks(self) -> Iterator[Block]:
+        """Elements that are looked at together, in the order of the keys."""
+        return pieces(self.count)
 
-    def count_by(self, start: int, stop: int, bits: KeyBits) -> Ints:
-        return bits.count(self.keys[start:stop], self.width)
+    def place(self, start: int) -> int:
+        """The number of the first key of a block that begins with this element."""
+        return start
 
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """The keys of a block, as it was read."""
+        return magnitude_keys(values, self.order)
 
-def hold(source: Keys, *, threads: int = 1, progress: Progress | None = None) -> ComputedKeys:
-    """All keys of a tensor, for further passes."""
-    sweep = Sweep([source], threads, progress)
-    held = ComputedKeys(np.empty(source.count, np.uint64), [(start, stop) for _, start, stop in sweep.work])
+    def begin(self, values: np.ndarray, bits: KeyBits) -> np.ndarray:
+        """Those of them that begin with a prefix; they are made in parts that stay in a cache."""
+        parts = (values[at : at + RUN_KEYS] for at in range(0, len(values), RUN_KEYS))
+        return np.concatenate([bits.begin(self.of(part), self.width) for part in parts])
 
-    def put(at: int) -> None:
-        held.keys[slice(*held.ranges[at])] = sweep.read(at)
+    def count_by(self, values: np.ndarray, bits: KeyBits) -> Ints:
+        """How many there are by some of their bits."""
+        if bits.known < self.width or self.width > 32:
+            return bits.count(self.of(values), self.width)
+        return top_counts(values, self.order)  # the upper bytes of floats are enough
 
-    sweep.pieces(put)
-    return held
-
-
-def _narrowed(sweep: Sweep, count: int) -> Threshold:
-    """From histograms of more and more bits."""
-    passes: list[Ints] = []
-
-    def histogram(prefix: int, known: int, shift: int) -> Ints:
-        passes.append(_histogram(sweep, KeyBits(prefix, known, shift)))
-        bins: Ints = passes[-1].sum(axis=0)
-        return bins
-
-    found = order.narrow(histogram, count, total=sweep.total, width=sweep.width)
-    if found.known == 0:
-        parts = passes[-1]
-        bucket = found.prefix % parts.shape[1]
-        threshold = _among_equals(sweep, found.prefix, found.rank, equal=parts[:, bucket].tolist())
-        return threshold if passes[1:] else replace(threshold, counts=_counts(parts.sum(axis=0), bucket, found.rank))
-    left = KeyBits(found.prefix, found.known, 0)
-    candidates = [np.empty(0, np.uint64)] * len(sweep.work)
-
-    def take(at: int) -> None:
-        candidates[at] = sweep.begin(at, left)
-
-    sweep.pieces(take)
-    return _sorted(sweep, candidates, found.rank)
+    def reach(self, values: np.ndarray, start: int, key: int, *, out: Bools) -> None:
+        """Which of values that were read have this key or one above it."""
+        np.greater_equal(self.of(values), key, out=out)
 
 
-def _counts(bins: Ints, key: int, ties: int) -> KeyCounts:
-    gone = np.where(np.arange(len(bins)) < key, bins, 0)
-    gone[key] = ties
-    return KeyCounts(bins, gone)
+class BlockScores(Value, frozen=True):
+    """The keys of a tensor's blocks, by the mean square of the elements that each has, summed one after the other in float64."""
+
+    tensor: LazyTensor
+    height: int
+    width_of_block: int
+    width = 63
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """How many blocks there are below and beside each other."""
+        rows, columns = matrix_shape(self.tensor.shape)
+        return -(-rows // self.height), -(-columns // self.width_of_block)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.grid)
+
+    def blocks(self) -> Iterator[Block]:
+        """Whole rows of blocks, or parts of one that begin at multiples of eight, so that their bits fill bytes."""
+        (rows, columns), across = matrix_shape(self.tensor.shape), self.grid[1]
+        size = self.height * self.width_of_block
+        if not self.count:
+            return
+        if across * size <= PIECE_ELEMENTS:
+            yield from blocks(rows * columns, max(PIECE_ELEMENTS // (across * size), 1) * self.height * columns)
+            return
+        step = max(PIECE_ELEMENTS // size // 8, 1) * 8 * self.width_of_block
+        for top in range(0, rows, self.height):
+            yield from (Box((top, left), (min(top + self.height, rows), right)) for left, right in blocks(columns, step))
+
+    def place(self, start: int) -> int:
+        top, left = divmod(start, matrix_shape(self.tensor.shape)[1])
+        return top // self.height * self.grid[1] + left // self.width_of_block
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        matrix = values if values.ndim > 1 else values.reshape(-1, matrix_shape(self.tensor.shape)[1])
+        return magnitude_keys(mean_squares(matrix, self.height, self.width_of_block).reshape(-1), "float64")
+
+    def begin(self, values: np.ndarray, bits: KeyBits) -> np.ndarray:
+        return bits.begin(self.of(values), self.width)
+
+    def count_by(self, values: np.ndarray, bits: KeyBits) -> Ints:
+        return bits.count(self.of(values), self.width)
 
 
-def _histogram(sweep: Sweep, bits: KeyBits) -> Ints:
-    """How many keys with a prefix there are by their next bits; by parts of the work if these bits are the last."""
-    rows = min(HISTOGRAM_PARTS, len(sweep.work)) if bits.shift == 0 else 1
-    parts = np.zeros((rows, 1 << (bits.known - bits.shift)), np.int64)
-    lock = threading.Lock()
-
-    def add(at: int) -> None:
-        own = sweep.count_by(at, bits)
-        row = parts[at * len(parts) // len(sweep.work)]
-        with lock:
-            np.add(row, own, out=row)
-
-    sweep.pieces(add)
-    return parts
+Keys = Magnitudes | BlockScores
+"""The keys of one tensor."""
 
 
-def _sorted(sweep: Sweep, candidates: Sequence[np.ndarray], count: int) -> Threshold:
-    """The `count`-th lowest of keys that were taken out of the pieces of the work."""
-    every = np.concatenate(candidates)
-    every.partition(count - 1)
-    key = int(every[count - 1])
-    equal = [int(np.count_nonzero(keys == key)) for keys in candidates]
-    return _among_equals(sweep, key, count - int(np.count_nonzero(every < key)), equal=equal)
+Told = Callable[[Ints, Ints], None]
+"""How often each key of 15 bits is there, and how often it goes."""
 
 
-def _among_equals(sweep: Sweep, key: int, ties: int, *, equal: Sequence[int]) -> Threshold:
-    """Where the first `ties` of the keys equal to this one end, knowing how many each part of the work has."""
-    if ties == sum(equal):
-        return Threshold(key, tuple(source.count for source in sweep.sources))
-    ends = np.cumsum(equal)
-    part = int(np.searchsorted(ends, ties))
-    ties -= int(ends[part]) - equal[part]
-    for at in range(-(-part * len(sweep.work) // len(equal)), len(sweep.work)):
-        places = np.flatnonzero(sweep.read(at) == key)
-        if ties <= len(places):
-            number, start, _ = sweep.work[at]
-            whole = [source.count for source in sweep.sources[:number]]
-            cut = start + int(places[ties - 1]) + 1
-            return Threshold(key, (*whole, cut, *(0 for _ in sweep.sources[number + 1 :])))
-        ties -= len(places)
-    raise NotCommitted(
-        "a tensor changed while its threshold was looked for; nothing was written: start again when nobody writes to it"
-    )
+class KeySearch:
+    """A search for the keys of some tensors that go together: every key below `key`, and of equal ones those before an index."""
+
+    def __init__(self, sources: Sequence[Keys], gone: int, told: Told | None = None) -> None:
+        """So many keys go, all of one width. `told` is called where one histogram was enough."""
+        self.sources, self._told = sources, told
+        self._work = [(number, block) for number, source in enumerate(sources) for block in source.blocks()]
+        self._at = {(number, start_of(sources[number].tensor, block)): at for at, (number, block) in enumerate(self._work)}
+        self._lock = threading.Lock()
+        self.key, self.before = 0, (0,) * len(sources)
+        """What goes; the index is another in each tensor. Known after `select`."""
+        self.asked: KeyBits | None = None
+        """What the next pass finds out; None where all is known."""
+        self._ties = 0
+        self._equal: Sequence[int] = ()
+        """Of the keys that are equal to the one that was found, how many each part of the work has."""
+        self._passes = 0
+        if gone > 0:
+            self._search: Search = search(gone, total=sum(source.count for source in sources), width=sources[0].width)
+            self._begin(next(self._search))
+
+    def _begin(self, asked: KeyBits) -> None:
+        self.asked, self._left = asked, len(self.sources)
+        self._passes += 1
+        self._parts: Ints | None = None
+        self._taken: list[np.ndarray] = [np.empty(0, np.uint64)] * (len(self._work) if asked.taken else 0)
+
+    def look(self, number: int, start: int, values: np.ndarray) -> None:
+        """Find out what is asked of one block."""
+        asked, source, at = self.asked, self.sources[number], self._at[number, start]
+        if asked is None:
+            return
+        if asked.taken:
+            self._taken[at] = source.begin(values, asked)
+            return
+        own = source.count_by(values, asked)
+        with self._lock:
+            if self._parts is None:
+                # By parts of the work, if these bits are the last.
+                rows = min(HISTOGRAM_PARTS, len(self._work)) if asked.shift == 0 else 1
+                self._parts = np.zeros((rows, len(own)), np.int64)
+            self._parts[at * len(self._parts) // len(self._work)] += own
+
+    def finish(self) -> None:
+        """The blocks of one more tensor were looked at: with the last of them the search goes on."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        parts, taken = self._parts, self._taken
+        try:
+            self._begin(self._search.send(np.concatenate(taken) if parts is None else parts.sum(axis=0)))
+        except StopIteration as done:
+            self.asked, self._parts, self._taken = None, None, []
+            self.key, self._ties = done.value.key, done.value.ties
+            if parts is None:
+                self._equal = [int(np.count_nonzero(keys == self.key)) for keys in taken]
+                return
+            bucket = self.key % parts.shape[1]
+            self._equal = parts[:, bucket].tolist()
+            if self._told is not None and self._passes == 1:
+                there = parts.sum(axis=0)
+                gone = np.where(np.arange(len(there)) < bucket, there, 0)
+                gone[bucket] = self._ties
+                self._told(there, gone)
+
+    def locate(self) -> None:
+        """Find where the first of the equal keys that go end, from how many each part of the work has. Reads one part."""
+        ties, equal, sources = self._ties, self._equal, self.sources
+        if not ties:
+            return
+        if ties == sum(equal):
+            self.before = tuple(source.count for source in sources)
+            return
+        ends = np.cumsum(equal)
+        part = int(np.searchsorted(ends, ties))
+        ties -= int(ends[part]) - equal[part]
+        for number, block in self._work[-(-part * len(self._work) // len(equal)) :]:
+            source = sources[number]
+            places = np.flatnonzero(source.of(read_block(source.tensor, block)) == self.key)
+            if ties <= len(places):
+                last = source.place(start_of(source.tensor, block)) + int(places[ties - 1]) + 1
+                self.before = (*(one.count for one in sources[:number]), last, *(0 for _ in sources[number + 1 :]))
+                return
+            ties -= len(places)
+        raise NotCommitted(
+            "a tensor changed while its threshold was looked for; nothing was written: start again when nobody writes to it"
+        )
+
+
+class KeyPass:
+    """One pass of a search over one of its tensors."""
+
+    def __init__(self, searching: KeySearch, number: int) -> None:
+        self._search, self._number = searching, number
+        self.source = searching.sources[number]
+
+    def add(self, start: int, values: np.ndarray) -> None:
+        self._search.look(self._number, start, values)
+
+    def result(self) -> None:
+        self._search.finish()
+
+
+def select(searches: Sequence[KeySearch], *, threads: int = 1, progress: Progress | None = None) -> None:
+    """Carry out searches, all of them together, until each knows what goes."""
+    while waiting := [KeyPass(one, number) for one in searches if one.asked is not None for number in range(len(one.sources))]:
+        cuts = [one.source.blocks() for one in waiting]
+        tensors = [one.source.tensor for one in waiting]
+        scan(tensors, waiting.__getitem__, cuts.__getitem__, threads=threads, progress=progress)
+    run_all([one.locate for one in searches], threads)

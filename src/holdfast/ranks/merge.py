@@ -13,7 +13,7 @@ whole (`torch/ranks/replica_sums`). Sums of one kind are compared; ranks of one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -21,11 +21,13 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
+from holdfast.core.documents import message_kind, read_document
+from holdfast.core.tree import values_inside
 from holdfast.core.value import Value
 from holdfast.formats.tree_json.encode import flat_tree
 from holdfast.ranks.state import Catalogue, RankState
 
-SUMS = msgspec.msgpack.Decoder(dict[str, tuple[int | bytes]])
+SUMS = message_kind("list of checksums of a rank", dict[str, tuple[int | bytes]])
 
 SHOWN = 6
 """Stretches of successive ranks that a sentence lists."""
@@ -217,7 +219,8 @@ class MergedTrees(Struct):
 
     def lost(self, names: Iterable[str]) -> list[str]:
         """The tensors among `names` that have no place in the tree."""
-        found = set(_tensor_names(self.tree))
+        nodes = (value for value in values_inside(self.tree) if isinstance(value, dict))
+        found = {str(node["name"]) for node in nodes if node.get(TAG) == "tensor"}
         return [name for name in names if name not in found]
 
 
@@ -288,17 +291,6 @@ def _said(key: object) -> str:
     return key if isinstance(key, str) else msgspec.json.encode(key).decode()
 
 
-def _tensor_names(node: object) -> Iterator[str]:
-    if isinstance(node, list):
-        for inner in node:
-            yield from _tensor_names(inner)
-    elif isinstance(node, Mapping):
-        if node.get(TAG) == "tensor":
-            yield str(node["name"])
-        for inner in node.values():
-            yield from _tensor_names(inner)
-
-
 def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: str) -> tuple[object | None, list[str]]:
     """The tree of all ranks from what each told, None where it is a plain dict of tensors; and what stands in the way."""
     if len({*told}) == 1:
@@ -326,7 +318,7 @@ def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
             continue  # it was told not to look
         alike.setdefault(sums, []).append(rank)
     # Nearly always all ranks that have a tensor told the same of it.
-    decoded = [(SUMS.decode(sums), ranks) for sums, ranks in alike.items()] if len(alike) > 1 else []
+    decoded = [(read_document(SUMS, sums), ranks) for sums, ranks in alike.items()] if len(alike) > 1 else []
     first: dict[str, tuple[int | bytes]] = {}
     suspect: dict[str, None] = {}
     for own, _ in decoded:

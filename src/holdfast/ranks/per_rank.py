@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 
 from holdfast.core.patterns import matcher
-from holdfast.core.tree import Path, dotted, rebuilt, step
+from holdfast.core.tree import MOST_LEAVES, TOO_OFTEN, Path, Unrolled, dotted, mapped_children, name_ends, rebuilt, step, unroll
+from holdfast.errors import LimitExceeded
 
 KEY = re.compile(r"rank-(\d{1,9})-of-(\d{1,9})")
 
@@ -33,10 +35,11 @@ def size_in(key: object) -> int | None:
     return None if found is None else int(found[2])
 
 
-def marked(path: Path, key: str) -> Iterator[Path]:
-    """The paths at which a rank's own may stand, the outermost first."""
-    for i in range(1, len(path) + 1):
-        yield (*path[:i], key, *path[i:])
+def marked(path: Path, key: str) -> Iterator[tuple[str, Path]]:
+    """The names and paths under which a rank's own may stand, the outermost first."""
+    name = dotted(path)
+    for i, end in enumerate(name_ends(path), 1):
+        yield f"{name[:end]}.{key}{name[end:]}", (*path[:i], key, *path[i:])
 
 
 def mark(state: object, patterns: Sequence[str], key: str) -> tuple[object, list[str]]:
@@ -47,7 +50,7 @@ def mark(state: object, patterns: Sequence[str], key: str) -> tuple[object, list
     if not patterns:
         return state, []
     marking = _Marking(patterns, key)
-    return marking.walk(state, ()), list(marking.used)
+    return unroll(marking.marked(state, "")), [*marking.used]
 
 
 class _Marking:
@@ -56,21 +59,29 @@ class _Marking:
     def __init__(self, patterns: Sequence[str], key: str) -> None:
         self._patterns = {pattern: matcher(pattern) for pattern in patterns}
         self._key = key
+        self._left = MOST_LEAVES
+        self._around: set[int] = set()
         self.used: dict[str, None] = {}
 
-    def walk(self, value: object, path: Path) -> object:
-        name = dotted(path)
-        hits = [pattern for pattern, means in self._patterns.items() if path and means(name)]
-        if hits:
+    def marked(self, value: object, prefix: str) -> Unrolled[object]:
+        """A container in which everything that matches is marked; what stands in itself is left for whoever describes the state."""
+        around = self._around
+        if id(value) in around or not (isinstance(value, Mapping) or type(value) in (list, tuple)):
+            return value
+        around.add(id(value))
+        made: list[object] = []
+        for key, inner in mapped_children(value) or ():
+            name = f"{prefix}{step(key)}"
+            hits = [pattern for pattern, means in self._patterns.items() if means(name)]
             self.used.update(dict.fromkeys(hits))
-            return {self._key: value}
-        if len(path) > 64:
-            return value  # deeper than a state can be; whoever describes it says so
-        if isinstance(value, Mapping):
-            inner = {k: self.walk(v, (*path, step(k))) for k, v in value.items()}
-            if isinstance(value, dict):
-                return rebuilt(value, list(inner.values()))
-            return value if all(inner[k] is v for k, v in value.items()) else inner
-        if type(value) is list or type(value) is tuple:
-            return rebuilt(value, [self.walk(v, (*path, i)) for i, v in enumerate(value)])
-        return value
+            if hits:
+                made.append({self._key: inner})
+            else:
+                made.append((yield self.marked(inner, f"{name}.")) if isinstance(inner, Mapping | list | tuple) else inner)
+        around.remove(id(value))
+        self._left -= len(made)
+        if self._left < 0:
+            raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
+        if isinstance(value, Mapping) and not isinstance(value, dict):
+            return value if all(map(is_, made, value.values())) else dict(zip(value, made, strict=True))
+        return rebuilt(value, made)

@@ -36,6 +36,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints, shape_columns
 from holdfast.core.box import Box
+from holdfast.core.documents import UNLIMITED, D, DocumentKind, read_document, write_document
 from holdfast.core.dtype import DTYPES
 from holdfast.core.table import Table
 from holdfast.core.value import Value
@@ -49,6 +50,17 @@ MAX_RANK = 64
 
 MAX_DIGEST_NBYTES = 64
 """No hash in use is longer."""
+
+
+class CatalogueDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+CATALOGUE = DocumentKind(
+    name="catalogue of a rank", decoder=msgspec.json.Decoder(CatalogueDocument), most=UNLIMITED, canonical=True
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,10 +99,7 @@ class Catalogue:
                 raise MetadataError(f"{shape} is no shape that a tensor can have", tensor=name, found=shape)
         object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "extents", shape_columns(self.shapes))
-        try:
-            encoded = msgspec.json.encode({"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes})
-        except UnicodeEncodeError as error:
-            raise MetadataError(f"a tensor's name holds half a surrogate pair: {error.object!r}") from error
+        encoded = _written(CATALOGUE, CatalogueDocument(self.names, self.dtypes, self.shapes))
         object.__setattr__(self, "encoded", encoded)
         object.__setattr__(self, "digest", hashlib.blake2b(encoded, digest_size=16).digest())
 
@@ -172,7 +181,7 @@ class RankState(Value, frozen=True, eq=False):
             if len(boxes) != 1 or boxes[0].shape != tensor.shape:
                 cut[row], counts[row] = boxes, len(boxes)
         owners = np.arange(len(table), dtype=np.int64).repeat(counts)
-        offsets, sizes = np.zeros((catalogue.rank, len(owners)), np.int64), catalogue.extents[:, owners]
+        offsets, sizes = np.zeros((catalogue.rank, len(owners)), np.int64), catalogue.extents.take(owners, axis=1)
         firsts = counts.cumsum() - counts
         for row, boxes in cut.items():
             for number, box in enumerate(boxes, int(firsts[row])):
@@ -195,7 +204,7 @@ class RankState(Value, frozen=True, eq=False):
             )
         if not form[1]:
             return
-        if self.tensors.min() < 0 or self.tensors.max() >= len(self.catalogue):
+        if np.count_nonzero(self.tensors.view(np.uint64) >= len(self.catalogue)):  # a negative number is a very large one
             raise MetadataError(f"a box belongs to a tensor outside of a catalogue of {len(self.catalogue)}")
         if form[0] and (self.offsets.min() < 0 or self.sizes.min() < 0):
             place = int(np.flatnonzero((self.offsets < 0).any(axis=0) | (self.sizes < 0).any(axis=0))[0])
@@ -231,6 +240,13 @@ class RankState(Value, frozen=True, eq=False):
         return self.catalogue.names[int(self.tensors[box])]
 
 
+def _written(kind: DocumentKind[D], value: D) -> bytes:
+    try:
+        return write_document(kind, value)
+    except HeaderError as error:
+        raise MetadataError(error.message) from None
+
+
 def _possible(shape: tuple[int, ...]) -> bool:
     # Zeros count as ones: (0, 2**60) has no element, but its strides would not fit.
     return len(shape) <= MAX_RANK and all(n >= 0 for n in shape) and math.prod(max(n, 1) for n in shape) <= MAX_COUNT
@@ -243,12 +259,6 @@ PREFIX_NBYTES = 24
 WORD = 8
 
 
-class CatalogueDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     boxes: int
     values: tuple[tuple[str, str], ...]
@@ -256,17 +266,13 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: tuple[tuple[str, str], ...]
 
 
-CATALOGUES = msgspec.json.Decoder(CatalogueDocument)
-HEADERS = msgspec.json.Decoder(Header)
+HEADER = DocumentKind(name="header of a rank", decoder=msgspec.json.Decoder(Header), most=UNLIMITED, canonical=True)
 
 
 def encode(state: RankState) -> bytes:
     """A rank's state as bytes; `decode` gives it back."""
     catalogue = state.catalogue.encoded
-    try:
-        header = msgspec.json.encode(Header(state.count, _pairs(state.values), state.aliases))
-    except UnicodeEncodeError as error:
-        raise MetadataError(f"a name holds half a surrogate pair: {error.object!r}") from error
+    header = _written(HEADER, Header(state.count, _pairs(state.values), state.aliases))
     header += b" " * (-(PREFIX_NBYTES + len(catalogue) + len(header)) % WORD)
     lengths = (len(part).to_bytes(WORD, "little") for part in (catalogue, header))
     columns = (column.astype("<i8", copy=False).tobytes() for column in (state.tensors, state.offsets, state.sizes))
@@ -288,7 +294,10 @@ def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankStat
     if begin > len(data) or begin % WORD:
         raise HeaderError(f"the header of a rank's description ends at byte {begin} of {len(data)}", offset=begin)
     catalogue = _catalogue(data[PREFIX_NBYTES:middle], known)
-    header = _header(data[middle:begin])
+    text = data[middle:begin].rstrip(b" ")
+    if begin - middle - len(text) >= WORD:
+        raise HeaderError("the header of a rank is not in the form in which it is written")
+    header = read_document(HEADER, text)
     wanted = header.boxes * (1 + 2 * catalogue.rank) * WORD
     if header.boxes < 0 or begin + wanted != len(data):
         raise HeaderError(f"{header.boxes} boxes take {wanted} bytes, {len(data) - begin} are there", offset=begin)
@@ -307,26 +316,9 @@ def decode_all(described: Iterable[bytes], own: Catalogue | None = None) -> list
 def _catalogue(raw: bytes, known: dict[bytes, Catalogue]) -> Catalogue:
     digest = hashlib.blake2b(raw, digest_size=16).digest()
     if digest not in known:
-        try:
-            document = CATALOGUES.decode(raw)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise HeaderError(f"the catalogue of a rank: {error}", offset=PREFIX_NBYTES) from error
-        catalogue = Catalogue(document.names, document.dtypes, document.shapes)
-        if catalogue.digest != digest:
-            raise HeaderError("the catalogue of a rank is not in the form in which it is written", offset=PREFIX_NBYTES)
-        known[digest] = catalogue
+        document = read_document(CATALOGUE, raw)
+        known[digest] = Catalogue(document.names, document.dtypes, document.shapes)
     return known[digest]
-
-
-def _header(raw: bytes) -> Header:
-    try:
-        header = HEADERS.decode(raw)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise HeaderError(f"the header of a rank: {error}") from error
-    text = raw.rstrip(b" ")
-    if msgspec.json.encode(header) != text or len(raw) - len(text) >= WORD:
-        raise HeaderError("the header of a rank is not in the form in which it is written")
-    return header
 
 
 def _pairs(values: Mapping[str, bytes]) -> tuple[tuple[str, str], ...]:

@@ -33,6 +33,7 @@ tensor, in any number of dimensions, and cannot say where; here it decides where
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -95,59 +96,53 @@ class _Boxes(Value, frozen=True):
         return self.offsets.take(places, axis=1), self.sizes.take(places, axis=1)
 
 
-def cut_slabs(held: Sequence[RankBoxes], catalogue: Catalogue) -> Ints:
+def cut_slabs(held: Sequence[RankBoxes], catalogue: Catalogue) -> list[int]:
     """The places in the catalogue at which slabs begin; one more entry marks the end."""
     boxes = np.zeros(len(catalogue), np.int64)
     for h in held:
         boxes += np.bincount(h.tensors, minlength=len(catalogue))
-    counts = catalogue.extents.prod(axis=0)
+    counts = np.multiply.reduce(catalogue.extents)
     room = max(SLAB_BOXES, SLAB_BOXES_A_RANK * len(held))
-    edges, begin, width, count = [0], 0, 0, 0
-    for t, (n, c) in enumerate(zip(boxes.tolist(), counts.tolist(), strict=True)):
-        if t > begin and (width + n > room or t - begin >= SLAB_TENSORS or count + c > SLAB_COUNT):
-            edges.append(t)
-            begin, width, count = t, 0, 0
-        width, count = width + n, count + c
-    return np.array([*edges, len(catalogue)], np.int64)
+    edges = [0]
+    while (begin := edges[-1]) < len(catalogue):
+        window = slice(begin, begin + SLAB_TENSORS)
+        # As floating point no sum overflows, and up to twice the limit all are exact.
+        elements = counts[window].cumsum(dtype=np.float64).searchsorted(SLAB_COUNT, "right")
+        edges.append(begin + max(int(min(boxes[window].cumsum().searchsorted(room, "right"), elements)), 1))
+    return edges
 
 
 def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> Iterator[Slab]:
     """Every slab of the catalogue in turn. The tensors that are `left_out` have no boxes and no problems."""
     edges = cut_slabs(held, catalogue)
-    cuts = np.array([h.tensors.searchsorted(edges) for h in held], np.int64).reshape(len(held), len(edges))
+    cuts = [h.tensors.searchsorted(edges).tolist() for h in held]
     bits = np.array([BITS[dtype] for dtype in catalogue.dtypes], np.int64)
-    for i, (begin, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
-        gathered = _gather(held, cuts[:, i], cuts[:, i + 1], first=begin, rank=catalogue.rank)
+    for i, (begin, stop) in enumerate(pairwise(edges)):
+        parts = [(rank, h, *cut[i : i + 2]) for rank, (h, cut) in enumerate(zip(held, cuts, strict=True))]
+        gathered = _gather([part for part in parts if part[2] < part[3]], first=begin, rank=catalogue.rank)
         about = _About(catalogue, begin, catalogue.extents[:, begin:stop], bits[begin:stop])
         yield about.slab(gathered, left_out[begin:stop].copy())
 
 
-def _gather(held: Sequence[RankBoxes], begins: Ints, stops: Ints, *, first: int, rank: int) -> _Boxes:
-    present = (stops > begins).nonzero()[0]
-    if not len(present):
+def _gather(parts: Sequence[tuple[int, RankBoxes, int, int]], *, first: int, rank: int) -> _Boxes:
+    """The boxes of stretches of ranks, in the order of the ranks."""
+    if not parts:
         none, no_columns = np.zeros(0, np.int32), np.zeros((rank, 0), np.int64)
-        return _Boxes(present, none, none, no_columns, no_columns)
-    parts = [(held[r], a, b) for r, a, b in zip(present.tolist(), begins[present].tolist(), stops[present].tolist(), strict=True)]
-    lengths = (stops - begins)[present]
-    tensors = np.concatenate([h.tensors[a:b] for h, a, b in parts])
-    tensors -= first
-    # Counted up from `begins` in each stretch; a rank whose boxes were not sorted has its own numbers.
-    boxes = np.arange(len(tensors)) + (begins[present] - (lengths.cumsum() - lengths)).repeat(lengths)
-    for (h, a, b), end in zip(parts, lengths.cumsum().tolist(), strict=True):
-        if h.order is not None:
-            boxes[end + a - b : end] = h.order[a:b]
-    ranks = present.astype(np.int32).repeat(lengths)
-    if all(h.order is None and len(h.state.offsets) == rank for h, _, _ in parts):
-        offsets = np.concatenate([h.state.offsets[:, a:b] for h, a, b in parts], axis=1)
-        sizes = np.concatenate([h.state.sizes[:, a:b] for h, a, b in parts], axis=1)
-    else:
-        offsets = np.concatenate([_filled(h.taken(h.state.offsets, a, b), rank, 0) for h, a, b in parts], axis=1)
-        sizes = np.concatenate([_filled(h.taken(h.state.sizes, a, b), rank, 1) for h, a, b in parts], axis=1)
-    return _Boxes(tensors, ranks, boxes.astype(np.int32), offsets, sizes)
+        return _Boxes(np.zeros(0, np.int64), none, none, no_columns, no_columns)
+    return _Boxes(
+        np.concatenate([h.tensors[a:b] for _, h, a, b in parts]) - first,
+        np.array([number for number, _, _, _ in parts], np.int32).repeat([b - a for _, _, a, b in parts]),
+        # A rank whose boxes were not sorted has its own numbers.
+        np.concatenate([np.arange(a, b) if h.order is None else h.order[a:b] for _, h, a, b in parts]).astype(np.int32),
+        np.concatenate([_filled(h.taken(h.state.offsets, a, b), rank, 0) for _, h, a, b in parts], axis=1),
+        np.concatenate([_filled(h.taken(h.state.sizes, a, b), rank, 1) for _, h, a, b in parts], axis=1),
+    )
 
 
 def _filled(columns: Ints, rank: int, value: int) -> Ints:
-    """The columns of a rank that has no tensor of so many dimensions, with those added."""
+    """The columns of a rank; where it has no tensor of so many dimensions, with those added."""
+    if len(columns) == rank:
+        return columns
     return np.concatenate((columns, np.full((rank - len(columns), columns.shape[1]), value, np.int64)))
 
 
@@ -160,6 +155,8 @@ class _About(Value, frozen=True):
     bits: Ints
 
     def slab(self, boxes: _Boxes, left_out: Bools) -> Slab:
+        if self._are_one_each(boxes, left_out):
+            return Slab(np.arange(len(boxes.tensors) + 1), boxes.ranks, boxes.boxes, self._nbytes(boxes.tensors, boxes.sizes), ())
         boxes, problems = self._inside(boxes, left_out)
         order, same = self._sorted(boxes)
         heads = _edges(~same, len(order))
@@ -173,24 +170,28 @@ class _About(Value, frozen=True):
         for defect in defects(self.extents, tensors, starts=offsets, sizes=sizes):
             if not left_out[defect.tensor]:
                 problems.append((defect.tensor, self._explain(defect, boxes, different)))
-        nbytes = self.bits[tensors]
-        for row in sizes:
-            nbytes *= row
-        nbytes = (nbytes + 7) // 8
         placed = tuple((self.first + tensor, text) for tensor, text in problems)
-        return Slab(heads, ranks, boxes.boxes[order], nbytes, placed)
+        return Slab(heads, ranks, boxes.boxes[order], self._nbytes(tensors, sizes), placed)
+
+    def _are_one_each(self, boxes: _Boxes, left_out: Bools) -> bool:
+        """Whether each tensor has one box, which is all of it, and elements: then nothing is to be sorted or found wrong."""
+        extents, count = self.extents, self.extents.shape[1]
+        if np.count_nonzero(left_out) or np.count_nonzero(boxes.offsets) or np.count_nonzero(extents) < extents.size:
+            return False
+        in_order = boxes.tensors.tobytes() == np.arange(count).tobytes()
+        return in_order and boxes.sizes.tobytes() == extents.tobytes()
+
+    def _nbytes(self, tensors: Ints, sizes: Ints) -> Ints:
+        nbytes: Ints = (self.bits[tensors] * np.multiply.reduce(sizes) + 7) >> 3
+        return nbytes
 
     def _inside(self, boxes: _Boxes, left_out: Bools) -> tuple[_Boxes, list[tuple[int, str]]]:
         """The boxes that have elements, of the tensors all of whose boxes lie inside; the others are marked as left out."""
         unwanted = left_out[boxes.tensors]
-        outside, empty = np.zeros(len(unwanted), np.bool_), np.zeros(len(unwanted), np.bool_)
-        for extent, offsets, sizes in zip(self.extents, boxes.offsets, boxes.sizes, strict=True):
-            # Not the sum of offset and size: it may not fit 64 bits.
-            outside |= offsets > extent[boxes.tensors] - sizes
-            empty |= sizes == 0
-        outside &= ~unwanted
+        # Not the sum of offset and size: it may not fit 64 bits.
+        outside = np.logical_or.reduce(boxes.offsets > self.extents.take(boxes.tensors, axis=1) - boxes.sizes) & ~unwanted
         problems = []
-        if outside.any():
+        if np.count_nonzero(outside):
             beyond = outside.nonzero()[0]
             of_each = np.bincount(boxes.tensors[beyond], minlength=len(left_out))
             firsts = _first_of_each(boxes.tensors[beyond], beyond)
@@ -198,12 +199,12 @@ class _About(Value, frozen=True):
             problems = [(t, self._say_outside(boxes, i, int(of_each[t]))) for i, t in zip(firsts, owners, strict=True)]
             left_out |= of_each > 0
             unwanted = left_out[boxes.tensors]
-        unwanted |= empty
-        return (boxes.at(~unwanted) if unwanted.any() else boxes), problems
+        unwanted |= np.logical_or.reduce(boxes.sizes == 0)
+        return (boxes.at(~unwanted) if np.count_nonzero(unwanted) else boxes), problems
 
     def _sorted(self, boxes: _Boxes) -> tuple[Ints, Bools]:
         """The order by tensor, start and rank; and for each box but the first, whether it is the same as the one before."""
-        counts = self.extents.prod(axis=0)
+        counts = np.multiply.reduce(self.extents)
         places = (counts.cumsum() - counts)[boxes.tensors]
         stride = np.ones(self.extents.shape[1], np.int64)
         for extent, offsets in zip(self.extents[::-1], boxes.offsets[::-1], strict=True):
@@ -216,7 +217,7 @@ class _About(Value, frozen=True):
             again = places.argsort(kind="stable")
             order, places = order[again], places[again]
         same = places[1:] == places[:-1]
-        if same.any():
+        if np.count_nonzero(same):
             # One start and different sizes: they overlap, so it does not matter in which order they are.
             one, other = order[:-1][same], order[1:][same]
             alike = np.ones(len(one), np.bool_)
@@ -290,10 +291,10 @@ def defects(extents: Ints, tensors: Ints, *, starts: Ints, sizes: Ints) -> list[
     `extents` has a column for each tensor. The boxes are not empty, lie inside of their tensors, are sorted by tensor and then by
     their starts in C order, and no two neighbours are the same; tensors are numbered as in `extents`.
     """
-    totals = _product(extents)
+    totals = np.multiply.reduce(extents)
     found: dict[int, Defect] = {}
     # A box that is all of its tensor covers it, and is there once. Most tensors of most saves are not cut.
-    if not (sizes == extents[:, tensors]).all():
+    if np.count_nonzero(sizes != extents.take(tensors, axis=1)):
         found = {d.tensor: d for d in _defects_of_cut(extents, totals, _Different(tensors, starts, sizes))}
     totals[tensors] = 0
     found.update((int(t), _nothing(int(t), extents)) for t in totals.nonzero()[0])
@@ -317,7 +318,7 @@ def _defects_of_cut(extents: Ints, totals: Ints, boxes: _Different) -> Iterator[
         cut[d, owners] = np.minimum.reduceat(sizes[d], heads) != extents[d, owners]
     several = cut.sum(axis=0) > 1
     # Where one dimension is cut, the others are whole and begin at 0: elements before a box, and elements in it.
-    ends = _product(sizes)
+    ends = np.multiply.reduce(sizes)
     places = np.zeros(len(tensors), np.int64)
     for d in range(len(extents)):
         places += starts[d] * (totals // np.maximum(extents[d], 1))[tensors]
@@ -407,11 +408,3 @@ def _slowly(extents: Ints, boxes: _Different, *, begin: int, stop: int) -> Itera
 
 def _nothing(tensor: int, extents: Ints) -> Defect:
     return Defect(tensor, (0,) * len(extents), None)
-
-
-def _product(columns: Ints) -> Ints:
-    """The product of each column, dimension by dimension: numpy is slow along a short axis."""
-    out = np.ones(columns.shape[1], np.int64)
-    for row in columns:
-        out *= row
-    return out

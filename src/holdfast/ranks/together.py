@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold
-from holdfast.ranks.files import Contents
+from holdfast.formats.sharded import Contents
 from holdfast.ranks.merge import differing, one_tree, say_different
 from holdfast.ranks.plan import RankPlan, RankWrites, plan_ranks
 from holdfast.ranks.state import RankState, decode_all, encode
@@ -33,12 +34,12 @@ class Description(msgspec.Struct):
     """Those of the patterns in `per_rank` that found something."""
 
 
-DESCRIPTIONS = msgspec.msgpack.Decoder(Description)
+DESCRIPTION = message_kind("description of a rank", Description)
 
 
 def message(description: Description, state: RankState | None) -> bytes:
     """What a rank has to say; `with_sums` completes it. The first rank has its own state, and tells nobody."""
-    return _joined(msgspec.msgpack.encode(description), b"" if state is None else encode(state))
+    return _joined(write_document(DESCRIPTION, description), b"" if state is None else encode(state))
 
 
 def with_sums(sums: bytes, message: bytes) -> bytes:
@@ -83,7 +84,7 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
         summed, rest = _split(told)
         head, state = _split(rest)
         sums.append(summed)
-        heads.append(DESCRIPTIONS.decode(head))
+        heads.append(read_document(DESCRIPTION, head))
         states.append(state)
     decoded = [own, *decode_all(states[1:], own.catalogue)]
     if values == "first":

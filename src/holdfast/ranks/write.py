@@ -16,74 +16,53 @@ import errno
 import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 
 import numpy as np
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
-from holdfast.core.keys import beside
-from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.remote import save_id
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.planned_store import PlannedStore
+from holdfast.engine.saves import FilePlan, SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.engine.stream import write_stream
-from holdfast.engine.targets.bucket import BucketNames, ReplacedObjects
+from holdfast.engine.table import NO_TENSORS, value_state
+from holdfast.engine.targets.bucket import BucketNames
+from holdfast.engine.targets.bucket_commit import save_id
 from holdfast.engine.targets.target import Fill, Saving, Target, target_of
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
-from holdfast.errors import HoldfastError, NotCommitted, StoreError
-from holdfast.formats.dcp.index import BESIDE, METADATA, SavedTensor, read_index
-from holdfast.formats.dcp.schema import Item
-from holdfast.formats.index_file import read_index as read_pieces
+from holdfast.errors import NotCommitted
+from holdfast.formats import Format, rank_formats
+from holdfast.formats.dcp.index import BESIDE, METADATA
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import Boxes
-from holdfast.formats.native.manifest import as_column
-from holdfast.formats.native.read import read_manifest
+from holdfast.formats.native.manifest import StoredBoxes, as_column
 from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.formats.sharded import NOTHING, Contents, DcpIndex, RankFile, RankOutput, Receipt, Storing, spread
 from holdfast.formats.torch.write import lay_out_torch_zip
-from holdfast.plan.saves import FilePlan, SavePlan
-from holdfast.plan.table import NO_TENSORS, value_state
-from holdfast.ranks.files import (
-    NOTHING,
-    PIECES_INDEX,
-    Contents,
-    DcpIndex,
-    RankFile,
-    RankOutput,
-    Receipt,
-    index_files,
-    is_part,
-    linked_receipts,
-    rank_files,
-)
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
 from holdfast.ranks.together import Together
-from holdfast.rewrite.formats import Outline, check_holds, described, near_limits, note_opened, rehearse, was_opened
-from holdfast.rewrite.references import References
-from holdfast.rewrite.renewal import NOTHING as NO_SEALS
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.step_seal import Stamp, seal_file
+from holdfast.saving.formats import Outline, check_holds, described, is_part, near_limits, note_opened, rehearse, was_opened
+from holdfast.saving.references import replaced_at
+from holdfast.saving.state import tabulate_state
+from holdfast.seals.document import Stamp, seal_file
+from holdfast.seals.renew import NOTHING as NO_SEALS
 from holdfast.stores.memory import MemoryStore
-from holdfast.stores.remote.client import bucket_of
-from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 
 NONE = np.zeros(0, np.int64)
 
-READ_AS = {"native": ("native",), "dcp": ("dcp",), "safetensors": ("safetensors", "safetensors-dir")}
-"""What a finished folder is opened as. One safetensors file in a folder of its own is just that file."""
 
-
-def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpIndex) -> None:
+def check_opens(format: Format, contents: Contents, path: str, *, dcp_index: DcpIndex) -> None:
     """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors.
 
     Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
@@ -92,7 +71,7 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     kinds = _of_each_kind(contents.catalogue)
     names = [contents.catalogue.names[row] for row in kinds.values()]
     marks = [(name in contents.grads, *map(type, contents.paths.get(name, ()))) for name in names]
-    key = "ranks", format, *kinds, *marks, bool(contents.values)
+    key = "ranks", format.name, *kinds, *marks, bool(contents.values)
     if not contents.metadata and was_opened(key):
         return
     sample = _sample(contents, sorted(kinds.values()))
@@ -106,11 +85,11 @@ def check_opens(format: str, contents: Contents, path: str, *, dcp_index: DcpInd
     # What is no tensor is looked at where it is, by `check_value`.
     values = dict.fromkeys(sample.values, _nothing()) if sample.values else {}
     boxes = Boxes.cut(table, range(len(table)), none, catalogue.extents)
-    files = rank_files(format, RankOutput(0, 1, boxes, sample.metadata, values))
+    files = format.sharded.files(RankOutput(0, 1, boxes, sample.metadata, values), spread(boxes, 1), Storing())
     unknown: Mapping[str, int] = defaultdict(int)
     receipts = [Receipt(file.plan.key, file.plan.nbytes, file.stored(unknown), [*file.values]) for file in files]
-    plans = [*(file.plan for file in files), *index_files(format, sample, [(writes, receipts)], dcp_index=dcp_index)]
-    found = described(PlannedStore(plans, name=path), READ_AS[format])
+    plans = [*(file.plan for file in files), *format.sharded.index(sample, [(writes, receipts)], dcp_index=dcp_index)]
+    found = described(PlannedStore(plans, name=path), format.opened_as)
     check_holds(found.tensors, _outlines(catalogue), path)
     if not contents.metadata:
         note_opened(key)
@@ -174,11 +153,14 @@ def _outlines(catalogue: Catalogue) -> Mapping[str, Outline]:
 
 
 class AsStep(Value, frozen=True):
-    """What makes the checkpoint a step of a run. Asked of the first rank alone."""
+    """What makes the checkpoint a step of a run. Asked of the first rank alone, but for one."""
 
     stamp: Stamp
-    begin: Callable[[int], bool]
-    """Called with the number of bytes that are to be written, before anything is: whether what is there may be replaced."""
+    begin: Callable[[int], tuple[bool, str | None]]
+    """Called with the number of bytes that are to be written, before anything is: whether what is there may be replaced, and the
+    name of the step whose files this one may share."""
+    named: Callable[[str], str]
+    """Where a step of a name is. Asked of every rank."""
     attributes: Callable[[Sequence[tuple[str, int]]], Mapping[str, str] | None]
     """From the data files to what the object of the manifest says of the step; None where a seal says it."""
     sure: Callable[[], None]
@@ -191,85 +173,52 @@ class Publishing(Value, frozen=True):
     """On the first rank: where a checkpoint comes together, and what it is to hold."""
 
     path: str
-    format: str
+    format: Format
     target: Target
     together: Together
     step: AsStep | None = None
     """Where it is to be a step of a run."""
+    base: str | None = None
+    """The name of the step whose files it may share."""
 
 
 def open_publishing(
-    path: str, format: str, together: Together, *, durable: bool, overwrite: bool, step: AsStep | None = None
+    path: str, format: Format, together: Together, *, durable: bool, overwrite: bool, step: AsStep | None = None
 ) -> Publishing:
     """Make a place in which the checkpoint comes together."""
+    base = None
     if step is not None:
-        overwrite = step.begin(together.nbytes)
-    return Publishing(path, format, open_together(path, format, durable=durable, overwrite=overwrite), together, step)
-
-
-INDEXES = {"native": MANIFEST, "dcp": METADATA, "safetensors": PIECES_INDEX}
-"""The object that makes the others a checkpoint, in each format. Safetensors files of ranks have one here alone. Of a DCP directory
-no checksum is recorded beside it: that would be a second name to write, and two names cannot be put at once."""
+        overwrite, base = step.begin(together.nbytes)
+    return Publishing(path, format, open_together(path, format, durable=durable, overwrite=overwrite), together, step, base)
 
 
 def open_together(
-    path: str, format: str, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool] = is_part
+    path: str, format: Format, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool] = is_part
 ) -> Target:
     """On the first rank: make a place for a save to a path or URL. Raises `NotCommitted` where there may be none."""
-    index = INDEXES[format]
+    # Of a DCP directory no checksum is recorded beside its index: that would be a second name to write, and two names cannot be put
+    # at once.
+    index, indexes = format.index, [one.index for one in rank_formats()]
     names = BucketNames(
-        replaced=lambda url, there: _objects_of(url, index),
-        others=lambda url: _other_indexes(url, index, overwrite=overwrite),
+        replaced=lambda url, there: replaced_at(url, [name for name in indexes if name in there]),
+        others=lambda url, there: _other_indexes(url, index, there, overwrite=overwrite),
         stale=(BESIDE,) if index == METADATA else (),
     )
-    plan = SavePlan(format, (), directory=True, index=(FilePlan(index, ()),))
+    plan = SavePlan(format.name, (), directory=True, index=(FilePlan(index, ()),))
     return target_of(
         path, plan, overwrite=overwrite, durable=durable, names=lambda: names, replaceable=replaceable, save=save_id(), parents=True
     )
 
 
-def _other_indexes(url: Url, index: str, *, overwrite: bool) -> list[str]:
+def _other_indexes(url: Url, index: str, there: Collection[str], *, overwrite: bool) -> list[str]:
     """The indexes of other formats that are there. Raises `NotCommitted` where one may not, or cannot, be replaced."""
-    there = [name for name in INDEXES.values() if name != index and _is_there(url, name)]
-    if there and not overwrite:
+    others = [one.index for one in rank_formats() if one.index != index and one.index in there]
+    if others and not overwrite:
         raise refusal("a checkpoint exists there; pass overwrite=True to replace it", url, errno.EEXIST)
-    if MANIFEST in there:
+    if MANIFEST in others:
         message = f"there is a checkpoint with a {MANIFEST}, which would still be the one that is opened; save elsewhere"
         raise refusal(f"{message}, or remove that object first", url, errno.EEXIST)
-    return there
-
-
-def _is_there(url: Url, name: str) -> bool:
-    try:
-        bucket_of(url).head(url.below(name).key)
-    except StoreError as error:
-        if error.errno != errno.ENOENT:
-            raise refusal(f"the target cannot be looked at: {error.message}", url, error.errno) from None
-        return False
-    return True
-
-
-def _objects_of(url: Url, index: str) -> ReplacedObjects:
-    """What the checkpoint there names, in the formats that ranks write; nothing of one that cannot be read."""
-    found: list[str] = []
-    shared = False
-    with suppress(HoldfastError):
-        store = RemoteStore(url)
-        source = OpenSource(store, limits=DEFAULTS)
-        if store.holds(MANIFEST):
-            manifest = read_manifest(source)
-            found += [*(file.name for file in manifest.files), *(file.name for file in manifest.others or ())]
-            shared = manifest.hash is not None
-        elif store.holds(METADATA):
-            for entry in read_index(source, whole=False).entries.values():
-                if isinstance(entry, SavedTensor):
-                    found += [piece.item.file for piece in entry.pieces]
-                elif isinstance(entry, Item):
-                    found.append(entry.file)
-        elif store.holds(PIECES_INDEX):
-            found += read_pieces(source, PIECES_INDEX).files
-    named = References(url.parent).named if shared else None
-    return ReplacedObjects([index, *(name for name in dict.fromkeys(found) if "/" not in name or beside(name))], named)
+    return others
 
 
 def write_files(
@@ -285,7 +234,8 @@ def write_files(
 
     What it takes over is linked first. The receipt of a file that had to be copied says that it is not linked.
     """
-    taken = linked_receipts(reuse)
+    given = zip(reuse.linked, reuse.by_file(), strict=True)
+    taken = [Receipt(file.key, file.nbytes, StoredBoxes.of(*inside), linked=True) for file, inside in given]
     receipts: dict[str, Receipt] = {}
     each = max(threads // max(len(files), 1), 1)
 
@@ -313,19 +263,19 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
     for rank, (writes, receipts) in enumerate(together):
         found = [as_column(receipt.stored.boxes) for receipt in receipts]
         values = sorted(name for receipt in receipts for name, _, _ in receipt.values)
-        planned = sorted(writes.values) if format == "dcp" else []
-        if not np.array_equal(np.sort(np.concatenate([*found, NONE])), np.arange(len(writes.boxes))) or values != planned:
+        numbers = np.sort(np.concatenate([*found, NONE]))
+        if numbers.tobytes() != np.arange(len(writes.boxes)).tobytes() or values != sorted(writes.values):
             raise NotCommitted(f"rank {rank} did not write what was planned for it", file=publishing.path)
     everything = [receipt for receipts in delivered for receipt in receipts]
 
     def last() -> None:
         if whole:
             with closing(into.written()) as store:
-                check_holds(described(store, READ_AS[format]).tensors, _outlines(contents.catalogue), store.name)
+                check_holds(described(store, format.opened_as).tensors, _outlines(contents.catalogue), store.name)
         if step is not None:
             step.sure()
 
-    index = index_files(format, contents, together, dcp_index=dcp_index, save=into.save)
+    index = format.sharded.index(contents, together, dcp_index=dcp_index, save=into.save)
     whole = not publishing.together.sampled or near_limits(sum(f.nbytes for f in index), len(contents.catalogue), len(everything))
     step, attributes = publishing.step, None
     if step is not None:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from holdfast.core.text import clip, count, escape, plural
 from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import Progress
-from holdfast.engine.compare import Content
+from holdfast.engine.files import ViewTable
 from holdfast.inspect.diff import Comparison, Diff
 from holdfast.inspect.side import Side
-from holdfast.plan.files import ViewTable
+from holdfast.numeric.compare import Content
 from holdfast.reports.document import Document, rounded, short
 from holdfast.reports.structure import Structure, name_of
 
@@ -113,7 +113,6 @@ def _measure(
 
 
 def sentence(first: str, second: str, told: Diff) -> str:
-    """The difference in a sentence."""
     parts = [
         f"{len(things):,} {word}"
         for things, word in ((told.changed, "changed"), (told.added, "added"), (told.removed, "removed"), (told.renamed, "renamed"))
@@ -127,7 +126,6 @@ def sentence(first: str, second: str, told: Diff) -> str:
 
 
 def facts(told: Diff) -> list[list[str]]:
-    """What there is to say in a word or two each."""
     elements = sum(one.content.changed for one in told.changed if one.content is not None)
     sick = [["NaN or Inf appeared", plural(len(told.nonfinite), "tensor")]] if told.nonfinite else []
     return [

@@ -31,7 +31,7 @@ def is_run(path: object) -> bool:
     if not isinstance(path, str | os.PathLike):
         return False
     place = place_at(place_of(path))
-    return place.on_disk and os.path.isfile(place.below(RECORD))
+    return place.on_disk and os.path.isfile(place.below(RECORD.file))
 
 
 def run_at(path: object) -> RunTable | None:
@@ -94,7 +94,6 @@ def _step(row: RunRow, table: RunTable, *, loss: str | None, scale: str | None, 
 
 
 def facts(table: RunTable) -> list[list[str]]:
-    """What there is to say of a run in a word or two each."""
     whole = [row for row in table.rows if row.step is not None]
     shared = sum(row.shared_nbytes for row in whole)
     return [
@@ -108,7 +107,6 @@ def facts(table: RunTable) -> list[list[str]]:
 
 
 def sentence(table: RunTable) -> str:
-    """A run in a sentence."""
     whole = [row.step for row in table.rows if row.step is not None]
     torn = len(table.rows) - len(whole)
     name = escape(clip(table.path.rstrip("/").rpartition("/")[2] or table.path, 120))

@@ -69,11 +69,9 @@ class Live:
 
     @property
     def url(self) -> str:
-        """Where the page is."""
         return f"http://{ADDRESS}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
-        """Answer requests."""
         self._server.serve_forever(poll_interval=0.2)
 
     def stop(self) -> None:
@@ -81,7 +79,6 @@ class Live:
         self._server.shutdown()
 
     def close(self) -> None:
-        """Give the port back."""
         self._server.server_close()
 
     def trusts(self, token: str | None, host: str | None) -> bool:

@@ -1,6 +1,6 @@
 """`measures`: the one streaming pass of `stats=True`: what can colour a page, and what a tensor's drawer shows.
 
-Every tensor is read once, in blocks, on threads, in bounded memory (`engine/distribution.py`); one view of several names once. A
+Every tensor is read once, in blocks, on threads, in bounded memory (`numeric/statistics.py`); one view of several names once. A
 sample reads blocks that lie evenly in each tensor instead, and the page says so. What is not countable (quantised blocks, tensors
 without data, views that are expanded beyond their limit) has no numbers.
 
@@ -17,10 +17,9 @@ from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
-from holdfast.engine.compare import blocks
-from holdfast.engine.distribution import BlockSummary, Distribution, Gathering
-from holdfast.engine.numbers import countable, walk_ranges
+from holdfast.engine.scan import blocks, scan
 from holdfast.errors import LimitExceeded
+from holdfast.numeric.statistics import Distributed, Distribution, countable
 from holdfast.reports.document import Document, rounded
 
 SAMPLE_ELEMENTS = 1 << 14
@@ -70,7 +69,6 @@ def sample_ranges(size: int, share: float | None) -> list[tuple[int, int]]:
 
 
 def reading_nbytes(tensors: Iterable[LazyTensor], share: float | None) -> int:
-    """How many bytes `measure` reads."""
     return sum(
         tensor.nbytes if share is None else tensor.dtype.nbytes(sum(b - a for a, b in sample_ranges(tensor.size, share)))
         for tensor in _different(tensors)
@@ -81,7 +79,7 @@ def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
     """Those that are read: each view once, however many names it has; not what has no numbers, or is expanded beyond its limit."""
     seen: dict[View, LazyTensor] = {}
     for tensor in tensors:
-        if countable(tensor):
+        if countable(tensor) and tensor.size:
             try:
                 tensor.check_expansion()
             except LimitExceeded:
@@ -103,28 +101,13 @@ def measure(
     chosen = list(read)
     ranges = [sample_ranges(tensor.size, share) for tensor in chosen]
     sized = groups_for(len(chosen)) if groups is None else groups
-    found: dict[View, Distribution] = {}
-    begun: dict[int, Gathering] = {}
 
-    def gathering(at: int) -> Gathering:
-        # Two threads may both make one; `setdefault` keeps the first.
-        known = begun.get(at)
-        if known is None:
-            count = sum(stop - start for start, stop in ranges[at])
-            known = begun.setdefault(at, Gathering(chosen[at], count, sized if count == chosen[at].size else 0))
-        return known
+    def make(at: int) -> Distributed:
+        count = sum(stop - start for start, stop in ranges[at])
+        return Distributed(chosen[at], count, sized if count == chosen[at].size else 0)
 
-    def finish(at: int, parts: list[BlockSummary]) -> None:
-        found[read[chosen[at]]] = begun.pop(at).finish(parts)
-
-    walk_ranges(
-        chosen,
-        ranges,
-        lambda at, start, values: gathering(at).look(start, values),
-        finish=finish,
-        threads=threads,
-        progress=progress,
-    )
+    made = scan(chosen, make, ranges.__getitem__, threads=threads, progress=progress)
+    found = dict(zip(read.values(), made, strict=True))
     return Measured([found.get(identity(tensor)) if countable(tensor) else None for tensor in tensors], share)
 
 

@@ -30,7 +30,6 @@ LAST = "main.js"
 
 @cache
 def _assets() -> tuple[str, str, str]:
-    """The frame, the style and the script."""
     folder = files("holdfast.reports").joinpath("page")
     found = {one.name: one.read_text("utf-8") for one in folder.iterdir() if one.name.endswith((".html", ".css", ".js"))}
     scripts = sorted((name for name in found if name.endswith(".js")), key=lambda name: (name == LAST, name))

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import card
+from holdfast.core.options import validated
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.tensor import LazyTensor
@@ -106,8 +106,6 @@ def page_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> str
 
 
 class Asked(Value, frozen=True):
-    """What is to be on the page."""
-
     stats: bool = False
     sample: float | None = None
     svd: bool = False
@@ -119,13 +117,10 @@ class Asked(Value, frozen=True):
 
     @property
     def budget(self) -> int:
-        """Bytes for singular values."""
         return spectrum.BUDGET_NBYTES if self.max_memory is None else byte_count(self.max_memory) // 2
 
 
 class Made(Value, frozen=True):
-    """A document, and the tensors of its rows."""
-
     document: Document
     tensors: Sequence[LazyTensor] = ()
 
@@ -137,7 +132,7 @@ class Prepared(Value, frozen=True):
     make: Callable[[Progress | None], Made]
 
 
-@understood
+@validated
 def report(
     src: Openable | Checkpoint,
     other: Openable | Checkpoint | None = None,
@@ -192,8 +187,6 @@ def prepared(src: Openable | Checkpoint, other: Openable | Checkpoint | None, as
 
 
 class _Looked:
-    """One checkpoint, looked at."""
-
     def __init__(self, src: Openable | Checkpoint, checkpoint: Checkpoint, asked: Asked) -> None:
         self.checkpoint, self.asked = checkpoint, asked
         self.found = look(checkpoint, None if asked.filter is None else matcher(asked.filter))
@@ -206,27 +199,17 @@ class _Looked:
         return str(self.scan["verdict"])
 
     def frame(self, kind: str) -> Document:
-        """What every page has."""
         return {
-            "schema": SCHEMA,
+            **_nothing(),
             "kind": kind,
             "title": name_of(self.checkpoint),
             "path": self.checkpoint.path,
-            "other": None,
             "made": made_at(self.checkpoint),
-            "version": VERSION,
             "sentence": sentence(self.found, self.verdict),
             "facts": facts(self.found, self.verdict),
             "scan": self.scan,
             "notes": list(self.checkpoint.notes[:NOTES]),
-            "stats": False,
-            "sampled": None,
-            "tensors": {},
-            "measures": [],
-            "details": None,
             "shards": shards(self.found, self.asked.mesh),
-            "run": None,
-            "live": None,
         }
 
 
@@ -305,7 +288,7 @@ def _run(table: RunTable, asked: Asked, stack: ExitStack) -> Prepared:
     sick: list[int] = []
 
     def make(progress: Progress | None) -> Made:
-        document: Document = {} if looked is None else {**looked.frame("run"), "tensors": columns(looked.found)}
+        document = _nothing() if looked is None else {**looked.frame("run"), "tensors": columns(looked.found)}
         told = [] if newest is None else [f"The tensors are those of step {newest.step}, the newest that is whole."]
         over_time = history.history(table, norm)
         if sick:
@@ -313,7 +296,6 @@ def _run(table: RunTable, asked: Asked, stack: ExitStack) -> Prepared:
             told.insert(0, f"NaN or Inf is in the tensors of {plural(len(sick), 'step')}, which have no norm: "
                            f"{', '.join(map(str, sick[:5]))}{more}.")  # fmt: skip
         document = {
-            **_nothing(),
             **document,
             "kind": "run",
             "title": table.path.rstrip("/").rpartition("/")[2] or table.path,
@@ -341,7 +323,7 @@ def _run(table: RunTable, asked: Asked, stack: ExitStack) -> Prepared:
 
 
 def _nothing() -> Document:
-    """The page of a run without a step."""
+    """The page of a run without a step, and what every other begins with."""
     empty: list[object] = []
     labels: Document = {"labels": empty, "at": empty}
     lists = ("nbytes", "start", "end", "tie", "layer", "expert")

@@ -64,7 +64,8 @@ def shards(found: Structure, mesh: Mapping[str, int] | str | None = None) -> Doc
             {"name": file, "nbytes": store.size(file), "strips": list(map(list, joined(drawn[file], most)))} for file in files
         ],
         "boxes": _boxes(found, files),
-        "replicas": sum(_replicas(tensor) for tensor in found.tensors.values()),
+        # Copies of boxes beyond the first, where the source keeps them apart and compares them.
+        "replicas": sum(max(one.copies - 1, 0) for tensor in found.tensors.values() for one in tensor.storages),
         "gaps": sum(kind == UNREACHED for strips in drawn.values() for _, _, kind, _ in strips),
         "mesh": None if mesh is None else _mesh(found, files, mesh_of(mesh)),
     }
@@ -151,7 +152,6 @@ def _runs(members: Sequence[Strip], wide: float) -> Iterator[Strip]:
 
 
 def _boxes(found: Structure, files: Sequence[str]) -> Document:
-    """The boxes of tensors that are cut."""
     numbers = {file: number for number, file in enumerate(files)}
     rows: list[tuple[int, int, Box]] = []
     for number, tensor in enumerate(found.tensors.values()):
@@ -172,11 +172,6 @@ def _file(chunk: Chunk, numbers: Mapping[str, int]) -> int:
     """The number of the file that a chunk lies in; -1 where it is none of these."""
     ranges = chunk.storage.ranges
     return numbers.get(file_of(ranges[0][0], numbers), -1) if ranges else -1
-
-
-def _replicas(tensor: LazyTensor) -> int:
-    """Copies of a tensor's boxes beyond the first, where its source keeps them apart and compares them."""
-    return sum(max(storage.copies - 1, 0) for storage in tensor.storages)
 
 
 def mesh_of(mesh: Mapping[str, int] | str) -> dict[str, int]:

@@ -20,8 +20,8 @@ import numpy as np
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress
-from holdfast.engine.compare import elements
-from holdfast.engine.numbers import countable
+from holdfast.engine.scan import elements
+from holdfast.numeric.statistics import countable
 from holdfast.reports.tiles import plane
 
 VALUES, BESIDE = 32, 8
@@ -43,7 +43,6 @@ def spectral(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> bool:
 
 
 def reading_nbytes(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> int:
-    """How many bytes are read for it."""
     return READINGS * tensor.nbytes if spectral(tensor, budget) else 0
 
 

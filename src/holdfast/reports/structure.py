@@ -122,8 +122,6 @@ STRIDES = 2000
 
 
 class Structure(Value, frozen=True):
-    """What was found in one checkpoint."""
-
     checkpoint: Checkpoint
     survey: Survey
     tensors: Mapping[str, LazyTensor]
@@ -195,7 +193,6 @@ def dtype_label(tensor: LazyTensor) -> str:
 
 
 def columns(found: Structure) -> Document:
-    """The tensors of a checkpoint as columns."""
     tensors = list(found.tensors.values())
     names = [short(name) for name in found.tensors]
     seats = places(names)
@@ -278,7 +275,6 @@ def scanned(path: object, limits: Limits | None) -> Document:
 
 
 def facts(found: Structure, verdict: str) -> list[list[str]]:
-    """What there is to say in a word or two each."""
     checkpoint, seen = found.checkpoint, found.survey
     elements = sum(seen.elements.values())
     common = sorted(seen.elements.items(), key=lambda item: -item[1])
@@ -306,7 +302,6 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def sentence(found: Structure, verdict: str) -> str:
-    """All of it in one sentence."""
     checkpoint, seen = found.checkpoint, found.survey
     elements = sum(seen.elements.values())
     common = sorted(((dtype.name, n) for dtype, n in seen.elements.items() if n), key=lambda item: -item[1])

@@ -32,8 +32,6 @@ DEEPEST = 40
 
 
 class Tile(Value, frozen=True):
-    """A picture."""
-
     values: np.ndarray
     """float32, rows by columns, at most `SIDE` of each."""
     whole: bool

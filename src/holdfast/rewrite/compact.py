@@ -13,25 +13,22 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
-from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import WIDEST_NBYTES
-from holdfast.core.limits import Limits
+from holdfast.core.options import InPlaceOptions, validated
 from holdfast.core.protocols import State
-from holdfast.core.quantities import Size
 from holdfast.core.sharing import SpanGroup, reached_spans
 from holdfast.core.table import ODD
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
-from holdfast.engine.write import Progress
 from holdfast.inspect.open import Openable
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
-from holdfast.rewrite.rows import with_odd, with_table
-from holdfast.rewrite.state import tabulate_state
 from holdfast.rewrite.tie import plan_rewrite
-from holdfast.rewrite.writing import Writing
+from holdfast.saving.planned import Destination, Planned, Saved, planned_fields, rewritten
+from holdfast.saving.rows import with_odd, with_table
+from holdfast.saving.state import tabulate_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,50 +49,25 @@ class Compacted(Saved):
         return [f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}", *Saved._told(self)]
 
 
-@understood
-def compact(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None = None,
-    *,
-    in_place: bool = False,
-    format: str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = True,
-    max_memory: Size | None = MAX_MEMORY,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Compacted:
+@validated
+def compact(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, **options: Unpack[InPlaceOptions]) -> Compacted:
     """Write a checkpoint again without what no tensor reaches: at `dst`, or in its place, atomically (`in_place=True`).
 
     Raises `Unsupported` for a format that can be read and not written, where no other path is given.
     """
-    writing = Writing(
-        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-    )
-    return plan_compact(src, dst, in_place=in_place, format=format, writing=writing, limits=limits).carry_out(progress)
+    return plan_compact(src, dst, options).carry_out(options["progress"])
 
 
-def plan_compact(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None,
-    *,
-    in_place: bool,
-    format: str | None = None,
-    writing: Writing,
-    limits: Limits | None = None,
-) -> Planned[Compacted]:
+def plan_compact(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions) -> Planned[Compacted]:
     """Lay out a checkpoint without what no tensor reaches."""
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Compacted]:
-        described = tabulate_state(source, limits=limits)
+        described = tabulate_state(source, limits=options["limits"])
         plan = plan_rewrite(source, _without_gaps(described), where)
         report = Compacted(**planned_fields(plan, where.path), source=source.path, before_nbytes=source.stored_nbytes)
         return Planned(plan, report, where.writing, reads=described.tensors.stores)
 
-    return rewritten(src, dst, lay_out, in_place=in_place, format=format, writable=("pt2",), writing=writing, limits=limits)
+    return rewritten(src, dst, lay_out, options, programs=True)
 
 
 def _without_gaps(state: State) -> State:

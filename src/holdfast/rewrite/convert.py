@@ -16,32 +16,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Unpack
 
 import numpy as np
 
-from holdfast.core.arguments import AnyDType, pairs, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
+from holdfast.core.options import ConvertOptions, EditOptions, Progress, pick, validated
 from holdfast.core.protocols import Request, State
-from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_bytes
-from holdfast.engine.write import Progress
+from holdfast.engine.reads import plan_reads
+from holdfast.engine.saves import Data, Gathered, SavePlan
 from holdfast.errors import CannotHold, Unsupported
+from holdfast.formats import format_of
 from holdfast.inspect.open import Openable
-from holdfast.plan.reads import plan_reads
-from holdfast.plan.saves import Data, Gathered, SavePlan
-from holdfast.rewrite.companions import CopyConfig
-from holdfast.rewrite.formats import Options, format_for, plan_save
-from holdfast.rewrite.models import Selection, select
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.transform import Edits, Losses, casts_of, left_out, transform
-from holdfast.rewrite.writing import Writing
+from holdfast.saving.formats import Options, format_for, plan_save
+from holdfast.saving.models import Selection, select
+from holdfast.saving.planned import Destination, Planned, Saved, layout_of, planned_fields, rewritten
+from holdfast.saving.state import tabulate_state
+from holdfast.saving.transform import Edits, Losses, casts_of, left_out, transform
 from holdfast.stores.paths import place_of
 
 
@@ -65,36 +62,8 @@ class Conversion(Saved):
         return [f"{self.source} {where}", f"read   {self.read_nbytes:,} bytes{over}", write, *memory, *space]
 
 
-@understood
-def convert(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str],
-    *,
-    dtype: AnyDType | Mapping[str, AnyDType] | None = None,
-    keep: str | Iterable[str] = (),
-    drop: str | Iterable[str] = (),
-    rename: Mapping[str, str] | Iterable[tuple[str, str]] = (),
-    model: str | None = None,
-    constants: bool = False,
-    sample_inputs: bool = False,
-    max_shard_size: Size | None = None,
-    tensors_only: bool = False,
-    dequantize: bool = False,
-    keep_tree: bool = True,
-    sparse: str = "never",
-    copy_config: CopyConfig = True,
-    resume: bool = False,
-    store: object | None = None,
-    format: str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = True,
-    max_memory: Size | None = MAX_MEMORY,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Conversion:
+@validated
+def convert(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[ConvertOptions]) -> Conversion:
     """Convert a checkpoint of any format that opens to any format that can be written.
 
     `keep`, `drop` and `rename` take globs on dotted names; `dtype` casts floating-point tensors: all, or by globs on the names that
@@ -116,43 +85,21 @@ def convert(
     Both places may be URLs of an object store. `store` is an obstore store that `dst` is a key in; `src` may be what `open(…,
     store=)` opened.
     """
-    plan = partial(
-        plan_conversion,
-        src, dst if store is None else place_of(dst, store), format=format, copy_config=copy_config,
-        selection=Selection(model, constants, sample_inputs),
-        edits=Edits(tuple(keep), tuple(drop), pairs(rename, "rename="), casts_of(dtype), tensors_only, dequantize),
-        options=Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse),
-        writing=Writing(
-            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run,
-            resume=resume,
-        ), limits=limits,
-    )  # fmt: skip
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with resting_collector():
-        return plan().carry_out(progress)
+        return plan_conversion(src, dst, options).carry_out(options["progress"])
 
 
-def plan_conversion(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str],
-    *,
-    format: str | None,
-    selection: Selection,
-    edits: Edits,
-    options: Options,
-    copy_config: CopyConfig = True,
-    writing: Writing,
-    limits: Limits | None = None,
-) -> Planned[Conversion]:
+def plan_conversion(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions) -> Planned[Conversion]:
     """Lay out a conversion."""
+    selection, edits = pick(Selection, options), pick(Edits, options, casts=casts_of(options["dtype"]))
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Conversion]:
-        return lay_out_conversion(source, where, selection=selection, edits=edits, options=options, limits=limits)
+        return lay_out_conversion(
+            source, where, selection=selection, edits=edits, options=layout_of(options), limits=options["limits"]
+        )
 
-    return rewritten(
-        src, dst, lay_out, format=format, options=options, copy_config=copy_config, writing=writing,
-        limits=limits,
-    )  # fmt: skip
+    return rewritten(src, dst if options["store"] is None else place_of(dst, options["store"]), lay_out, options)
 
 
 def lay_out_conversion(
@@ -203,8 +150,9 @@ def _planned(
 
 
 def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, *, path: str) -> State:
-    if format == "torch-zip" and any(text is not None for text in metadata.values()):
-        raise Unsupported("a torch file has no place for metadata; write safetensors or a native directory", file=path)
+    found = format_of(format)
+    if not found.metadata and any(text is not None for text in metadata.values()):
+        raise Unsupported(f"a {found.title} file has no place for metadata; write safetensors or a native directory", file=path)
     absent = [key for key, text in metadata.items() if text is None and key not in state.metadata]
     if absent:
         raise CannotHold("these edits do not fit the checkpoint", [f"there is no metadata {key!r}" for key in absent])
@@ -237,31 +185,8 @@ def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
     return plan.read_nbytes, max(plan.read_nbytes - plan.wanted_nbytes, 0)
 
 
-@understood
-def edit(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None = None,
-    *,
-    in_place: bool = False,
-    keep: str | Iterable[str] = (),
-    drop: str | Iterable[str] = (),
-    rename: Mapping[str, str] | Iterable[tuple[str, str]] = (),
-    dtype: AnyDType | Mapping[str, AnyDType] | None = None,
-    set_metadata: Mapping[str, str] | None = None,
-    unset_metadata: str | Iterable[str] = (),
-    tensors_only: bool = False,
-    max_shard_size: Size | None = None,
-    copy_config: CopyConfig = True,
-    format: str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = True,
-    max_memory: Size | None = MAX_MEMORY,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Conversion:
+@validated
+def edit(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, **options: Unpack[EditOptions]) -> Conversion:
     """Change a checkpoint: as a new one at `dst`, whose suffix may ask for another format, or in its place (`in_place=True`).
 
     Patterns, `dtype` and `copy_config` are as in `convert`; in place, the other files of a folder stay. `set_metadata` and
@@ -270,16 +195,7 @@ def edit(
 
     Raises `CannotHold` with every problem where the edits do not fit, `NotCommitted` where nothing changed.
     """
-    planned = plan_edit(
-        src, dst, in_place=in_place, format=format, copy_config=copy_config,
-        edits=Edits(tuple(keep), tuple(drop), pairs(rename, "rename="), casts_of(dtype), tensors_only),
-        metadata=metadata_changes(set_metadata or {}, unset_metadata),
-        max_shard_size=None if max_shard_size is None else byte_count(max_shard_size),
-        writing=Writing(
-            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-        ), limits=limits,
-    )  # fmt: skip
-    return planned.carry_out(progress)
+    return plan_edit(src, dst, options).carry_out(options["progress"])
 
 
 def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict[str, str | None]:
@@ -291,28 +207,16 @@ def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict
     return {**changed, **dict.fromkeys(removed)}
 
 
-def plan_edit(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None,
-    *,
-    in_place: bool,
-    edits: Edits,
-    metadata: Mapping[str, str | None],
-    format: str | None = None,
-    max_shard_size: int | None = None,
-    copy_config: CopyConfig = True,
-    writing: Writing,
-    limits: Limits | None = None,
-) -> Planned[Conversion]:
+def plan_edit(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions) -> Planned[Conversion]:
     """Lay out an edit."""
+    edits = pick(Edits, options, casts=casts_of(options["dtype"]))
+    metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if not edits and not metadata:
         raise Unsupported("nothing to do: say what to keep, drop, rename, cast or set")
-    options = Options(max_shard_size, keep_tree=True)
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Conversion]:
-        return lay_out_conversion(source, where, edits=edits, metadata=metadata, options=options, limits=limits)
+        return lay_out_conversion(
+            source, where, edits=edits, metadata=metadata, options=layout_of(options), limits=options["limits"]
+        )
 
-    return rewritten(
-        src, dst, lay_out, in_place=in_place, format=format, options=options, copy_config=copy_config,
-        writing=writing, limits=limits,
-    )  # fmt: skip
+    return rewritten(src, dst, lay_out, options)

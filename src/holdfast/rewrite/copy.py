@@ -14,35 +14,32 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 
-from holdfast.core.arguments import understood
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
+from holdfast.core.options import CopyOptions, pick, validated
 from holdfast.core.protocols import Source, Store
-from holdfast.core.quantities import Size
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.text import nbytes
 from holdfast.core.value import Value, replace
+from holdfast.engine.files import BYTES, FileStorages
+from holdfast.engine.saves import FilePlan, LinkedFile, Literal, SavePlan
 from holdfast.engine.source import OpenSource
-from holdfast.engine.write import Progress
+from holdfast.engine.table import segments
 from holdfast.errors import CannotHold
+from holdfast.formats import format_of
 from holdfast.formats.dcp.index import is_index
-from holdfast.formats.index_file import choose_index
 from holdfast.formats.native.schema import made_whole, parse_manifest
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.torch.directory import FORMAT as TORCH_FOLDER
-from holdfast.formats.torch.directory import weight_files
 from holdfast.inspect.open import Openable, opened, store_of
-from holdfast.plan.files import BYTES, FileStorages
-from holdfast.plan.saves import FilePlan, LinkedFile, Literal, SavePlan
-from holdfast.plan.table import segments
-from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, check_target, planned_fields
-from holdfast.rewrite.writing import Writing
+from holdfast.saving.planned import Planned, Saved, check_target, planned_fields
+from holdfast.saving.writing import Writing
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at, same_place
 from holdfast.stores.remote.url import COPIED_NBYTES
@@ -57,49 +54,32 @@ class Copied(Saved):
     """Bytes that are compared with a checksum which the source records, on their way."""
 
 
-@understood
-def copy(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str],
-    *,
-    store: object | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = True,
-    max_memory: Size | None = MAX_MEMORY,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Copied:
+@validated
+def copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unpack[CopyOptions]) -> Copied:
     """Copy a checkpoint of any format as it is, all files of its folder included; paths and URLs on both sides.
 
     Where the source records checksums, they are compared on the way. What is there already is refused unless `overwrite=True`. A
     file that goes to a folder (a slash at the end of `dst`) keeps its name. From a bucket to itself the store copies the objects.
     `store` is an obstore store that `dst` is a key in.
     """
-    writing = Writing(
-        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-    )
-    return plan_copy(src, place_of(dst, store), writing=writing, limits=limits).carry_out(progress)
+    return plan_copy(src, dst, options).carry_out(options["progress"])
 
 
-def plan_copy(
-    src: Openable | Checkpoint, dst: str | os.PathLike[str], *, writing: Writing, limits: Limits | None = None
-) -> Planned[Copied]:
+def plan_copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: CopyOptions) -> Planned[Copied]:
     """Lay out a copy."""
     with ExitStack() as stack:
+        limits = options["limits"] or Limits()
         source = stack.enter_context(opened(src, threads=1, limits=limits))
-        target = place_of(dst)
-        store = _raw(src, source, stack, limits or Limits())
+        target = place_of(dst, options["store"])
+        store = _raw(src, source, stack, limits)
         if not store.folder and place_at(target).says_folder:
             target = join(target, os.path.basename(source.path))
         if same_place(target, source.path):
             raise CannotHold("the target is read while it is written", [f"{target!r} is the source"], file=target)
-        writing = replace(writing, requests=store.requests)
+        writing = pick(Writing, options, requests=store.medium.requests)
         check_target(target, directory=store.folder, writing=writing)
         recorded = _recorded(source)
-        plan, checked = _lay_out(source, store, target, limits or Limits(), recorded=recorded)
+        plan, checked = _lay_out(source, store, target, limits, recorded=recorded)
         report = Copied(**planned_fields(plan, target), source=source.path, checked_nbytes=checked)
         report = replace(report, notes=(*report.notes, *_unchecked(recorded.nbytes, checked, by_store=bool(plan.linked))))
         return Planned(plan, report, writing, reads=(store,), sources=stack.pop_all())
@@ -157,9 +137,9 @@ def _index(names: Sequence[str], source: Checkpoint) -> str | None:
     """The file that makes a checkpoint of a folder, where one of them does."""
     if MANIFEST in names:
         return MANIFEST
-    if source.format == TORCH_FOLDER:
-        return weight_files(source.source).index
-    return next((name for name in names if "/" not in name and is_index(name)), None) or choose_index(names, source.path)
+    found = next((name for name in names if "/" not in name and is_index(name)), None)
+    format = format_of(source.format)
+    return format.weight_files(source.source).index if found is None and format.weights_by else found
 
 
 class Recorded(Value, frozen=True):
@@ -223,8 +203,10 @@ def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tu
     kinds = [Kind.plain(BYTES, (length,)) for length in of_length.tolist()]
     rows = range(len(starts))
     # What comes from far away is asked for ahead, which a row by itself is.
-    near = not (store.requests or store.in_order or store.block_nbytes)
+    near = not (store.medium.in_order or store.medium.block_nbytes)
     numbers = [ODD] * len(rows) if not near else rows
     odd = {} if near else {row: storages.view(row, kinds[kind[row]], labels[row]) for row in rows}
     table = Table(labels, kinds, kind.tolist(), numbers, storages, odd)
-    return FilePlan(key, tuple(segments(table, rows, lengths, labels, {}))), int((ranges[:, 1] - ranges[:, 0]).sum())
+    return FilePlan(key, tuple(segments(table, rows, lengths, labels, {}, stops=lengths.cumsum()))), int(
+        (ranges[:, 1] - ranges[:, 0]).sum()
+    )

@@ -22,35 +22,35 @@ import math
 import os
 from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
-from typing import Literal
+from typing import Literal, Unpack
 
-from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
+from holdfast.core.options import OF_STATES, PackageOptions, Progress, ReplaceOptions, pick, validated
 from holdfast.core.protocols import Source, State, Store
-from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import dict_leaves
 from holdfast.core.value import Value, replace
-from holdfast.engine.write import Progress
+from holdfast.engine.saves import Data, SavePlan
+from holdfast.engine.table import lazy_table
 from holdfast.errors import CannotHold, Unsupported
+from holdfast.formats import FORMATS, Format, chosen, format_of, titles
 from holdfast.formats.pt2.read import Pt2Reader
 from holdfast.formats.pt2.replace import Beside, lay_out_replaced, read_beside
 from holdfast.formats.pt2.write import ModelWeights, lay_out_pt2, models_of
-from holdfast.formats.torch.write import archive_name
+from holdfast.formats.torch.write import archive_name, without_origin
 from holdfast.formats.zip.reader import read_archive
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.plan.saves import Data, SavePlan
-from holdfast.plan.table import lazy_table
-from holdfast.rewrite.formats import Options, check_archive_name, plan_save, suffix_of, without_origin
-from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, weights_of
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, check_target, planned_fields, rewritten
-from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.rows import lazy_tree, with_table
-from holdfast.rewrite.state import tabulate_state, tabulate_tree
 from holdfast.rewrite.tie import tie_state
-from holdfast.rewrite.writing import Writing
+from holdfast.saving.formats import Options, check_archive_name, plan_save, suffix_of
+from holdfast.saving.models import CONSTANTS, beside_keys, models_in, weights_of
+from holdfast.saving.planned import Destination, Planned, Saved, check_target, planned_fields, rewritten
+from holdfast.saving.rejoin import rejoin
+from holdfast.saving.rows import lazy_tree, with_table
+from holdfast.saving.state import tabulate_state, tabulate_tree
+from holdfast.saving.writing import Writing
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 
@@ -59,22 +59,8 @@ Deduplicate = Literal["storage", "content"]
 EXTRACT = "extract the weights alone first (convert)"
 
 
-@understood
-def package(
-    models: Mapping[str, object],
-    dst: str | os.PathLike[str],
-    *,
-    deduplicate: Deduplicate = "storage",
-    format: str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = False,
-    max_memory: Size | None = None,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Saved:
+@validated(defaults=OF_STATES)
+def package(models: Mapping[str, object], dst: str | os.PathLike[str], **options: Unpack[PackageOptions]) -> Saved:
     """Save several models in one checkpoint, in which each storage is held once and every view is a view.
 
     A model is a state (nested dicts of arrays, tensors, lazy tensors), a module, an open checkpoint, or what `open` takes.
@@ -84,46 +70,30 @@ def package(
 
     Raises `CannotHold` with every problem, by model and weight; nothing is written then.
     """
-    planned = plan_package(
-        models, dst, format=format, deduplicate=deduplicate, limits=limits, progress=progress,
-        writing=Writing(
-            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-        ),
-    )  # fmt: skip
-    return planned.carry_out(progress)
+    return plan_package(models, dst, options).carry_out(options["progress"])
 
 
-def plan_package(
-    models: Mapping[str, object],
-    dst: str | os.PathLike[str],
-    *,
-    format: str | None = None,
-    deduplicate: str = "storage",
-    writing: Writing,
-    limits: Limits | None = None,
-    progress: Progress | None = None,
-) -> Planned[Saved]:
+def plan_package(models: Mapping[str, object], dst: str | os.PathLike[str], options: PackageOptions) -> Planned[Saved]:
     """Lay out a package. With `deduplicate="content"`, what looks equal is read and compared."""
-    target = place_of(dst)
-    if format is None:
+    target, format, deduplicate, writing = place_of(dst), options["format"], options["deduplicate"], pick(Writing, options)
+    among, suffix = [one for one in FORMATS if one.packages], suffix_of(target)
+    found = next((one for one in among if suffix in one.suffixes), None) if format is None else chosen(format, among)
+    if found is None and format is None:
         check_archive_name(target)
-        suffix = suffix_of(target)
-        if suffix not in ("", ".pt2"):
-            message = f"a package is a .pt2 archive, or a directory without a suffix; {suffix!r} says neither"
-            raise Unsupported(f"{message}: choose another name, or say format=", file=target, found=suffix)
-        format = "pt2" if suffix else "native"
-    if format not in ("pt2", "native"):
-        raise Unsupported(f"a package is 'pt2' or 'native', not {format!r}", found=format)
+        message = f"a package is a .pt2 archive, or a directory without a suffix; {suffix!r} says neither"
+        raise Unsupported(f"{message}: choose another name, or say format=", file=target, found=suffix)
+    if found is None:
+        raise Unsupported(f"a package is {' or '.join(map(repr, titles(among)))}, not {format!r}", found=format)
     if deduplicate not in ("storage", "content"):
         raise Unsupported(f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}", found=deduplicate)
     if deduplicate == "content":
         # Otherwise nothing is read until the target is opened.
-        check_target(target, directory=format == "native", writing=writing)
+        check_target(target, directory=found.folder, writing=writing)
     with ExitStack() as stack:
-        members = _describe(models, stack, limits)
-        state, notes = _deduplicated(members.state, deduplicate, writing.reading_threads, progress=progress)
-        if format == "native":
-            plan = _plan_native(replace(members, state=state), target)
+        members = _describe(models, stack, options["limits"])
+        state, notes = _deduplicated(members.state, deduplicate, writing.reading_threads, progress=options["progress"])
+        if not found.programs:
+            plan = _plan_state(replace(members, state=state), target, found)
         else:
             rejoined = rejoin(state)
             plan = _plan_pt2(lazy_tree(rejoined.state), members.beside, archive_name(target))
@@ -176,7 +146,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
                 opened[place] = _opened(value, stack, limits)
             value = opened[place]
         value = _opened(value, stack, limits)
-        if isinstance(value, Checkpoint) and value.format == "pt2":
+        if isinstance(value, Checkpoint) and format_of(value.format).programs:
             trees[model], beside[model] = _member(value, limits)
         elif isinstance(value, Checkpoint | State):
             if id(value) not in once:
@@ -219,7 +189,7 @@ def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Besi
     return member, beside
 
 
-def _plan_native(members: _Members, target: str) -> SavePlan:
+def _plan_state(members: _Members, target: str, format: Format) -> SavePlan:
     problems = []
     for model, beside in members.beside.items():
         has = ["a program"] if beside.program is not None else []
@@ -229,10 +199,10 @@ def _plan_native(members: _Members, target: str) -> SavePlan:
         problems += [f"{model}: {', '.join(has)}"] if has else []
         problems += [f"{model}: {problem}" for problem in beside.problems]
     if problems:
-        raise CannotHold(f"a native package has no place for what these .pt2 files hold; {EXTRACT}", problems)
+        raise CannotHold(f"a {format.title} package has no place for what these .pt2 files hold; {EXTRACT}", problems)
     state = members.state
     models = ", ".join(map(str, state.tree)) if isinstance(state.tree, dict) else ""
-    return plan_save(target, replace(state, metadata={**state.metadata, "models": models}), "native", options=Options())
+    return plan_save(target, replace(state, metadata={**state.metadata, "models": models}), format.name, options=Options())
 
 
 def _plan_pt2(tree: object, besides: Mapping[str, Beside], name: str) -> SavePlan:
@@ -327,22 +297,9 @@ def share_files(state: State) -> State:
     return with_table(state, lazy_table(table.names, [*map(moved, tensors)]))
 
 
-@understood
+@validated
 def replace_weights(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None = None,
-    *,
-    weights: object,
-    model: str | None = None,
-    in_place: bool = False,
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = True,
-    max_memory: Size | None = MAX_MEMORY,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, **options: Unpack[ReplaceOptions]
 ) -> Saved:
     """Put other weights into a `.pt2`: as a new archive at `dst`, or in its place, atomically (`in_place=True`).
 
@@ -351,41 +308,27 @@ def replace_weights(
 
     Raises `CannotHold` with every name, dtype and shape that does not fit, and writes nothing then.
     """
-    planned = plan_replacement(
-        src, dst, weights=weights, model=model, in_place=in_place, limits=limits,
-        writing=Writing(
-            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-        ),
-    )  # fmt: skip
-    return planned.carry_out(progress)
+    return plan_replacement(src, dst, options).carry_out(options["progress"])
 
 
-def plan_replacement(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None,
-    *,
-    weights: object,
-    model: str | None = None,
-    in_place: bool,
-    writing: Writing,
-    limits: Limits | None = None,
-) -> Planned[Saved]:
+def plan_replacement(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: ReplaceOptions) -> Planned[Saved]:
     """Lay out the archive with other weights."""
-    if dst is not None and not in_place:
+    limits = options["limits"]
+    if dst is not None and not options["in_place"]:
         check_archive_name(place_of(dst))
 
     def lay_out(archive: Checkpoint, where: Destination) -> Planned[Saved]:
         source = archive.source
         with ExitStack() as stack:
-            given = _opened(weights, stack, limits)
+            given = _opened(options["weights"], stack, limits)
             state = tabulate_state(given, limits=limits)
             tree = lazy_tree(rejoin(state).state)
-            states = _states(tree, given if isinstance(given, Checkpoint) else None, _models(source), model=model)
+            states = _states(tree, given if isinstance(given, Checkpoint) else None, _models(source), model=options["model"])
             plan = lay_out_replaced(source, states, name=archive_name(where.path))
             report = Saved(**planned_fields(plan, where.path))
             return Planned(plan, report, where.writing, reads=(source.store, *state.tensors.stores), sources=stack.pop_all())
 
-    return rewritten(src, dst, lay_out, in_place=in_place, directory=False, writable=("pt2",), writing=writing, limits=limits)
+    return rewritten(src, dst, lay_out, options, directory=False, programs=True)
 
 
 def _opened(value: object, stack: ExitStack, limits: Limits | None) -> object:
@@ -406,7 +349,7 @@ def _models(source: Source) -> list[str]:
 def _states(tree: object, opened: Checkpoint | None, names: list[str], *, model: str | None) -> dict[str, Mapping[str, LazyTensor]]:
     """The new weights of each model that gets some."""
     known = ", ".join(names)
-    if opened is not None and opened.format == "pt2":
+    if opened is not None and format_of(opened.format).programs:
         found = weights_of(opened, tree)
         if model is None and len(names) > 1:
             return dict(found)
@@ -432,12 +375,8 @@ def _flat(model: str, tree: object) -> dict[str, LazyTensor]:
     weights: dict[str, LazyTensor] = {}
     problems: list[str] = []
 
-    waiting: list[tuple[object, str]] = [(tree, "")]
-    while waiting:
-        value, name = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [(inner, f"{name}.{key}" if name else str(key)) for key, inner in reversed(value.items())]
-        elif isinstance(value, LazyTensor):
+    for name, value in dict_leaves(tree):
+        if isinstance(value, LazyTensor):
             weights[name] = value
         else:
             problems.append(f"{model}.{name}: a {type(value).__name__}, and no weight")

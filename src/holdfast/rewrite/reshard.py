@@ -17,26 +17,23 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Unpack
 
 from holdfast.core.arguments import rules as rules_of
-from holdfast.core.arguments import understood
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.limits import Limits
+from holdfast.core.options import ReshardOptions, validated
 from holdfast.core.patterns import matcher
 from holdfast.core.placement_rules import PlacementRule, default_axes, parse_rule
 from holdfast.core.protocols import State
-from holdfast.core.quantities import Size
 from holdfast.core.value import replace
-from holdfast.engine.write import Progress
+from holdfast.engine.saves import SavePlan
 from holdfast.errors import BadPlacement
 from holdfast.formats.native.write import lay_out_split
 from holdfast.inspect.open import Openable
-from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.formats import save_name
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.writing import Writing
+from holdfast.saving.formats import save_name
+from holdfast.saving.planned import Destination, Planned, Saved, planned_fields, rewritten
+from holdfast.saving.state import tabulate_state
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -126,21 +123,13 @@ def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, 
     return Box(tuple(start), tuple(stop))
 
 
-@understood(rules=rules_of(PlacementRule))
+@validated(rules=rules_of(PlacementRule))
 def reshard(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
     *,
-    mesh: Mapping[str, int] | str,
     rules: Sequence[str | PlacementRule] = (),
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = True,
-    max_memory: Size | None = MAX_MEMORY,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[ReshardOptions],
 ) -> Saved:
     """Write a checkpoint as a native directory with one data file for each rank of a mesh; streams, in bounded memory.
 
@@ -151,28 +140,20 @@ def reshard(
     Raises `BadPlacement` for a mesh or a rule that makes no sense, with all that is wrong, and where nothing would be cut without
     rules, before anything is written.
     """
-    writing = Writing(
-        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-    )
-    return plan_reshard(src, dst, mesh=mesh, rules=rules, writing=writing, limits=limits).carry_out(progress)
+    return plan_reshard(src, dst, rules, options).carry_out(options["progress"])
 
 
 def plan_reshard(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str],
-    *,
-    mesh: Mapping[str, int] | str,
-    rules: Sequence[PlacementRule | str],
-    writing: Writing,
-    limits: Limits | None = None,
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], rules: Sequence[PlacementRule | str], options: ReshardOptions
 ) -> Planned[Saved]:
     """Lay out a checkpoint for a mesh."""
+    mesh = options["mesh"]
     grid = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
     parsed = [parse_rule(rule) if isinstance(rule, str) else rule for rule in rules]
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Saved]:
-        state = tabulate_state(source, limits=limits)
+        state = tabulate_state(source, limits=options["limits"])
         plan = replace(lay_out_reshard(state, grid, parsed, save=save_name(where.path)), holds=state.tensors)
         return Planned(plan, Saved(**planned_fields(plan, where.path)), where.writing, reads=state.tensors.stores)
 
-    return rewritten(src, dst, lay_out, directory=True, writing=writing, limits=limits)
+    return rewritten(src, dst, lay_out, options, directory=True)

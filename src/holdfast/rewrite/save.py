@@ -1,7 +1,7 @@
 """`save`: any state to any format, wholly or not at all.
 
-1. The state is described: every tensor a lazy tensor, nothing copied (rewrite/state.py).
-2. The format lays out every byte (rewrite/formats.py); what it cannot hold is refused now, all of it, before a file exists.
+1. The state is described: every tensor a lazy tensor, nothing copied (saving/state.py).
+2. The format lays out every byte (saving/formats.py); what it cannot hold is refused now, all of it, before a file exists.
 3. The reader opens the plan (`rehearse`, there); what it would refuse is refused now as well.
 4. The plan is written beside the target and published by one rename (engine/write.py, engine/commit/transactions.py).
 
@@ -17,49 +17,28 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import cast
+from typing import Unpack, cast
 
-from holdfast.core.arguments import understood
 from holdfast.core.limits import Limits
+from holdfast.core.options import OF_STATES, Progress, SaveOptions, pick, validated
 from holdfast.core.protocols import State
-from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
 from holdfast.core.value import replace
 from holdfast.engine.readback import check_source
+from holdfast.engine.saves import SavePlan
 from holdfast.engine.stream import Told, Writer, write_stream
-from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
-from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.base import check_shares, not_shared, open_base
-from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, format_named, plan_save
-from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.writing import Writing
+from holdfast.formats import format_of
+from holdfast.saving.base import check_shares, not_shared, open_base
+from holdfast.saving.formats import Options, format_for, format_named, plan_save, written_suffixes
+from holdfast.saving.planned import Planned, Saved, check_target, planned_fields
+from holdfast.saving.state import tabulate_state
+from holdfast.saving.writing import Writing
 from holdfast.stores.paths import check_binary, content_and_path, place_of
 
 
-@understood
-def save(
-    state: object,
-    dst: str | os.PathLike[str] | Writer,
-    *,
-    metadata: Mapping[str, str] | None = None,
-    max_shard_size: Size | None = None,
-    keep_tree: bool = False,
-    sparse: str = "never",
-    base: str | os.PathLike[str] | None = None,
-    hashes: bool = False,
-    store: object | None = None,
-    format: str | None = None,
-    overwrite: bool | None = None,
-    durable: bool = True,
-    read_back: bool = False,
-    max_memory: Size | None = None,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Saved:
+@validated(defaults={**OF_STATES, "overwrite": None})
+def save(state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[SaveOptions]) -> Saved:
     """Save a state: nested dicts, lists and tuples of arrays, tensors, lazy tensors and plain values; or an open checkpoint.
 
     `save(path, state)` is understood as well: which of the two is the path can be seen.
@@ -86,18 +65,17 @@ def save(
     nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
     """
     state, path = content_and_path(state, dst)
-    options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse)
-    writing = Writing(
-        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-    )
+    layout, writing, limits, progress = pick(Options, options), pick(Writing, options), options["limits"], options["progress"]
+    format, metadata, base, hashes = options["format"], options["metadata"], options["base"], options["hashes"]
     older = None if base is None else place_of(base)
     if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
         check_shares("", "a file object", older, hashes)
         described = tabulate_state(state, metadata=metadata, limits=limits)
-        return _stream(described, cast(Writer, path), format=format, options=options, writing=writing, progress=progress)
+        return _stream(described, cast(Writer, path), format=format, options=layout, writing=writing, progress=progress)
     plan = partial(
-        plan_saving, state, place_of(path, store), format=format, metadata=metadata, options=options, writing=writing, limits=limits
-    )
+        plan_saving, state, place_of(path, options["store"]), format=format, metadata=metadata, options=layout, writing=writing,
+        limits=limits,
+    )  # fmt: skip
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with resting_collector():
         try:
@@ -110,7 +88,7 @@ def save(
         return replace(saved, notes=(*saved.notes, note))
 
 
-@understood
+@validated
 def to_bytes(
     state: object,
     format: str,
@@ -151,10 +129,10 @@ def _stream(
 def _plan_stream(described: State, name: str, format: str | None, options: Options) -> SavePlan:
     """The plan of a file object of this name."""
     suffix = os.path.splitext(name)[1].lower()
-    if format is None and (not suffix or suffix not in SUFFIXES):
+    if format is None and (not suffix or suffix not in written_suffixes()):
         raise BadArgument("say format='safetensors' or format='torch': a file object has no suffix that would tell")
     found = format_named(f"archive{suffix}", format, options)
-    if found in DIRECTORIES:
+    if format_of(found).folder:
         problem = f"{found} is a directory of files" + (
             ", and so is what max_shard_size= asks for" if options.max_shard_size else ""
         )
@@ -187,8 +165,9 @@ def plan_saving(
     described = tabulate_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
     check_shares(target, found, base, hashes)
-    if writing.overwrite is False or found in DIRECTORIES:
-        check_target(target, directory=found in DIRECTORIES, writing=writing)
+    folder = format_of(found).folder
+    if writing.overwrite is False or folder:
+        check_target(target, directory=folder, writing=writing)
     with ExitStack() as stack:
         reads = described.tensors.stores
         if base is not None or hashes:

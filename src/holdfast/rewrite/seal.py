@@ -1,12 +1,6 @@
-"""`seal`: say of a folder that another trainer wrote that it is whole, in one small file that is written last.
+"""`seal`: say of a folder that another trainer wrote that it is whole, in one small file that is written last (`seals/make.py`).
 
-1. Files are listed. What is torn already is refused (`inspect/trainers.py`); so is what has no content of its own: links, devices.
-2. Each is read once, digested and, unless `durable=False`, synced; several beside each other.
-3. The folders that they are in are synced, so that no name is lost that the seal speaks of.
-4. They are listed again. Where one came, went or changed meanwhile, somebody still writes there, and nothing is sealed.
-5. `holdfast.seal.json` is written beside its place, synced, and renamed: after a crash it is there and right, or not there.
-
-Temporaries, locks and hidden folders are no part of it. A single file has its seal beside it: `last.ckpt.seal.json`.
+What is torn already is refused (`inspect/trainers.py`).
 """
 
 from __future__ import annotations
@@ -14,35 +8,24 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Unpack
 
-from holdfast.core.arguments import one_of, understood
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
+from holdfast.core.options import SealOptions, validated
 from holdfast.core.quantities import seconds
-from holdfast.engine.checksums import Progress
-from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
-from holdfast.engine.commit.transactions import FileTransaction
-from holdfast.engine.file_digest import digest_of
-from holdfast.engine.threads import default_threads, run_all
-from holdfast.errors import HoldfastError, LimitExceeded, NoSuchPath, NotCommitted
-from holdfast.formats.seal import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, beside, encode_seal
-from holdfast.inspect.sealed import is_part, read_seal
+from holdfast.engine.commit.target import refusal, refusing
+from holdfast.errors import HoldfastError, NoSuchPath, NotCommitted
 from holdfast.inspect.trainers import recognised, torn
-from holdfast.stores.files import FileEntry, Files, split_path
+from holdfast.seals.check import read_seal
+from holdfast.seals.document import SEAL, SUFFIX, Seal, beside
+from holdfast.seals.make import SHOWN, check_place, is_folder, list_files, write_seal
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
 
-SHOWN = 5
-"""Files that a message names."""
-
 NO_STEP = "no step is known: neither a file nor the name says one; pass step= to give it one"
-
-Listing = dict[str, FileEntry]
-"""What there is, by relative name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,21 +64,8 @@ class NothingToSeal(NoSuchPath, NotCommitted):
     """A `NoSuchPath` of a verb that writes."""
 
 
-@understood(digest=one_of(*DIGESTS), ran=seconds)
-def seal(
-    src: AnyPath,
-    *,
-    step: int | None = None,
-    metrics: Mapping[str, float] | None = None,
-    ran: float | str | None = None,
-    digest: str = "xxh3-128",
-    overwrite: bool = False,
-    durable: bool = True,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Sealed:
+@validated
+def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
     """Seal a folder that is written to its end, or a single file: every name, size and digest, the step and the metrics.
 
     Where `step` or `metrics` are not given, they are taken from what the trainer left there; what cannot be told is in the notes.
@@ -106,12 +76,13 @@ def seal(
     Raises `NotCommitted`, and there is no new seal: where what lies there is torn, changes meanwhile, or has a seal already and
     `overwrite` is not given.
     """
-    limits = limits or Limits()
+    limits, overwrite, dry_run = options["limits"] or Limits(), bool(options["overwrite"]), options["dry_run"]
+    step, metrics = options["step"], options["metrics"]
     path = local_path(src)
     files = system_files()
     with refusing("looking at what is to be sealed", path):
         try:
-            folder = _is_folder(files, path)
+            folder = is_folder(files, path)
         except FileNotFoundError:
             raise NothingToSeal("there is nothing to seal", file=path) from None
         if not folder and path.endswith(SUFFIX):
@@ -120,7 +91,7 @@ def seal(
         if os.path.islink(place):
             raise refusal("the seal is a link; remove it", place, errno.ELOOP)
         if not dry_run:
-            _check_place(files, place, overwrite=overwrite)
+            check_place(files, place, overwrite=overwrite)
         listing = list_files(files, path, limits)
     if wrong := torn(path, list(listing), limits):
         told = "; ".join(f"{name}: {reason}" for name, reason in wrong[:SHOWN])
@@ -145,11 +116,11 @@ def seal(
     if not dry_run:
         same = old is not None and old.step == report.step
         saved = old.saved if old is not None and same else max(time.time(), 0.0)
-        counted = seconds(ran) if ran is not None else old.ran if old is not None and same else None
+        counted = seconds(options["ran"]) if options["ran"] is not None else old.ran if old is not None and same else None
         about = Seal(report.step, saved, report.metrics, (), counted)
         write_seal(
-            path, about, listing=listing, digest=digest, overwrite=overwrite, durable=durable, limits=limits, threads=threads,
-            progress=progress, files=files,
+            path, about, listing=listing, digest=options["digest"], overwrite=overwrite, durable=options["durable"], limits=limits,
+            threads=options["threads"], progress=options["progress"], files=files,
         )  # fmt: skip
     return report
 
@@ -160,238 +131,3 @@ def _old_seal(path: str, limits: Limits | None) -> Seal | None:
         return read_seal(path, limits)
     except HoldfastError:
         return None
-
-
-def unseal(src: AnyPath, *, durable: bool = True) -> bool:
-    """Take the seal from a folder or a file that is about to be written to again; whether there was one.
-
-    It is gone for certain before this comes back: a power cut later does not bring it back to files that it does not fit.
-    """
-    path, files = local_path(src), system_files()
-    with refusing("removing the seal of what is to be written again", path):
-        try:
-            folder = _is_folder(files, path)
-            root, name = (path, SEAL) if folder else (split_path(path.rstrip("/"))[0], beside(split_path(path.rstrip("/"))[1]))
-            at = files.open_directory(files.resolve(root or os.curdir))
-        except FileNotFoundError:
-            return False
-        try:
-            files.unlink(name, at=at)
-            if durable:
-                files.sync(at)
-        except FileNotFoundError:
-            return False
-        finally:
-            files.close(at)
-    return True
-
-
-def write_seal(
-    path: str,
-    about: Seal,
-    *,
-    listing: Listing | None = None,
-    digest: str = "xxh3-128",
-    overwrite: bool = False,
-    durable: bool = True,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-    files: Files | None = None,
-) -> Seal:
-    """The steps from 2 on: digest and sync all files, and write a seal that says what `about` says; that seal.
-
-    `listing` is what was looked at before. Every call to the file system goes through `files`.
-    """
-    files, limits = files or system_files(), limits or Limits()
-    with refusing("sealing", path):
-        folder = _is_folder(files, path)
-        root, name = (path.rstrip("/") or "/", None) if folder else split_path(path.rstrip("/"))
-        listing = list_files(files, path, limits) if listing is None else listing
-        at = files.open_directory(files.resolve(root or os.curdir))
-        try:
-            made: dict[str, SealedFile] = {}
-            order = sorted(listing, key=lambda name: -listing[name].nbytes)
-            work: list[Callable[[], None]] = [
-                partial(_take, files, at, one, made, digest=digest, durable=durable, progress=progress) for one in order
-            ]
-            run_all(work, threads or default_threads())
-            if durable:
-                _sync_folders(files, at, listing)
-                if folder:
-                    _sync_parent(files, path)
-            changed = _changed(listing, list_files(files, path, limits), made)
-        finally:
-            files.close(at)
-        if changed:
-            told = ", ".join(map(repr, changed[:SHOWN])) + (f" and {len(changed) - SHOWN:,} more" if len(changed) > SHOWN else "")
-            message = f"{told} changed while it was sealed: somebody still writes there; seal it when that is done"
-            raise refusal(f"{message}. No seal was written", path, errno.EBUSY)
-        sealed = Seal(about.step, about.saved, about.metrics, tuple(made[one] for one in sorted(made)), about.ran)
-        text = encode_seal(sealed)
-    place = os.path.join(path, SEAL) if name is None else beside(path.rstrip("/"))
-    with FileTransaction(place, durable=durable, overwrite=overwrite, files=files) as transaction:
-        transaction.allocate(len(text))
-        transaction.write(0, text)
-        transaction.commit()
-    return sealed
-
-
-def list_files(files: Files, path: str, limits: Limits) -> Listing:
-    """All that is to be sealed at a path, sorted. Raises `NotCommitted` for what cannot be, and where there is nothing."""
-    found: Listing = {}
-    if not _is_folder(files, path):
-        root, name = split_path(path.rstrip("/"))
-        at = files.open_directory(files.resolve(root or os.curdir))
-        try:
-            found[_plain_name(name, path)] = _plain(files.stat(name, at=at), path)
-        finally:
-            files.close(at)
-        return found
-    at = files.open_directory(files.resolve(path))
-    try:
-        _collect(files, at, found, prefix="", path=path, limits=limits)
-    finally:
-        files.close(at)
-    if not found:
-        raise refusal("there is no file in this folder to seal", path, errno.ENOENT)
-    return dict(sorted(found.items()))
-
-
-def _collect(files: Files, at: int, found: Listing, *, prefix: str, path: str, limits: Limits) -> None:
-    if prefix.count("/") > limits.depth:
-        raise LimitExceeded(f"folders nest deeper than Limits(depth={limits.depth})", file=path, expected=limits.depth)
-    for name in files.list(at):
-        label = os.path.join(path, prefix + name)
-        entry = files.stat(name, at=at)
-        if entry is None:
-            raise refusal(f"{prefix + name!r} went away: somebody still writes there; seal it when that is done", path, errno.EBUSY)
-        if entry.kind == "directory":
-            if name.startswith("."):
-                continue
-            inner = files.open_directory(name, at=at)
-            try:
-                _collect(files, inner, found, prefix=f"{_plain_name(prefix + name, label)}/", path=path, limits=limits)
-            finally:
-                files.close(inner)
-        elif is_part(name) and prefix + name != SEAL:
-            found[_plain_name(prefix + name, label)] = _plain(entry, label)
-            if len(found) > limits.files:
-                raise LimitExceeded(f"more files than Limits(files={limits.files})", file=path, expected=limits.files)
-
-
-def _plain_name(name: str, label: str) -> str:
-    """A name that can stand in a seal."""
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        raise refusal("the name is no UTF-8 text, and could not stand in a seal; rename it", label, errno.EILSEQ) from None
-    if "\\" in name:
-        raise refusal("the name has a backslash, which other systems take for a folder; rename it", label, errno.EINVAL)
-    return name
-
-
-def _plain(entry: FileEntry | None, label: str) -> FileEntry:
-    """Something whose content is its own."""
-    if entry is None:
-        raise refusal("there is nothing here to seal", label, errno.ENOENT)
-    if entry.kind != "file":
-        what = (
-            "a link, and what it leads to may change elsewhere; put the file itself here"
-            if entry.kind == "link"
-            else "no plain file"
-        )
-        raise refusal(f"this is {what}; it cannot be sealed", label, errno.EINVAL)
-    return entry
-
-
-def _take(
-    files: Files,
-    root: int,
-    name: str,
-    made: dict[str, SealedFile],
-    *,
-    digest: str,
-    durable: bool,
-    progress: Progress | None,
-) -> None:
-    """Read, digest and sync one file."""
-    with _folder_of(files, root, name) as (at, last):
-        descriptor = files.open(last, at=at)
-        try:
-            found, nbytes = digest_of(digest, partial(files.pread, descriptor), progress)
-            if durable:
-                files.sync(descriptor)
-        finally:
-            files.close(descriptor)
-    made[name] = SealedFile(name, nbytes, found)
-
-
-@contextmanager
-def _folder_of(files: Files, root: int, name: str) -> Iterator[tuple[int, str]]:
-    """The folder that a file is in, open, and its name in there. No link is followed."""
-    *folders, last = name.split("/")
-    opened: list[int] = []
-    try:
-        for folder in folders:
-            opened.append(files.open_directory(folder, at=opened[-1] if opened else root))
-        yield (opened[-1] if opened else root), last
-    finally:
-        for descriptor in reversed(opened):
-            files.close(descriptor)
-
-
-def _sync_folders(files: Files, root: int, listing: Listing) -> None:
-    """Make the names durable: of the files, and of the folders they are in, from the inside out."""
-    inner = {name.rpartition("/")[0] for name in listing if "/" in name}
-    every = {"/".join(folder.split("/")[:depth]) for folder in inner for depth in range(1, folder.count("/") + 2)}
-    for folder in sorted(every, key=lambda name: -name.count("/")):
-        with _folder_of(files, root, f"{folder}/.") as (at, _):
-            files.sync(at)
-    files.sync(root)
-
-
-def _sync_parent(files: Files, path: str) -> None:
-    """Make the name of the folder itself durable."""
-    parent, _ = split_path(files.resolve(path).rstrip("/") or "/")
-    at = files.open_directory(parent or os.curdir)
-    try:
-        files.sync(at)
-    finally:
-        files.close(at)
-
-
-def _changed(before: Listing, after: Listing, made: Mapping[str, SealedFile]) -> list[str]:
-    """Names that came, went, or are of another file, length or time than before; and those of which another length was read."""
-    return sorted(
-        name
-        for name in {*before, *after}
-        if name not in before
-        or name not in after
-        or _stamp(before[name]) != _stamp(after[name])
-        or made[name].nbytes != before[name].nbytes
-    )
-
-
-def _stamp(entry: FileEntry) -> tuple[object, ...]:
-    return entry.identity, entry.nbytes, entry.changed_s
-
-
-def _is_folder(files: Files, path: str) -> bool:
-    """Whether there is a folder at a path."""
-    try:
-        files.close(files.open_directory(files.resolve(path.rstrip("/") or "/")))
-    except NotADirectoryError:
-        return False
-    return True
-
-
-def _check_place(files: Files, place: str, *, overwrite: bool) -> None:
-    """Refuse a place that the seal cannot have, before anything is read."""
-    target = open_target(files, place)
-    try:
-        if target.existing is not None and target.existing.kind == "file" and not overwrite:
-            raise refusal("there is a seal already; pass overwrite=True to seal it again", place, errno.EEXIST)
-        refuse_existing(target.existing, place, directory=False, overwrite=overwrite)
-    finally:
-        target.close()

@@ -37,16 +37,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate, count
-from typing import Literal
+from typing import Literal, Unpack
 
-from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import canonical
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
+from holdfast.core.options import InPlaceOptions, Progress, validated
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
 from holdfast.core.sharing import several, shared_rows
+from holdfast.core.strict_json import quoted
 from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
@@ -54,22 +55,20 @@ from holdfast.engine.blocks import read_slab, slabs
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.equal import same_bytes
-from holdfast.engine.write import Progress
+from holdfast.engine.saves import SavePlan
 from holdfast.errors import LimitExceeded, Unsupported
+from holdfast.formats import format_of
 from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
-from holdfast.formats.strict_json import quoted
 from holdfast.formats.torch.write import archive_name
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.formats import Options, format_for, plan_save
-from holdfast.rewrite.models import programs_of, weights_of
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten
-from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.rows import lazy_tree, with_table
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.writing import Writing
+from holdfast.saving.formats import Options, for_programs, format_for, plan_save
+from holdfast.saving.models import programs_of, weights_of
+from holdfast.saving.planned import Destination, Planned, Saved, planned_fields, rewritten
+from holdfast.saving.rejoin import rejoin
+from holdfast.saving.rows import lazy_tree, with_table
+from holdfast.saving.state import tabulate_state
 
 By = Literal["storage", "content"]
 
@@ -182,7 +181,7 @@ class AliasGraph(Shown):
         return "\n".join(["; ".join(totals), *map(str, order[:LISTED]), *more, *self.notes])
 
 
-@understood
+@validated
 def alias_graph(
     src: Openable | Checkpoint | Mapping[str, object],
     *,
@@ -400,52 +399,24 @@ class TiedState(Value, frozen=True):
     notes: tuple[str, ...]
 
 
-@understood
-def tie(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None = None,
-    *,
-    in_place: bool = False,
-    format: str | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
-    read_back: bool = True,
-    max_memory: Size | None = MAX_MEMORY,
-    dry_run: bool = False,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Tied:
+@validated
+def tie(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, **options: Unpack[InPlaceOptions]) -> Tied:
     """Write a checkpoint in which tensors that hold the same, byte by byte, are stored once: at `dst`, or `in_place=True`.
 
     With `dry_run=True` they are only found, and the result says what could be saved. The suffix of `dst` says the format, if
     `format` does not. torch files, packages and native directories hold tied tensors once; safetensors files hold them under the
     first name, and the others in their metadata, where Holdfast finds them.
     """
-    planned = plan_tie(
-        src, dst, in_place=in_place, format=format, limits=limits, progress=progress,
-        writing=Writing(
-            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
-        ),
-    )  # fmt: skip
-    return planned.carry_out(progress)
+    return plan_tie(src, dst, options).carry_out(options["progress"])
 
 
-def plan_tie(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None,
-    *,
-    in_place: bool,
-    format: str | None = None,
-    writing: Writing,
-    limits: Limits | None = None,
-    progress: Progress | None = None,
-) -> Planned[Tied]:
+def plan_tie(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions) -> Planned[Tied]:
     """Find what holds the same, which is read and compared here, and lay out the checkpoint in which it is tied."""
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Tied]:
-        described = tabulate_state(source, limits=limits)
-        tied = tie_state(described, _weights(source, described), threads=writing.reading_threads, progress=progress)
+        described = tabulate_state(source, limits=options["limits"])
+        threads = where.writing.reading_threads
+        tied = tie_state(described, _weights(source, described), threads=threads, progress=options["progress"])
         plan = plan_rewrite(source, tied.state, where)
         plan = replace(plan, notes=(*tied.notes, *plan.notes))
         groups = tuple(group for group in tied.graph.groups if group.storages > 1)
@@ -455,12 +426,12 @@ def plan_tie(
         )  # fmt: skip
         return Planned(plan, report, where.writing, reads=described.tensors.stores)
 
-    return rewritten(src, dst, lay_out, in_place=in_place, format=format, writable=("pt2",), writing=writing, limits=limits)
+    return rewritten(src, dst, lay_out, options, programs=True)
 
 
 def _weights(opened: Checkpoint, state: State) -> Collection[str] | None:
     """What is compared of a package: its weights. Its constants and sample inputs are copied as they are. None for all tensors."""
-    if opened.format != "pt2":
+    if not format_of(opened.format).programs:
         return None
     models = weights_of(opened, state.tree)
     several = isinstance(state.tree, dict) and len(models) > 1
@@ -578,7 +549,7 @@ class _Tying:
 
 def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
     """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
-    if where.format == "pt2" or (where.format is None and where.path.lower().endswith(".pt2")):
+    if for_programs(where.path, where.format):
         return _plan_pt2(source, lazy_tree(state), where.path)
     options = where.options(Options(keep_tree=True))
     plan = plan_save(where.path, state, format_for(where.path, where.format, options), options=options)
@@ -588,7 +559,7 @@ def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePl
 
 def _plan_pt2(source: Checkpoint, tree: object, target: str) -> SavePlan:
     name = archive_name(target)
-    if source.format != "pt2":
+    if not format_of(source.format).programs:
         return lay_out_pt2(models_of({"model": tree}), name=name)
     models = weights_of(source, tree)
     if not any(models.values()):

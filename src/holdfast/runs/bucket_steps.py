@@ -18,7 +18,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -29,14 +28,14 @@ from holdfast.core.keys import DATA, beside
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.threads import run_all
-from holdfast.errors import HoldfastError, LimitExceeded, StoreError
+from holdfast.errors import HoldfastError, LimitExceeded
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.seal import LARGEST
-from holdfast.rewrite.references import listed, named_by
-from holdfast.rewrite.step_seal import Stamp
 from holdfast.runs.steps import NAMED, FoundStep, Step, step_name
+from holdfast.saving.references import listed, named_by
+from holdfast.seals.document import LARGEST, Stamp
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, bucket_of
+from holdfast.stores.remote.failures import if_there
 from holdfast.stores.remote.url import Url
 
 METADATA = "holdfast.step"
@@ -316,11 +315,8 @@ class BucketSteps:
         said = self._said.get(key)
         if said is not None and etag is not None and said.etag == etag:
             return said
-        try:
-            got = self.bucket.described(key)
-        except StoreError as error:
-            if error.errno != errno.ENOENT:
-                raise
+        got = if_there(self.bucket.described, key)
+        if got is None:
             return None
         told = read_stamp(got.attributes.get(ATTRIBUTE))
         if told is None:
@@ -337,13 +333,11 @@ class BucketSteps:
         """What a manifest says, read; None where it is gone."""
         key = self.key(name, MANIFEST)
         try:
-            got = self.bucket.whole(key, LIMITS.index_nbytes)
-        except StoreError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            return None
+            got = if_there(self.bucket.whole, key, LIMITS.index_nbytes)
         except LimitExceeded as error:
             return Says(None, 0, None, wrong=error.message)
+        if got is None:
+            return None
         etag, nbytes = got.found.etag, got.data.nbytes
         try:
             files, metadata = named_by(bytes(got.data))

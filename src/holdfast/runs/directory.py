@@ -22,29 +22,29 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from holdfast.core.value import replace
 from holdfast.engine.commit.target import refusing
-from holdfast.engine.commit.temporaries import LockedName, empty, locked, set_aside, temporary_name
+from holdfast.engine.commit.temporaries import LockedName, empty, locked, longest_name, set_aside, temporary_name
 from holdfast.engine.commit.temporaries import clean as clean_target
-from holdfast.formats.seal import SEAL, beside
-from holdfast.rewrite.planned import Planned, Saved
-from holdfast.rewrite.step_seal import Stamp, with_seal
 from holdfast.runs.lock import Holder, RunLock, seen_writing
 from holdfast.runs.place import Choose, RunPlace, Sizes
 from holdfast.runs.record import (
+    EXPORTS,
+    PROOFS,
     Pin,
     Proofs,
     RunRules,
     pin_step,
     read_kept,
     read_pins,
-    read_proofs,
-    read_receipts,
+    read_said,
+    receipts_of,
     turn,
     unpin_step,
     write_kept,
-    write_proofs,
-    write_receipts,
+    write_said,
 )
 from holdfast.runs.steps import RunFolder, Step, step_name
+from holdfast.saving.planned import Planned, Saved
+from holdfast.seals.document import SEAL, Stamp, beside, with_seal
 from holdfast.stores.files import FileEntry, Files, is_temporary, make_parents
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.place import place_at
@@ -84,14 +84,17 @@ class Hidden:
                 kept.close()
 
 
-def forget_replaced(files: Files, names: Collection[str], *, at: int) -> None:
-    """Remove the folders that these steps replaced and that are there still, so that a power cut does not bring them back."""
-    longest = files.longest_name(at)
-    if not any(name.endswith(".old") for name in files.list(at)):
+def forget_replaced(files: Files, names: Collection[str], *, at: int, there: Sequence[str]) -> None:
+    """Remove the folders that these steps replaced and that are there still, so that a power cut does not bring them back.
+
+    `there` is all that is in the directory.
+    """
+    if not any(name.endswith(".old") for name in there):
         return
+    longest = files.longest_name(at)
     for name in names:
-        if set_aside(files, name, at=at, longest=longest):
-            clean_target(files, name, at=at, directories=True, longest=longest)
+        if set_aside(files, name, at=at, there=there, longest=longest):
+            clean_target(files, name, at=at, there=there, directories=True, longest=longest)
             files.sync(at)
 
 
@@ -107,7 +110,7 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
         # A file needs no lock: whoever takes it for a dead process's removes what is to be removed. NFS would refuse it one.
         if (folder and not locked(files, descriptor)) or not kept.in_place():
             raise OSError(errno.EBUSY, "another process writes or deletes it", name)
-        hidden = temporary_name(PREFIX + name, longest=files.longest_name(at))
+        hidden = temporary_name(PREFIX + name, longest=longest_name(files, PREFIX + name, at=at))
         files.rename(name, hidden, at=at)
         kept.name = hidden
         return Hidden(kept, seal=None if folder else beside(name), folder=folder)
@@ -117,13 +120,12 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
         raise
 
 
-def clean(files: Files, *, at: int) -> None:
-    """Remove what deletions left that did not come to their end. What cannot be removed stays."""
-    with suppress(OSError):
-        for name in files.list(at):
-            if name.startswith(f".{PREFIX}") and is_temporary(name):
-                with suppress(OSError):
-                    _clean_one(files, name, at=at)
+def clean(files: Files, there: Sequence[str], *, at: int) -> None:
+    """Remove what deletions left that did not come to their end, of all that is there. What cannot be removed stays."""
+    for name in there:
+        if name.startswith(f".{PREFIX}") and is_temporary(name):
+            with suppress(OSError):
+                _clean_one(files, name, at=at)
 
 
 def _clean_one(files: Files, name: str, *, at: int) -> None:
@@ -184,10 +186,6 @@ class RunDirectory(RunFolder):
                 return
             self._lock.check(self.path, at=None)
 
-    def base_for(self, step: int) -> Step | None:
-        found = self.newest()
-        return self.newest(below=step) if found is not None and found.step == step else found
-
     def exists(self) -> bool:
         return os.path.isdir(self.path)
 
@@ -245,12 +243,12 @@ class RunDirectory(RunFolder):
     def proofs(self) -> Proofs:
         try:
             with self.opened() as (files, at):
-                return read_proofs(files, at=at)
+                return read_said(files, PROOFS, at=at) or Proofs()
         except FileNotFoundError:
             return Proofs()
 
     def note_proofs(self, proofs: Proofs) -> None:
-        write_proofs(self.files, self.path, proofs)
+        write_said(self.files, self.path, PROOFS, proofs, durable=False)
 
     def writer(self) -> Holder | None:
         with self.opened() as (files, at):
@@ -258,11 +256,12 @@ class RunDirectory(RunFolder):
 
     def exported(self) -> Mapping[str, Stamps]:
         with self.opened() as (files, at):
-            return read_receipts(files, at=at)
+            found = read_said(files, EXPORTS, at=at)
+            return {} if found is None else found.exports
 
     def note_exported(self, target: str, stamps: Stamps, *, durable: bool) -> None:
         rest = {name: found for name, found in self.exported().items() if name != target}
-        write_receipts(self.files, self.path, {**rest, target: stamps}, durable=durable)
+        write_said(self.files, self.path, EXPORTS, receipts_of({**rest, target: stamps}), durable=durable)
 
     def asking(self) -> AbstractContextManager[None]:
         """What the file system refuses is told where it happens."""
@@ -313,7 +312,8 @@ class RunDirectory(RunFolder):
                 with turn(self):
                     self.check(at)
                     going = choose(read_pins(files, at=at))
-                    forget_replaced(files, [one.name for one in going], at=at)
+                    there = files.list(at)
+                    forget_replaced(files, [one.name for one in going], at=at, there=there)
                     for one in going:
                         try:
                             hidden.append(hide(files, one.name, at=at))
@@ -325,13 +325,13 @@ class RunDirectory(RunFolder):
             finally:
                 for each in hidden:
                     each.remove(durable=durable)
-            clean(files, at=at)
+            clean(files, there, at=at)
         return gone, notes
 
     def delete(self, steps: Sequence[Step], *, durable: bool) -> None:
         with self.opened() as (files, at), turn(self):
             self.check(at)
-            forget_replaced(files, [one.name for one in steps], at=at)
+            forget_replaced(files, [one.name for one in steps], at=at, there=files.list(at))
             for one in reversed(steps):
                 hide(files, one.name, at=at).remove(durable=durable)
 
@@ -342,7 +342,8 @@ def open_for_writing(folder: RunFolder, kept: RunRules, *, durable: bool) -> Run
     lock = RunLock.take(files, folder.path)
     try:
         with refusing("preparing the run's directory", folder.path), folder.opened() as (_, at):
-            clean(files, at=at)
+            with suppress(OSError):
+                clean(files, files.list(at), at=at)
             write_kept(files, folder.path, kept, at=at, durable=durable)
     except BaseException:
         lock.close()

@@ -31,24 +31,22 @@ from holdfast.core.quantities import Size, shown, whole_number
 from holdfast.core.runtime import renewed, start
 from holdfast.engine.commit.target import refusal
 from holdfast.errors import BadArgument, BadArgumentType, HoldfastError, HoldfastWarning, NotCommitted
+from holdfast.formats import format_of
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.seal import SEAL
 from holdfast.rewrite.convert import convert
-from holdfast.rewrite.formats import Options, format_for
 from holdfast.runs.lock import LOCK
 from holdfast.runs.place import RunPlace
 from holdfast.runs.record import PINS, RECORD
 from holdfast.runs.steps import NAMED, Step, step_name
+from holdfast.saving.formats import Options, format_for, written_suffixes
+from holdfast.seals.document import SEAL
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import Place, place_at
 
-SUFFIXES = {"torch-zip": ".pt", "safetensors": "/", "safetensors-dir": "/", "native": "/"}
-"""What follows the name of an exported step: safetensors are a folder, as other programs look for it."""
+TARGET = re.compile(r"step-[0-9]+(\.\w+)?", re.ASCII)
+"""What an exported step may be called, if it ends with the suffix of a format."""
 
-TARGET = re.compile(r"step-[0-9]+(?:\.pt)?", re.ASCII)
-"""What an exported step may be called."""
-
-MARKS = (RECORD, PINS, LOCK)
+MARKS = (RECORD.file, PINS.file, LOCK)
 """What tells a run's directory."""
 
 
@@ -73,9 +71,10 @@ class Export:
         format_for("model/", self.format, Options())
 
     def target(self, step: int) -> str:
-        """Where a step goes."""
-        suffix = SUFFIXES[format_for("model/", self.format, Options())]
-        return place_at(place_of(self.path)).below(step_name(step) + suffix.rstrip("/"), folder=suffix == "/")
+        """Where a step goes. Safetensors are a folder, as other programs look for it."""
+        format = format_of(format_for("model/", self.format, Options()))
+        suffix = "" if format.folder else format.suffixes[0]
+        return place_at(place_of(self.path)).below(step_name(step) + suffix, folder=format.folder)
 
     def carry_out(self, step: Step, run: RunPlace, *, durable: bool = True) -> str:
         """Convert a step of a run; what the run exported there before is replaced, and noted anew."""
@@ -198,7 +197,8 @@ def misplaced(folder: str, run: str) -> str | None:
             return "that is inside of the run's own directory"
     for around in _around(run, itself=True):
         name = around.rstrip("/").rpartition("/")[2]
-        if TARGET.fullmatch(name) and place_at(place_at(around).parent).is_same(place_at(folder)):
+        found = TARGET.fullmatch(name)
+        if found and found[1] in (None, *written_suffixes()) and place_at(place_at(around).parent).is_same(place_at(folder)):
             return f"an export would have the name {name}, which is that of the run's own directory, or of one around it"
     for around in _around(folder, itself=True):
         if mark := _mark(around, steps=around == folder):

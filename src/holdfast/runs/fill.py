@@ -23,11 +23,11 @@ from msgspec import Struct, field
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.protocols import Request, by_source
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, dotted, step
+from holdfast.core.tree import Unrolled, Way, name_at, plainly, rebuild, unroll
 from holdfast.core.value import Value
 from holdfast.engine.checks import check_first
 from holdfast.errors import Corrupted, DoesNotFit, FormatError, HoldfastError, Unsupported
-from holdfast.rewrite.state import Stateful, is_stateful, plainly_named
+from holdfast.saving.state import Stateful, is_stateful, plainly_named
 
 
 class Fit(Struct):
@@ -85,7 +85,7 @@ def fill(into: object, checkpoint: Checkpoint, *, checked: bool = False) -> obje
     Raises `DoesNotFit`, and `Corrupted` for a checksum that does not match, before anything was changed.
     """
     fit = Fit()
-    made = _fitted(into, checkpoint.tree, (), fit)
+    made = unroll(_fitted(into, checkpoint.tree, None, fit))
     if fit.missing or fit.unexpected or fit.mismatched:
         raise DoesNotFit(
             _said(fit), missing=fit.missing, unexpected=fit.unexpected, mismatched=fit.mismatched, file=checkpoint.path
@@ -95,7 +95,7 @@ def fill(into: object, checkpoint: Checkpoint, *, checked: bool = False) -> obje
             check_first(fit.requests)
     with changing():
         _read(fit)
-    return _placed(into, made)
+    return unroll(_placed(into, made))
 
 
 def _read(fit: Fit) -> None:
@@ -104,72 +104,80 @@ def _read(fit: Fit) -> None:
 
 
 def _new(found: object, fit: Fit) -> object:
-    match found:
-        case LazyTensor():
-            out = found.empty()
-            fit.requests.append(Request(found, out))
-            return out
-        case Composite():
-            raise Unsupported(f"a {found.kind} tensor has no array; use holdfast.torch.Run", found=found.kind)
-        case dict():
-            return {key: _new(value, fit) for key, value in found.items()}
-        case list() | tuple():
-            return type(found)(_new(value, fit) for value in found) if type(found) in (list, tuple) else found
-    return found
+    """A value of a checkpoint in plain containers, with arrays for its tensors: one array, where a container stands twice."""
+
+    def leaf(value: object, _: Way) -> object:
+        if isinstance(value, Composite):
+            raise Unsupported(f"a {value.kind} tensor has no array; use holdfast.torch.Run", found=value.kind)
+        if not isinstance(value, LazyTensor):
+            return value
+        fit.requests.append(Request(value, value.empty()))
+        return fit.requests[-1].out
+
+    return rebuild(found, leaf, make=plainly)
 
 
-def _fitted(into: object, found: object, path: Path, fit: Fit) -> object:
+def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]:
     """What is to stand in the place of `into`: itself, where it is filled in place."""
     if isinstance(into, np.ndarray) and isinstance(found, LazyTensor):
-        _ask(into, found, path, fit)
+        _ask(into, found, way, fit)
         return into
     if is_stateful(into):
         keeps = plainly_named(cast(Stateful, into))
         own = keeps.state_dict()
-        return HeldState(into, keeps, own, _fitted(own, found, path, fit))
+        return HeldState(into, keeps, own, (yield _fitted(own, found, way, fit)))
     if hasattr(into, "__dlpack__") and not isinstance(into, np.ndarray | np.generic):
-        fit.mismatched[dotted(path)] = f"a {type(into).__name__} is filled by holdfast.torch.Run, not by holdfast.Run"
+        fit.mismatched[name_at(way)] = f"a {type(into).__name__} is filled by holdfast.torch.Run, not by holdfast.Run"
         return into
     if isinstance(into, Mapping) and isinstance(found, Mapping):
-        fit.missing += [dotted((*path, step(key))) for key in into if key not in found]
-        fit.unexpected += [dotted((*path, step(key))) for key in found if key not in into]
-        return {key: _fitted(value, found[key], (*path, step(key)), fit) for key, value in into.items() if key in found}
+        fit.missing += [name_at((way, key)) for key in into if key not in found]
+        fit.unexpected += [name_at((way, key)) for key in found if key not in into]
+        made: dict[object, object] = {}
+        for key in [key for key in into if key in found]:
+            made[key] = yield _fitted(into[key], found[key], (way, key), fit)
+        return made
     if isinstance(into, list | tuple) and isinstance(found, list | tuple) and type(into) in (list, tuple):
         if len(into) != len(found):
-            fit.mismatched[dotted(path)] = f"{len(into)} items, and the step has {len(found)}"
+            fit.mismatched[name_at(way)] = f"{len(into)} items, and the step has {len(found)}"
             return into
-        return [_fitted(one, other, (*path, i), fit) for i, (one, other) in enumerate(zip(into, found, strict=True))]
+        rows: list[object] = []
+        for i, (one, other) in enumerate(zip(into, found, strict=True)):
+            rows.append((yield _fitted(one, other, (way, i), fit)))
+        return rows
     if isinstance(into, Mapping | list | tuple | np.ndarray) and type(into) is not type(found) and into is not None:
-        fit.mismatched[dotted(path)] = f"a {type(into).__name__}, and the step has {_kind(found)}"
+        fit.mismatched[name_at(way)] = f"a {type(into).__name__}, and the step has {_kind(found)}"
         return into
     return _new(found, fit)
 
 
-def _ask(into: np.ndarray, found: LazyTensor, path: Path, fit: Fit) -> None:
+def _ask(into: np.ndarray, found: LazyTensor, way: Way, fit: Fit) -> None:
     if into.shape != found.shape:
-        fit.mismatched[dotted(path)] = f"its shape is {list(into.shape)}, and the step has {list(found.shape)}"
+        fit.mismatched[name_at(way)] = f"its shape is {list(into.shape)}, and the step has {list(found.shape)}"
     elif into.dtype != found.dtype.numpy:
-        fit.mismatched[dotted(path)] = f"its dtype is {into.dtype}, and the step has {found.dtype}"
+        fit.mismatched[name_at(way)] = f"its dtype is {into.dtype}, and the step has {found.dtype}"
     elif not into.flags.writeable:
-        fit.mismatched[dotted(path)] = "it cannot be written to"
+        fit.mismatched[name_at(way)] = "it cannot be written to"
     else:
         fit.requests.append(Request(found, into))
 
 
-def _placed(into: object, made: object) -> object:
+def _placed(into: object, made: object) -> Unrolled[object]:
     """Put what was made into the containers that were given."""
     if isinstance(made, HeldState):
-        made.keeps.load_state_dict(cast(dict[str, object], _placed(made.own, made.made)))
+        made.keeps.load_state_dict((yield _placed(made.own, made.made)))
         return made.into
     if isinstance(into, MutableMapping) and isinstance(made, dict):
         for key, value in made.items():
-            into[key] = _placed(into[key], value)
+            into[key] = yield _placed(into[key], value)
         return into
-    if isinstance(into, list) and isinstance(made, list) and len(into) == len(made):
-        into[:] = [_placed(one, other) for one, other in zip(into, made, strict=True)]
+    if isinstance(into, list | tuple) and isinstance(made, list) and len(into) == len(made):
+        rows: list[object] = []
+        for one, other in zip(into, made, strict=True):
+            rows.append((yield _placed(one, other)))
+        if isinstance(into, tuple):
+            return tuple(rows)
+        into[:] = rows
         return into
-    if isinstance(into, tuple) and isinstance(made, list):
-        return tuple(_placed(one, other) for one, other in zip(into, made, strict=True))
     if isinstance(into, np.generic) and isinstance(made, np.ndarray) and not made.ndim:
         return made[()]
     return made

@@ -21,15 +21,14 @@ from contextlib import suppress
 
 import msgspec
 
+from holdfast.core.documents import DocumentKind, read_document, write_document
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import NO_LOCKS, LockedName, locked
-from holdfast.errors import NotCommitted
+from holdfast.errors import FormatError, LimitExceeded, NotCommitted
 from holdfast.stores.files import Files, read_all, write_all
 
 LOCK = ".holdfast.lock"
-
-MOST = 4096
-"""Bytes that its text may have."""
+MOST_NBYTES = 4096
 
 ATTEMPTS = 100
 """How often a file is made again because another run took it away, or was as quick."""
@@ -50,7 +49,7 @@ class Holder(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}, since {when}"
 
 
-HOLDERS = msgspec.json.Decoder(Holder)
+DOCUMENT = DocumentKind(name="lock", file=LOCK, decoder=msgspec.json.Decoder(Holder), most=MOST_NBYTES)
 
 
 class RunLock:
@@ -135,7 +134,7 @@ def _make(files: Files, at: int) -> LockedName | None:
             return None
         found = LockedName(files, LOCK, at=at, descriptor=descriptor)
         if found.in_place():
-            text = msgspec.json.encode(Holder(os.getpid(), platform.node(), time.time()))
+            text = write_document(DOCUMENT, Holder(os.getpid(), platform.node(), time.time()))
             write_all(files, descriptor, text, offset=0)
             kept = found
         return kept
@@ -154,9 +153,9 @@ def seen_writing(files: Files, *, at: int) -> Holder | None:
 def who_writes(files: Files, *, at: int) -> Holder | None:
     """What the lock file says; None where there is none, or it says nothing."""
     try:
-        raw = read_all(files, LOCK, files.stat(LOCK, at=at), at=at, most=MOST)
-        return None if raw is None else HOLDERS.decode(raw)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        raw = read_all(files, LOCK, files.stat(LOCK, at=at), at=at, most=MOST_NBYTES)
+        return None if raw is None else read_document(DOCUMENT, raw)
+    except (OSError, FormatError, LimitExceeded):
         return None
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
-from holdfast.rewrite.planned import Planned, Saved
-from holdfast.rewrite.step_seal import Stamp
 from holdfast.runs.lock import Holder, RunLock
 from holdfast.runs.record import Pin, Proofs, RunRules
 from holdfast.runs.steps import FoundStep, Step
+from holdfast.saving.planned import Planned, Saved
+from holdfast.seals.document import Stamp
 from holdfast.stores.remote.url import Stamps
 
 Sizes = dict[Hashable, int]
@@ -36,11 +36,14 @@ class RunPlace(Protocol):
     def newest(self, *, below: int | None = None) -> Step | None:
         """The whole step with the highest number, or with the highest below another."""
 
-    def base_for(self, step: int) -> Step | None:
-        """The step whose files a save of this number may share: the newest other one."""
-
     def get(self, step: int) -> Step | None:
         """The step of this number, if it is whole."""
+
+    def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
+        """By one look: the step of this number, if it is whole; and with `base`, the newest other one, whose files may be shared.
+
+        Raises as `check` does.
+        """
 
     def named(self, name: str) -> Step | None:
         """The step under a name that a Run gave it, if it is whole."""

@@ -20,16 +20,15 @@ from typing import TypeVar
 
 import msgspec
 
+from holdfast.core.documents import DocumentKind, read_document, write_document
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.commit.temporaries import locked
-from holdfast.engine.commit.transactions import FileTransaction
-from holdfast.errors import BadArgument, HeaderError, NoSuchPath, NoSuchStep
+from holdfast.engine.commit.transactions import replace_file
+from holdfast.errors import BadArgument, HeaderError, LimitExceeded, NoSuchPath, NoSuchStep, Unsupported
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.steps import RunFolder
 from holdfast.stores.files import Files, read_all
 from holdfast.stores.remote.url import Stamps
-
-RECORD, PINS, PROOFS, EXPORTS = "holdfast.run.json", "holdfast.pins.json", "holdfast.proofs.json", "holdfast.exports.json"
 
 MOST_RECEIPTS = 20_000
 """Of exports that are remembered; older ones are never replaced again."""
@@ -48,6 +47,8 @@ class RunRecord(msgspec.Struct, frozen=True):
     version: int
     keep: list[str]
     budget: int | None = None
+    write: str | msgspec.UnsetType = msgspec.UNSET
+    """In a bucket: a name of this text, by which whoever wrote it knows it again. So in the others."""
 
 
 class Pin(msgspec.Struct, frozen=True):
@@ -64,6 +65,11 @@ class Pins(msgspec.Struct, frozen=True):
     format: str
     version: int
     pins: list[Pin]
+    going: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """In a bucket: steps that are being deleted."""
+    since: float | msgspec.UnsetType = msgspec.UNSET
+    """Since when, in seconds since 1970."""
+    write: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -82,6 +88,7 @@ class Proofs(msgspec.Struct, frozen=True):
     doubted: list[Doubt] = []
     files: dict[str, float] = {}
     """When each shared file was written, or read back last, in seconds since 1970."""
+    write: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Receipts(msgspec.Struct, frozen=True):
@@ -91,6 +98,7 @@ class Receipts(msgspec.Struct, frozen=True):
     version: int
     exports: dict[str, Stamps]
     """What was published at a target, the latest last."""
+    write: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class RunRules(msgspec.Struct, frozen=True):
@@ -100,50 +108,47 @@ class RunRules(msgspec.Struct, frozen=True):
     budget: int | None = None
 
 
-Document = RunRecord | Pins | Proofs | Receipts
-D = TypeVar("D", bound=Document)
-
-RECORDS, PINNED = msgspec.json.Decoder(RunRecord), msgspec.json.Decoder(Pins)
-PROVED, EXPORTED = msgspec.json.Decoder(Proofs), msgspec.json.Decoder(Receipts)
+D = TypeVar("D", RunRecord, Pins, Proofs, Receipts)
 
 
-def _read(files: Files, name: str, decoder: msgspec.json.Decoder[D], *, at: int) -> D | None:
-    there = files.stat(name, at=at)
+def _kind(format: str, name: str, type: type[D]) -> DocumentKind[D]:
+    decoder = msgspec.json.Decoder(type)
+    return DocumentKind(name=name, file=f"{format}.json", decoder=decoder, format=format, versions=(1,), most=MOST_NBYTES, indent=1)
+
+
+RECORD, PINS = _kind("holdfast.run", "record of a run", RunRecord), _kind("holdfast.pins", "list of pins", Pins)
+PROOFS, EXPORTS = _kind("holdfast.proofs", "list of proofs", Proofs), _kind("holdfast.exports", "list of exports", Receipts)
+
+
+def read_said(files: Files, kind: DocumentKind[D], *, at: int) -> D | None:
+    """What such a file says; None where there is none. Raises `HeaderError` where it cannot be read."""
+    there = files.stat(kind.file, at=at)
     if there is None:
         return None
-    raw = read_all(files, name, there, at=at, most=MOST_NBYTES)
+    raw = read_all(files, kind.file, there, at=at, most=MOST_NBYTES)
     if raw is None:
-        raise HeaderError("no plain file of a length that could be", file=name)
-    return decoded(raw, decoder, name)
+        raise HeaderError("no plain file of a length that could be", file=kind.file)
+    return decoded(raw, kind)
 
 
-def decoded(raw: bytes, decoder: msgspec.json.Decoder[D], name: str) -> D:
+def decoded(raw: bytes, kind: DocumentKind[D]) -> D:
     """What such a file says. Raises `HeaderError` where it cannot be understood."""
     try:
-        found = decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise HeaderError(f"this file is damaged: {error}; mend or remove it", file=name) from None
-    if found.version != 1:
-        raise HeaderError(f"version {found.version} is not one that this Holdfast reads", file=name, found=found.version)
-    return found
+        return read_document(kind, raw)
+    except Unsupported as error:
+        raise HeaderError(error.message, file=kind.file, found=error.found) from None
+    except (HeaderError, LimitExceeded) as error:
+        raise HeaderError(f"this file is damaged: {error.message}; mend or remove it", file=kind.file) from None
 
 
-def encoded(content: Document) -> bytes:
-    """The text of such a file."""
-    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
-
-
-def _write(files: Files, path: str, content: Document, *, durable: bool) -> None:
-    raw = encoded(content)
-    with FileTransaction(path, durable=durable, overwrite=True, files=files) as single:
-        single.allocate(len(raw))
-        single.write(0, raw)
-        single.commit()
+def write_said(files: Files, folder: str, kind: DocumentKind[D], content: D, *, durable: bool) -> None:
+    """Write it down, in the place of what stands there."""
+    replace_file(os.path.join(folder, kind.file), write_document(kind, content), durable=durable, files=files)
 
 
 def read_kept(files: Files, *, at: int) -> RunRules | None:
     """The rules that a run wrote down; None where it has none. Raises `HeaderError` where they cannot be understood."""
-    found = _read(files, RECORD, RECORDS, at=at)
+    found = read_said(files, RECORD, at=at)
     return None if found is None else understood_rules(found)
 
 
@@ -152,7 +157,7 @@ def understood_rules(found: RunRecord) -> RunRules:
     try:
         return RunRules(read_rules(found.keep), found.budget)
     except BadArgument as error:
-        raise HeaderError(error.message, file=RECORD) from None
+        raise HeaderError(error.message, file=RECORD.file) from None
 
 
 def write_kept(files: Files, path: str, kept: RunRules, *, at: int, durable: bool) -> None:
@@ -160,7 +165,7 @@ def write_kept(files: Files, path: str, kept: RunRules, *, at: int, durable: boo
     with suppress(HeaderError):
         if read_kept(files, at=at) == kept:
             return
-    _write(files, os.path.join(path, RECORD), record_of(kept), durable=durable)
+    write_said(files, path, RECORD, record_of(kept), durable=durable)
 
 
 def record_of(kept: RunRules) -> RunRecord:
@@ -170,29 +175,8 @@ def record_of(kept: RunRules) -> RunRecord:
 
 def read_pins(files: Files, *, at: int) -> Mapping[int, Pin]:
     """The pins by step. Raises `HeaderError` where they cannot be read: nothing may be deleted then."""
-    found = _read(files, PINS, PINNED, at=at)
+    found = read_said(files, PINS, at=at)
     return {} if found is None else {pin.step: pin for pin in found.pins}
-
-
-def read_proofs(files: Files, *, at: int) -> Proofs:
-    """What a run wrote down of what it read back. Raises `HeaderError` where it cannot be read: nothing may be linked to then."""
-    return _read(files, PROOFS, PROVED, at=at) or Proofs()
-
-
-def write_proofs(files: Files, path: str, proofs: Proofs) -> None:
-    """Write it down. It need not survive a power cut: what is lost is found again."""
-    _write(files, os.path.join(path, PROOFS), proofs, durable=False)
-
-
-def read_receipts(files: Files, *, at: int) -> Mapping[str, Stamps]:
-    """What the run exported, by target. Raises `HeaderError` where it cannot be read."""
-    found = _read(files, EXPORTS, EXPORTED, at=at)
-    return {} if found is None else found.exports
-
-
-def write_receipts(files: Files, path: str, exports: Mapping[str, Stamps], *, durable: bool) -> None:
-    """Write down what the run exported."""
-    _write(files, os.path.join(path, EXPORTS), receipts_of(exports), durable=durable)
 
 
 def receipts_of(exports: Mapping[str, Stamps]) -> Receipts:
@@ -242,4 +226,4 @@ def unpin_step(folder: RunFolder, step: int, *, durable: bool = True) -> Pin:
 
 def _put(files: Files, folder: RunFolder, pins: Sequence[Pin], *, durable: bool) -> None:
     ordered = sorted(pins, key=lambda pin: pin.step)
-    _write(files, os.path.join(folder.path, PINS), Pins("holdfast.pins", 1, ordered), durable=durable)
+    write_said(files, folder.path, PINS, Pins("holdfast.pins", 1, ordered), durable=durable)

@@ -158,10 +158,9 @@ def _be_sure(
     """Read the newest back, where the step before it would go if that were done; and whether that went well."""
     if len(steps) < 2 or steps[-1].step in sure:
         return None
-    pins = place.pins()
     newest, before = steps[-1], steps[-2]
-    fates = decide(steps, rules, pins=pins, sure={newest.step}, coming=coming)
-    if not fates[-2].goes:
+    fates = decide(steps, rules, sure={newest.step}, coming=coming)
+    if not fates[-2].goes or before.step in place.pins():
         return None
     try:
         good = check(newest)

@@ -8,9 +8,9 @@
 A save, in order. Whatever fails before 4 leaves every old step as it was.
 
     1  the run's lock, on the first save (runs/lock.py): a second run in the directory is refused while this one lives
-    2  the plan: every byte of the step is laid out, and its seal with step, time and metrics (rewrite/step_seal.py)
+    2  the plan: every byte of the step is laid out, and its seal with step, time and metrics (seals/document.py)
     3  room for it (runs/space.py): enough, or refused, or waited for, or made by the rules
-    4  written beside its name and published by one rename (rewrite/planned.py)
+    4  written beside its name and published by one rename (saving/planned.py)
     5  only now retention (runs/retention.py), over whole steps
 
 Reading (`latest`, `best`, `run[step]`, iteration) takes no lock and changes nothing; it looks at the directory each time.
@@ -30,10 +30,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeVar, Unpack, overload
 
-from holdfast.core.arguments import one_of, understood
+from holdfast.core.arguments import one_of
 from holdfast.core.opaque import AnyValue
+from holdfast.core.options import Option, StoreOption, validated
 from holdfast.core.quantities import Size, byte_count, seconds, shown
 from holdfast.core.runtime import renewed, resting_collector
 from holdfast.core.value import Value, replace
@@ -49,12 +50,7 @@ from holdfast.errors import (
     NotCommitted,
     SaveError,
 )
-from holdfast.rewrite.base import NoBase
-from holdfast.rewrite.formats import Options
-from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.save import plan_saving
-from holdfast.rewrite.step_seal import Stamp, stamp
-from holdfast.rewrite.writing import Writing
 from holdfast.runs.export import Export, Exports, read_exports
 from holdfast.runs.fill import fill, loaded, unharmed
 from holdfast.runs.place import Closing
@@ -66,6 +62,11 @@ from holdfast.runs.space import Space
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
 from holdfast.runs.view import RunView, read_step
+from holdfast.saving.base import NoBase
+from holdfast.saving.formats import Options
+from holdfast.saving.planned import Planned, Saved
+from holdfast.saving.writing import Writing
+from holdfast.seals.document import Stamp, stamp
 from holdfast.stores.place import join
 
 if TYPE_CHECKING:
@@ -91,6 +92,24 @@ class Coming(Value, frozen=True):
     ran: float | None = None
 
 
+class RunOptions(StoreOption, total=False):
+    """What `Run` takes."""
+
+    keep: Annotated[
+        Rule | str | Collection[Rule | str], Option((), "rules of what is kept", read=lambda value, name: read_rules(value))
+    ]
+    budget: Annotated[Size | None, Option(None, "what all steps together may have", read=byte_count)]
+    when_full: Annotated[WhenFull, Option("error", "what a save does that has no room", read=one_of("error", "evict", "pause"))]
+    export: Annotated[Export | Sequence[Export], Option((), "conversions of published steps, in the background")]
+    share: Annotated[bool, Option(True, "write only what changed since the step before")]
+    durable: Annotated[bool, Option(True, "wait for the disk (fsync)")]
+    signals: Annotated[
+        bool | signal.Signals | Iterable[signal.Signals],
+        Option(False, "hold SIGTERM back until `interrupted` is asked", read=lambda value, name: read_run_signals(value)),
+    ]
+    grace: Annotated[float | str | None, Option(None, "the time from a signal to the kill", read=seconds)]
+
+
 class Run(RunView):
     """The steps of a training run in a directory of its own, which is made by the first save; or below a prefix of a bucket.
 
@@ -111,35 +130,20 @@ class Run(RunView):
     apart by a lock: of two saves of one step one is published, and the other is told.
     """
 
-    @understood(
-        keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count,
-        signals=lambda value, name: read_run_signals(value), grace=seconds,
-    )  # fmt: skip
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        keep: Rule | str | Collection[Rule | str] = (),
-        budget: Size | None = None,
-        when_full: WhenFull = "error",
-        export: Export | Sequence[Export] = (),
-        share: bool = True,
-        durable: bool = True,
-        store: object | None = None,
-        signals: bool | signal.Signals | Iterable[signal.Signals] = False,
-        grace: float | str | None = None,
-    ) -> None:
-        self._signals = read_run_signals(signals)
+    @validated
+    def __init__(self, path: str | os.PathLike[str], **options: Unpack[RunOptions]) -> None:
+        durable, grace, budget = options["durable"], options["grace"], options["budget"]
+        self._signals = read_run_signals(options["signals"])
         if grace is not None and not self._signals:
             raise BadArgument("grace= goes with signals=: signals=True holds SIGTERM back for that time", found=grace)
         self._grace = GRACE_S if grace is None else grace
-        super().__init__(path, read_rules(keep), durable=durable, store=store)
+        super().__init__(path, read_rules(options["keep"]), durable=durable, store=options["store"])
         self.budget = None if budget is None else byte_count(budget)
-        self.when_full = when_full
-        self.share = share
+        self.when_full = options["when_full"]
+        self.share = options["share"]
         self.resumed: Step | None = None
         """What `resume` loaded."""
-        self._exports = Exports(read_exports(export, self._folder.path), self._folder, durable=durable)
+        self._exports = Exports(read_exports(options["export"], self._folder.path), self._folder, durable=durable)
         self._space = Space(self._folder, self.budget)
         self._process = os.getpid()
         self._closed = False
@@ -200,6 +204,7 @@ class Run(RunView):
         with self._turn:
             self._settle()
             self._begin()
+            self._folder.check()
             with refusing("deleting steps", self.path):
                 return self._let_go()
 
@@ -220,6 +225,7 @@ class Run(RunView):
         with self._turn:
             self._settle()
             self._begin()
+            self._folder.check()
             number = self[step].step
             later = [one for one in self.steps() if one.step > number]
             held = [one.step for one in later if one.step in self.pins() or one.step in self._busy()]
@@ -233,7 +239,7 @@ class Run(RunView):
 
     # Saving.
 
-    @understood(step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value))
+    @validated(step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value))
     def save(
         self,
         step: int,
@@ -258,8 +264,7 @@ class Run(RunView):
             with self._folder.asking():
                 self._begin()
                 says = stamp(step, metrics, self._ran())
-                path, replaced = self._place(step, overwrite=overwrite)
-                base = self._base(step)
+                path, replaced, base = self._place(step, overwrite=overwrite)
             metadata = self._folder.noted(metadata, says)
             writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
             options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
@@ -288,7 +293,7 @@ class Run(RunView):
 
     # Ending.
 
-    @understood(signals=lambda value, name: read_signals(value), grace=seconds)
+    @validated(signals=lambda value, name: read_signals(value), grace=seconds)
     def stopping(
         self, *, signals: Iterable[signal.Signals] | signal.Signals = signal.SIGTERM, grace: float | str = GRACE_S
     ) -> SignalGuard:
@@ -329,15 +334,6 @@ class Run(RunView):
 
     def _before_signal(self) -> None:
         """What is waited for at the end of the block of `stopping`: nothing here."""
-
-    def _base(self, step: int) -> str | None:
-        """The step whose files this one may share: the newest other one of which nothing is doubtful."""
-        if not self.share:
-            return None
-        found = self._folder.base_for(step)
-        while found is not None and (found.step == step or self._proofs.is_doubted(found)):
-            found = self._folder.newest(below=found.step)
-        return None if found is None else found.path
 
     def _follow(self, saved: Step, base: str | None, *, shares: bool, steps: Sequence[Step] | None = None) -> None:
         """What comes after a save: the rules delete, and what is old is read back. Whatever stands in the way is a warning.
@@ -448,7 +444,6 @@ class Run(RunView):
     def _begin(self) -> None:
         """Open the run for writing: the directory, the lock, what dead processes left, and the rules written down."""
         if self._lock is not None:
-            self._folder.check()
             return
         self._lock = self._folder.begin(RunRules(self.keep, self.budget), durable=self.durable)
         self._held.callback(self._lock.close)
@@ -461,10 +456,13 @@ class Run(RunView):
             self._counts = True
         return self._clock.read()
 
-    def _place(self, step: int, *, overwrite: bool) -> tuple[str, bool]:
-        """Where a step goes, and whether what is there may be replaced."""
+    def _place(self, step: int, *, overwrite: bool) -> tuple[str, bool, str | None]:
+        """Where a step goes, whether what is there may be replaced, and the step whose files it may share.
+
+        That is the newest other one of which nothing is doubtful.
+        """
         path = self._step_path(step)
-        found = self._folder.get(step)
+        found, base = self._folder.before_saving(step, base=self.share)
         if found is not None and not overwrite:
             message = f"step {step} is there already and whole; pass overwrite=True to replace it, or save another number"
             raise refusal(message, found.path, errno.EEXIST)
@@ -472,7 +470,9 @@ class Run(RunView):
             raise refusal(
                 f"step {step} is there under the name {found.name!r}; remove that to save another one", path, errno.EEXIST
             )
-        return path, overwrite or self._folder.replaces(step)
+        while base is not None and (base.step == step or self._proofs.is_doubted(base)):
+            base = self._folder.newest(below=base.step)
+        return path, overwrite or self._folder.replaces(step), None if base is None else base.path
 
     def _step_path(self, step: int) -> str:
         return join(self._folder.path, step_name(step))

@@ -22,29 +22,37 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import set_aside
+from holdfast.engine.commit.temporaries import SURE_NBYTES, set_aside
 from holdfast.errors import HoldfastError, NoSuchPath, StoreError
+from holdfast.formats import format_of
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.seal import LARGEST, SEAL, SUFFIX, Seal, misfits, parse_seal
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.trainers import looks_like_a_step
+from holdfast.seals.document import LARGEST, SEAL, SUFFIX, Seal, misfits, parse_seal
 from holdfast.stores.files import FileEntry, Files, read_all
 from holdfast.stores.path_files import system_files
 
 NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
 ASIDE = re.compile(r"\.(step-[0-9]{1,19})\.[0-9a-f]{16}\.old", re.ASCII)
 
+DOCUMENTS = frozenset(f"holdfast.{one}.json" for one in ("run", "pins", "proofs", "exports"))
+"""What a run's directory says of itself beside its steps (`runs/record.py`)."""
+
 LAST = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
 """Files that other programs write last into a folder: `dcp.save`, `save_pretrained`, TorchTitan's last step."""
 
 LIMITS = Limits()
+
+T = TypeVar("T")
 
 SETTLED_S = 2.0
 """How old a file is whose time tells whether it is another one: file systems count in steps of up to two seconds."""
@@ -149,6 +157,18 @@ class RunFolder:
         with self._looking() as look:
             return look.at(step) if look else None
 
+    def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
+        """The step of this number, if it is whole; and with `base`, the newest other one. Raises as `check` does."""
+        while True:
+            with self._looking() as look:
+                self.check(None if look is None else look.folder)
+                if look is None:
+                    return None, None
+                others = sorted(look.claims.keys() - {step}, reverse=True) if base else []
+                own, newest = look.at(step), next(filter(None, map(look.at, others)), None)
+                if not base or not look.lost(above=newest):
+                    return own, newest
+
     def named(self, name: str) -> Step | None:
         """The step in a folder that a Run named, if it is whole."""
         own = NAMED.fullmatch(name)
@@ -224,7 +244,9 @@ class _Look:
     """One look at the directory: names, and the numbers that they claim."""
 
     def __init__(self, path: str, files: Files, at: int, *, seals: Seals) -> None:
-        self.path, self.files, self._at = path, files, at
+        self.path, self.files = path, files
+        self.folder = at
+        """The directory, open."""
         self._read = seals
         self.claims: dict[int, list[str]] = {}
         """Names of folders by number, the one that counts first."""
@@ -237,12 +259,12 @@ class _Look:
         for name in names:
             if (own := NAMED.fullmatch(name)) is not None and int(own[1]) <= LARGEST:
                 self._claim(int(own[1]), name)
-            elif not name.startswith("."):
+            elif not name.startswith(".") and name not in DOCUMENTS:
                 foreign.append(name)
             elif ASIDE.fullmatch(name):
                 asides.append(name)
         for name in asides:
-            self._stand_in(name)
+            self._stand_in(name, asides)
         for name in foreign:
             self._look_inside(name)
 
@@ -250,20 +272,20 @@ class _Look:
         claimed = self.claims.setdefault(number, [])
         claimed.insert(0 if name == step_name(number) else len(claimed), name)
 
-    def _stand_in(self, name: str) -> None:
+    def _stand_in(self, name: str, asides: Sequence[str]) -> None:
         """A folder that was moved aside is the step, where that is not there and no other was."""
         found = ASIDE.fullmatch(name)
         assert found is not None  # whoever calls has looked
         target = found[1]
-        longest = self.files.longest_name(self._at)
-        if self.files.stat(target, at=self._at) is None and set_aside(self.files, target, at=self._at, longest=longest) == [name]:
+        files, at = self.files, self.folder
+        if files.stat(target, at=at) is None and set_aside(files, target, at=at, there=asides, longest=SURE_NBYTES) == [name]:
             self._claim(int(target.removeprefix("step-")), name)
 
     def _look_inside(self, name: str) -> None:
         """A folder, or a file with a seal beside it, that has another name than ours."""
         single = name.endswith(SUFFIX) and name != SEAL
         try:
-            seal = self._seal(name, at=self._at) if single else self._seal_inside(name)
+            seal = self._seal(name, at=self.folder) if single else self._seal_inside(name)
             if seal is None:
                 return
         except HoldfastError as error:
@@ -279,15 +301,12 @@ class _Look:
     def unsealed(self) -> list[str]:
         """What is called as other trainers call their checkpoints, and has no seal."""
         known = {*self.others, *(name for names in self.claims.values() for name in names)}
-        found = [(name, self.files.stat(name, at=self._at)) for name in self._foreign if name not in known]
+        found = [(name, self.files.stat(name, at=self.folder)) for name in self._foreign if name not in known]
         kinds = [(name, entry.kind) for name, entry in found if entry is not None and entry.kind in ("file", "directory")]
         return sorted(name for name, kind in kinds if looks_like_a_step(name, folder=kind == "directory"))
 
     def _seal_inside(self, name: str) -> Seal | None:
-        with self._opened(name) as folder:
-            if folder is None:
-                return None
-            return self._seal(SEAL, at=folder)
+        return self._inside(name, lambda folder: None if folder is None else self._seal(SEAL, at=folder))
 
     def _seal(self, name: str, *, at: int) -> Seal | None:
         """A seal, read and understood; None where there is none."""
@@ -306,19 +325,17 @@ class _Look:
             self._read[found.identity] = (found.nbytes, found.changed_s), seal
         return seal
 
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[int | None]:
-        """A folder in the directory, open; None where this is no folder, or is gone."""
+    def _inside(self, name: str, look: Callable[[int | None], T]) -> T:
+        """What a look into a folder of the directory finds, which is open meanwhile; None where this is no folder, or is gone."""
         try:
-            folder = self.files.open_directory(name, at=self._at)
+            folder = self.files.open_directory(name, at=self.folder)
         except OSError:
-            folder = None
+            return look(None)
         try:
-            yield folder
+            return look(folder)
         finally:
-            if folder is not None:
-                with suppress(OSError):
-                    self.files.close(folder)
+            with suppress(OSError):
+                self.files.close(folder)
 
     def lost(self, *, above: Step | None) -> bool:
         """Whether a step above the newest that was found was there when the names were listed, and is not there any more.
@@ -326,7 +343,7 @@ class _Look:
         A step goes when a newer one is there: whoever finds none where one went, or an older one, has not seen that yet.
         """
         names = (name for number, names in self.claims.items() if above is None or number > above.step for name in names)
-        return any(self.files.stat(name, at=self._at) is None for name in names)
+        return any(self.files.stat(name, at=self.folder) is None for name in names)
 
     def at(self, number: int) -> Step | None:
         """The whole step of a number."""
@@ -340,30 +357,33 @@ class _Look:
         """The step in a folder, or what is wrong with it."""
         try:
             if name in self._seals:
-                single = self.files.stat(name, at=self._at)
+                single = self.files.stat(name, at=self.folder)
                 if single is not None and single.kind == "file":
-                    return self._sealed(name, number, self._seals[name], self._at)
-            with self._opened(name) as folder:
-                if folder is None:
-                    return "no folder that can be opened (a link, or something else)"
-                seal = self._seal(SEAL, at=folder)
-                if seal is not None:
-                    return self._sealed(name, number, seal, folder)
-                manifest = self.files.stat(MANIFEST, at=folder)
-            if manifest is None and self.is_of_others(name):
+                    return self._sealed(name, number, self._seals[name], self.folder)
+            found = self._inside(name, partial(self._whole, name, number))
+            if found is not None:
+                return found
+            if self.is_of_others(name):
                 return "another program wrote it, and it has no seal; `holdfast seal` makes it a step"
-            if manifest is None:
-                return "neither a seal nor a manifest: it was not written to its end"
-            return self._by_manifest(name, number, manifest)
+            return "neither a seal nor a manifest: it was not written to its end"
         except HoldfastError as error:
             return error.message
         except OSError as error:
             return error.strerror or str(error)
 
+    def _whole(self, name: str, number: int, folder: int | None) -> Step | str | None:
+        """The step in a folder that is open, or what is wrong with it; None where it has neither a seal nor a manifest."""
+        if folder is None:
+            return "no folder that can be opened (a link, or something else)"
+        seal = self._seal(SEAL, at=folder)
+        if seal is not None:
+            return self._sealed(name, number, seal, folder)
+        manifest = self.files.stat(MANIFEST, at=folder)
+        return None if manifest is None else self._by_manifest(name, number, manifest)
+
     def is_of_others(self, name: str) -> bool:
         """Whether a folder has neither a seal nor a manifest, and what other writers write last: torch's DCP, transformers."""
-        with self._opened(name) as folder:
-            there = set() if folder is None else set(self.files.list(folder))
+        there = self._inside(name, lambda folder: set[str]() if folder is None else {*self.files.list(folder)})
         return not there & {SEAL, MANIFEST} and bool(there & LAST)
 
     def _sealed(self, name: str, number: int, seal: Seal, folder: int) -> Step | str:
@@ -385,7 +405,7 @@ class _Look:
 
     def _by_manifest(self, name: str, number: int, manifest: FileEntry) -> Step | str:
         with open_checkpoint(self._path(name)) as checkpoint:
-            if checkpoint.format != "native":
+            if format_of(checkpoint.format).index != MANIFEST:
                 return f"it has no seal and is {checkpoint.format}; `holdfast seal` makes it a step"
             names = tuple(checkpoint.source.store.list())
             return Step(number, self._path(name), manifest.changed_s, {}, checkpoint.stored_nbytes, name, names)

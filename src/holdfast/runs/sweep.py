@@ -5,9 +5,9 @@ manifest may be a save that goes on. So the sweep waits (`grace`), and goes in t
 
     1  the time, by the store's own clock: a small object is put, and its date is asked for
     2  candidates: objects under the names that saves give to their data, in the run's prefix or one below it, and the probes,
-       hidden uploads and claims of the commit (engine/commit/remote); older than the grace time
+       hidden uploads and claims of the commit (engine/targets/bucket_commit); older than the grace time
     3  all manifests beside them are read: what one of them names is no candidate
-    4  a claim is put (engine/commit/claims): from now on no save begins to share these; what one shares already stays
+    4  a claim is put (engine/targets/bucket_claims): from now on no save begins to share these; what one shares already stays
     5  the manifests are looked at once more: a save may have been published meanwhile
     6  what none of them names is deleted; so are claims of processes that died
 
@@ -25,15 +25,15 @@ import re
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 
-from holdfast.core.arguments import understood
 from holdfast.core.keys import DATA
+from holdfast.core.options import validated
 from holdfast.core.quantities import seconds
 from holdfast.core.value import Value
-from holdfast.engine.commit.claims import CLAIMS, LIFE_S, Released, release
-from holdfast.engine.commit.remote import save_id
 from holdfast.engine.commit.target import refusal
+from holdfast.engine.targets.bucket_claims import CLAIMS, LIFE_S, Released, release
+from holdfast.engine.targets.bucket_commit import save_id
 from holdfast.errors import BadArgument, StoreError
-from holdfast.rewrite.references import References, listed
+from holdfast.saving.references import References, listed
 from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
@@ -61,7 +61,7 @@ class Swept(Value, frozen=True):
     """Whether they were deleted; a dry run deletes nothing."""
 
 
-@understood(grace=seconds)
+@validated(grace=seconds)
 def sweep(
     path: str | os.PathLike[str], *, grace: float | str = GRACE_S, dry_run: bool = False, store: object | None = None
 ) -> Swept:

@@ -13,7 +13,6 @@ from typing import Literal
 
 from holdfast.core.quantities import whole_number
 from holdfast.errors import NoSuchStep, StoreError
-from holdfast.formats.seal import LARGEST
 from holdfast.runs.clock import clock_of
 from holdfast.runs.directory import place_for
 from holdfast.runs.proofs import Proving
@@ -21,6 +20,7 @@ from holdfast.runs.record import Pin
 from holdfast.runs.retention import Fate, decide, read_back
 from holdfast.runs.rules import Best, Rule
 from holdfast.runs.steps import Step
+from holdfast.seals.document import LARGEST
 from holdfast.stores.paths import place_of
 
 LOOKS = 20

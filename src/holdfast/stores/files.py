@@ -11,7 +11,7 @@ What loops (on a short write, read or copy) stands beside the object and goes th
 
 A save belongs to the process that began it. A lock (flock) belongs to what is open, which a forked child shares, so that it would
 hold a lock of its parent's for as long as it lives. Therefore a lock is given back before its descriptor is closed, a child closes
-what it inherits from saves, and in a child an `OsFiles` of its parent's refuses everything: nothing is unlinked twice.
+what it inherits from saves, and in a child a `Files` of its parent's refuses everything: nothing is unlinked twice.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Literal, Protocol
+from typing import Literal
 
 from holdfast.core.runtime import at_fork
 from holdfast.core.value import Value
@@ -68,93 +67,11 @@ class FileEntry(Value, frozen=True, gc=False):
     """When the content, or of a directory the entries, changed last."""
 
 
-class Files(Protocol):
-    """The file system as a save sees it. Every method may raise `OSError`; several threads call `pwrite` and `copy_range`."""
+class Files:
+    """The file system of this machine as a save sees it, for the process that makes it.
 
-    def resolve(self, path: str) -> str:
-        """An absolute path with every link followed; what does not exist yet is kept as it is."""
-
-    def open_directory(self, path: str, *, at: int | None = None) -> int:
-        """A descriptor of a directory. With `at`, the path is a name in there and must be no link."""
-
-    def open(self, name: str, *, at: int) -> int:
-        """A descriptor of an existing file, for looking at and locking it. A link is refused, a pipe does not wait."""
-
-    def hold(self, name: str, *, at: int) -> int | None:
-        """A descriptor that keeps what is under a name, and is good for nothing else; None where the system has no such thing."""
-
-    def create(self, name: str, *, at: int, private: bool = False) -> int:
-        """A descriptor, for reading and writing, of a file that did not exist. Private: for this user alone."""
-
-    def allocate(self, descriptor: int, nbytes: int) -> None:
-        """Give a file its length, and its blocks where the file system can promise them."""
-
-    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """Write some of the bytes at an offset, and say how many."""
-
-    def pread(self, descriptor: int, nbytes: int, offset: int) -> bytes:
-        """Read some bytes from an offset on, at most so many; none at the end."""
-
-    def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
-        """Copy some bytes from file to file inside the kernel (shared on disk where that is possible), and say how many."""
-
-    def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """Have the disk begin with a range that will be synced; several threads call it. Nothing is promised."""
-
-    def sync(self, descriptor: int) -> None:
-        """fsync: come back when a file's bytes, or a directory's entries, would survive a power cut."""
-
-    def chmod(self, descriptor: int, mode: int) -> None:
-        """Set permission bits."""
-
-    def chown(self, descriptor: int, user: int, group: int) -> None:
-        """Set user and group; -1 leaves one as it is."""
-
-    def rename(self, source: str, target: str, *, at: int) -> None:
-        """Give a name to what has another one, in one step; what was under it is replaced."""
-
-    def rename_new(self, source: str, target: str, *, at: int) -> bool:
-        """As `rename`, but an existing target is `FileExistsError`. False, and nothing done, where that is not supported."""
-
-    def exchange(self, first: str, second: str, *, at: int) -> bool:
-        """Swap what two names stand for, in one step. False, and nothing done, where that is not supported."""
-
-    def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
-        """Give a file, perhaps of another directory (`source_at`), a second name; an existing one is `FileExistsError`."""
-
-    def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
-        """Make a directory. Private: for this user alone."""
-
-    def unlink(self, name: str, *, at: int) -> None:
-        """Remove a name of something that is no directory. A link goes, not what it leads to."""
-
-    def rmdir(self, name: str, *, at: int) -> None:
-        """Remove an empty directory."""
-
-    def list(self, descriptor: int) -> Sequence[str]:
-        """The names in a directory, sorted."""
-
-    def lock(self, descriptor: int) -> bool:
-        """Take the exclusive lock (flock) without waiting; False where someone else has it. It goes with the descriptor."""
-
-    def stat(self, name: str, *, at: int) -> FileEntry | None:
-        """What is under a name (a link is itself), or None."""
-
-    def inspect(self, descriptor: int) -> FileEntry:
-        """What is behind a descriptor."""
-
-    def is_shared(self, descriptor: int) -> bool:
-        """Whether other machines may write into this directory, whose locks may not be seen here."""
-
-    def longest_name(self, descriptor: int) -> int:
-        """How many bytes a name in this directory may have."""
-
-    def close(self, descriptor: int) -> None:
-        """Give a descriptor back. It is gone even where this raises."""
-
-
-class OsFiles:
-    """The file system of this machine, for the process that makes it."""
+    Every method may raise `OSError`; several threads call `pwrite` and `copy_range`.
+    """
 
     def __init__(self) -> None:
         self._process = _process
@@ -165,19 +82,24 @@ class OsFiles:
             raise OSError(errno.ESTALE, f"the save belongs to process {self._process}, of which this one is a fork")
 
     def resolve(self, path: str) -> str:
+        """An absolute path with every link followed; what does not exist yet is kept as it is."""
         return os.path.realpath(path)
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
+        """A descriptor of a directory. With `at`, the path is a name in there and must be no link."""
         follow = NO_LINK if at is not None else 0
         return self._opened(path, os.O_RDONLY | DIRECTORY | follow, at=at)
 
     def open(self, name: str, *, at: int) -> int:
+        """A descriptor of an existing file, for looking at and locking it. A link is refused, a pipe does not wait."""
         return self._opened(name, os.O_RDONLY | NO_LINK | NO_WAIT, at=at)
 
     def hold(self, name: str, *, at: int) -> int | None:
+        """A descriptor that keeps what is under a name, and is good for nothing else; None where the system has no such thing."""
         return self._opened(name, HOLD | NO_LINK, at=at) if HOLD else None
 
     def create(self, name: str, *, at: int, private: bool = False) -> int:
+        """A descriptor, for reading and writing, of a file that did not exist. Private: for this user alone."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINK
         return self._opened(name, flags, at=at, mode=0o600 if private else 0o666)
 
@@ -188,28 +110,34 @@ class OsFiles:
         return descriptor
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
+        """Give a file its length, and its blocks where the file system can promise them."""
         self._check()
         os.ftruncate(descriptor, nbytes)
         if nbytes:
             platform.reserve(descriptor, nbytes)
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Write some of the bytes at an offset, and say how many."""
         self._check()
         return platform.write_some(descriptor, data, offset)
 
     def pread(self, descriptor: int, nbytes: int, offset: int) -> bytes:
+        """Read some bytes from an offset on, at most so many; none at the end."""
         self._check()
         return platform.read_block(descriptor, nbytes, offset)
 
     def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+        """Copy some bytes from file to file inside the kernel (shared on disk where that is possible), and say how many."""
         self._check()
         return platform.copy_range(source, target, nbytes, source_offset=source_offset, offset=offset)
 
     def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """Have the disk begin with a range that will be synced; several threads call it. Nothing is promised."""
         self._check()
         platform.begin_sync(descriptor, offset, nbytes)
 
     def sync(self, descriptor: int) -> None:
+        """fsync: come back when a file's bytes, or a directory's entries, would survive a power cut."""
         self._check()
         platform.sync(descriptor)
 
@@ -218,30 +146,37 @@ class OsFiles:
         platform.change_mode(descriptor, mode)
 
     def chown(self, descriptor: int, user: int, group: int) -> None:
+        """Set user and group; -1 leaves one as it is."""
         self._check()
         platform.change_owner(descriptor, user, group)
 
     def rename(self, source: str, target: str, *, at: int) -> None:
+        """Give a name to what has another one, in one step; what was under it is replaced."""
         self._check()
         os.rename(source, target, src_dir_fd=at, dst_dir_fd=at)
 
     def rename_new(self, source: str, target: str, *, at: int) -> bool:
+        """As `rename`, but an existing target is `FileExistsError`. False, and nothing done, where that is not supported."""
         self._check()
         return platform.rename_new(source, target, at=at)
 
     def exchange(self, first: str, second: str, *, at: int) -> bool:
+        """Swap what two names stand for, in one step. False, and nothing done, where that is not supported."""
         self._check()
         return platform.exchange(first, second, at=at)
 
     def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+        """Give a file, perhaps of another directory (`source_at`), a second name; an existing one is `FileExistsError`."""
         self._check()
         os.link(source, target, src_dir_fd=at if source_at is None else source_at, dst_dir_fd=at, follow_symlinks=False)
 
     def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
+        """Make a directory. Private: for this user alone."""
         self._check()
         os.mkdir(name, 0o700 if private else 0o777, dir_fd=at)
 
     def unlink(self, name: str, *, at: int) -> None:
+        """Remove a name of something that is no directory. A link goes, not what it leads to."""
         self._check()
         os.unlink(name, dir_fd=at)
 
@@ -250,10 +185,12 @@ class OsFiles:
         os.rmdir(name, dir_fd=at)
 
     def list(self, descriptor: int) -> Names:
+        """The names in a directory, sorted."""
         self._check()
         return sorted(os.listdir(descriptor))
 
     def lock(self, descriptor: int) -> bool:
+        """Take the exclusive lock (flock) without waiting; False where someone else has it. It goes with the descriptor."""
         self._check()
         if not platform.lock(descriptor):
             return False
@@ -262,6 +199,7 @@ class OsFiles:
         return True
 
     def stat(self, name: str, *, at: int) -> FileEntry | None:
+        """What is under a name (a link is itself), or None."""
         self._check()
         try:
             return entry_of(os.stat(name, dir_fd=at, follow_symlinks=False))
@@ -273,14 +211,17 @@ class OsFiles:
         return entry_of(os.fstat(descriptor))
 
     def is_shared(self, descriptor: int) -> bool:
+        """Whether other machines may write into this directory, whose locks may not be seen here."""
         self._check()
         return platform.file_system(descriptor) not in OF_THIS_MACHINE
 
     def longest_name(self, descriptor: int) -> int:
+        """How many bytes a name in this directory may have."""
         self._check()
         return platform.longest_name(descriptor)
 
     def close(self, descriptor: int) -> None:
+        """Give a descriptor back. It is gone even where this raises."""
         self._check()
         # Forgotten first: when it is closed, the number may be anybody's.
         if _open.pop(descriptor, False):

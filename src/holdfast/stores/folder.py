@@ -117,7 +117,6 @@ class Folder:
 
     @contextmanager
     def _entries(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """What is in the directory, or in a folder of it."""
         # A descriptor of its own: the place in a listing belongs to the descriptor, which others may use.
         here = OpenFile(os.open(prefix or ".", os.O_RDONLY | DIRECTORY | ALWAYS, dir_fd=self._file.number))
         with os.scandir(here.number) as entries:
@@ -172,13 +171,20 @@ class PathFolder(Folder):
 
 
 def _is_listed(prefix: str, name: str) -> bool:
-    """Whether a folder in a folder is listed as well."""
     return prefix.count("/") == 1 and (name.startswith(RANK) or name == UNIVERSAL or prefix == f"{UNIVERSAL}/")
 
 
 def open_folder(path: str, *, instead_of: str | None = None) -> Folder:
     """Open a directory, in the way that this system has."""
     return (Folder if OPENS_DIRECTORIES else PathFolder)(path, instead_of=instead_of)
+
+
+def meet(path: str) -> tuple[OpenFile | None, os.stat_result]:
+    """What there is at a path, a file or a directory: opened, where this system opens both."""
+    if not OPENS_DIRECTORIES:
+        return None, os.stat(path)
+    file = OpenFile(os.open(path, READ))
+    return file, os.fstat(file.number)
 
 
 def plain(file: OpenFile, label: str) -> os.stat_result:

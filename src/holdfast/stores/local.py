@@ -33,7 +33,7 @@ from holdfast.core.protocols import Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, NoSuchPath, Replaced, StoreError, Truncated, Unsupported
 from holdfast.stores import platform
-from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, open_folder, plain
+from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, meet, open_folder, plain
 from holdfast.stores.paths import local_path
 
 WINDOW_NBYTES = 8 << 20
@@ -123,8 +123,6 @@ MAX_READ = 1 << 30
 
 
 class Handle(Struct):
-    """A file that was opened."""
-
     file: OpenFile | None
     """None where it is opened for each read."""
     nbytes: int
@@ -133,6 +131,11 @@ class Handle(Struct):
     identity: tuple[int, int]
     """Device and inode."""
     mapped: memoryview | None = None
+
+    @classmethod
+    def of(cls, file: OpenFile, found: os.stat_result) -> Handle:
+        """A file that was measured."""
+        return cls(file, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
 
     @property
     def stamp(self) -> Stamp:
@@ -155,15 +158,18 @@ class LocalStore(Store):
         self._expected: Mapping[str, Stamp] = {}
         self._gone = False
         self._folder: Folder | None = None
+        self._single = self.name.rpartition("/")[2] or self.name
         try:
             self._working = "" if self.name.startswith("/") else os.getcwd()
             self._root, self._only = _chosen(self.name)
-            if self._only or stat.S_ISDIR(os.stat(self.name).st_mode):
+            file, found = meet(self._root)
+            if stat.S_ISDIR(found.st_mode):
                 self._folder = open_folder(self._root, instead_of=instead_of)
+            elif file is not None and stat.S_ISREG(found.st_mode):
+                self._handles[self._single] = Handle.of(file, found)
         except (OSError, UnicodeEncodeError) as error:
             raise _refused(self.name, error) from None
         self._directory = self._folder is not None
-        self._single = self.name.rpartition("/")[2] or self.name
 
     @property
     def gone(self) -> bool:
@@ -347,7 +353,7 @@ class LocalStore(Store):
     def _open_new(self, key: str) -> Handle:
         file = self._opened(key)
         found = plain(file, self._label(key))
-        handle = Handle(file, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
+        handle = Handle.of(file, found)
         if key in self._expected and self._expected[key] != handle.stamp:
             raise Replaced(ELSEWHERE, file=self._label(key))
         return handle
@@ -408,6 +414,8 @@ def _arrived(path: str, max_files: int, stamps: Mapping[str, Stamp]) -> LocalSto
     """A store that was pickled in another process."""
     store = LocalStore(path, max_files=max_files)
     store._expected = stamps
+    # What was opened here is compared with that when it is opened to be read.
+    store._handles.clear()
     return store
 
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from holdfast.core.protocols import Store
+from holdfast.core.protocols import Medium, Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, StoreError, Truncated, Unsupported
 
@@ -21,7 +21,7 @@ LARGE = 64 << 10
 class MemoryStore(Store):
     """Bytes under keys, in this process."""
 
-    resident = True
+    medium = Medium(resident=True)
 
     def __init__(self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>") -> None:
         self.name = name
@@ -91,7 +91,7 @@ class FileObjectStore(Store):
     It is read in order, in one go: a member of a zip and a decompressor go back by beginning again at the start.
     """
 
-    in_order = True
+    medium = Medium(in_order=True)
 
     KEY = "file"
 

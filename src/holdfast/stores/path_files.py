@@ -29,7 +29,7 @@ from contextlib import suppress
 from msgspec import Struct
 
 from holdfast.stores import platform
-from holdfast.stores.files import FileEntry, Files, Names, OsFiles, entry_of
+from holdfast.stores.files import FileEntry, Files, Names, entry_of
 from holdfast.stores.platform import ALWAYS
 
 PAUSES_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
@@ -44,12 +44,10 @@ IN_USE = "it is open in this or another program"
 
 def system_files() -> Files:
     """The file system of this machine, for the process that asks."""
-    return OsFiles() if platform.OPENS_DIRECTORIES else PathFiles()
+    return Files() if platform.OPENS_DIRECTORIES else PathFiles()
 
 
 class OpenFile(Struct):
-    """What a number stands for."""
-
     path: str
     identity: tuple[int, int]
     writable: bool = False
@@ -63,7 +61,7 @@ _opened: dict[int, OpenFile] = {}
 _numbers = itertools.count(-2, -1)  # -1 is what a failed call of C's gives, and stands for nothing
 
 
-class PathFiles(OsFiles):
+class PathFiles(Files):
     """The file system of this machine by paths, for the process that makes it."""
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:

@@ -35,7 +35,6 @@ class LocalPlace(Value, frozen=True):
 
     @property
     def name(self) -> str:
-        """The last part."""
         return PurePath(self.path).name
 
     @property
@@ -81,7 +80,6 @@ class LocalPlace(Value, frozen=True):
 
     @property
     def is_folder(self) -> bool:
-        """Whether a folder is there; of a URL, whether it says so."""
         return os.path.isdir(self.path)
 
     @property

@@ -160,14 +160,12 @@ def read_blocks(descriptor: int, nbytes: Sequence[int], starts: Sequence[int]) -
 if hasattr(os, "pwrite"):
 
     def write_some(descriptor: int, data: memoryview, offset: int) -> int:
-        """Write some of the bytes at an offset, and say how many."""
         count: int = _os.pwrite(descriptor, data, offset)
         return count
 
 else:
 
     def write_some(descriptor: int, data: memoryview, offset: int) -> int:
-        """Write some of the bytes at an offset, and say how many."""
         with _turn(descriptor):
             os.lseek(descriptor, offset, os.SEEK_SET)
             return os.write(descriptor, data)
@@ -242,13 +240,11 @@ def lock(descriptor: int) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Give the lock back."""
     if _fcntl is not None:
         _fcntl.flock(descriptor, _fcntl.LOCK_UN)
 
 
 def change_mode(descriptor: int, mode: int) -> None:
-    """Set permission bits."""
     if not hasattr(os, "fchmod"):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     os.fchmod(descriptor, mode)
@@ -262,7 +258,6 @@ def change_owner(descriptor: int, user: int, group: int) -> None:
 
 
 def longest_name(descriptor: int) -> int:
-    """How many bytes a name in this directory may have."""
     if not hasattr(os, "fpathconf"):
         return 255
     found: int = os.fpathconf(descriptor, "PC_NAME_MAX")
@@ -335,7 +330,6 @@ def own_memory(nbytes: int, *, large_pages: bool = True) -> mmap.mmap:
 
 
 def most_open_files() -> int:
-    """How many files this process may have open."""
     if _resource is None:
         return FEW_FILES
     soft: int = _resource.getrlimit(_resource.RLIMIT_NOFILE)[0]

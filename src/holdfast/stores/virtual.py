@@ -19,13 +19,11 @@ from holdfast.core.arrays import Ints
 from holdfast.core.protocols import Stamp, Store
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value
+from holdfast.core.value import Value, replace
 from holdfast.errors import Closed, StoreError, Truncated, Unsupported
 
 
 class VirtualFile(Value, frozen=True, eq=False):
-    """What is under one key."""
-
     nbytes: int | Callable[[], int]
     """Its length, or how to find out."""
     read: Callable[[int, memoryview], None]
@@ -45,6 +43,8 @@ class Virtual(Store):
     def __init__(self, name: str = "<virtual>", *, over: Store | None = None) -> None:
         self.name = name if over is None else over.name
         self._over = over
+        if over is not None:
+            self.medium = replace(over.medium, resident=False, in_order=False)
         self._entries: dict[str, VirtualFile] = {}
         self._closed = False
 
@@ -55,24 +55,11 @@ class Virtual(Store):
         return key
 
     def entry(self, key: str) -> VirtualFile:
-        """What is under a key here."""
         if self._closed:
             raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
         if key not in self._entries:
             raise StoreError(f"there is no {key!r} in {self.name}", file=key)
         return self._entries[key]
-
-    @property
-    def block_nbytes(self) -> int | None:
-        return None if self._over is None else self._over.block_nbytes
-
-    @property
-    def exact(self) -> bool:
-        return self._over is not None and self._over.exact
-
-    @property
-    def requests(self) -> int:
-        return 0 if self._over is None else self._over.requests
 
     @property
     def gone(self) -> bool:
@@ -176,7 +163,6 @@ class ContentCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
         return self._nbytes
 
     def get(self, key: Hashable) -> np.ndarray | None:

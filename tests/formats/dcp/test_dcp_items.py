@@ -16,19 +16,20 @@ from tests.hostile.craft_torch import tensor as rebuilt
 
 import holdfast
 from holdfast import errors
+from holdfast.core.protocols import Medium
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.formats.dcp import read as values_module
 from holdfast.formats.dcp.item import ItemReader, Window
 from holdfast.formats.dcp.lazy import Unread
-from holdfast.formats.dcp.read import DcpDirectory
+from holdfast.formats.dcp.read import describe as describe_dcp
 from holdfast.stores.memory import MemoryStore
 
 SQUARE = {"w": tensor([2, 2], [chunk([0, 0], [2, 2])])}
 
 
 class CountingStore(MemoryStore):
-    resident = False  # so that every byte is asked for
+    medium = Medium()  # so that every byte is asked for
 
     def __init__(self, content):
         super().__init__(content)
@@ -59,7 +60,7 @@ def many(count: int, rows: int = 64, columns: int = 32):
 def test_opening_reads_the_metadata_and_nothing_else():
     store = CountingStore(many(50)[0])
     source = OpenSource(store)
-    described = DcpDirectory().describe(source)
+    described = describe_dcp(source)
     assert {key for key, _, _ in store.reads} == {".metadata"}
     assert len(described.tensors) == 50
     for tensor_ in described.tensors.values():
@@ -70,7 +71,7 @@ def test_opening_reads_the_metadata_and_nothing_else():
 def test_a_slice_reads_the_ends_of_its_item_and_its_own_bytes():
     files, data = many(4)
     store = CountingStore(files)
-    tensors = DcpDirectory().describe(OpenSource(store)).tensors
+    tensors = describe_dcp(OpenSource(store)).tensors
     tensors["t0"].numpy()
     store.reads.clear()
     row = tensors["t2"][5].numpy()
@@ -84,7 +85,7 @@ def test_a_slice_reads_the_ends_of_its_item_and_its_own_bytes():
 
 def test_small_items_are_read_at_once():
     store = CountingStore(many(3, 2, 2)[0])
-    tensors = DcpDirectory().describe(OpenSource(store)).tensors
+    tensors = describe_dcp(OpenSource(store)).tensors
     store.reads.clear()
     tensors["t1"].numpy()
     assert len(store.reads) == 2
@@ -132,7 +133,7 @@ def flipped(raw: bytes, at: int, mask: int = 1) -> bytes:
 def asked(reader: ItemReader, raw: bytes, sizes=(2, 2)) -> object:
     """What a reader makes of an item: the place, or the class of its refusal."""
     source = OpenSource(MemoryStore({"x": raw}))
-    w = DcpDirectory().describe(OpenSource(MemoryStore(many(1, 2, 2)[0]))).tensors["t0"]
+    w = describe_dcp(OpenSource(MemoryStore(many(1, 2, 2)[0]))).tensors["t0"]
     try:
         return reader.tensor(Window(source, "x", (0, len(raw))), w.dtype, sizes)
     except errors.HoldfastError as error:
@@ -260,7 +261,7 @@ def test_values_are_read_together():
     contents = [torch_zip(stream(content), {}) for content in pickles]
     names = [f"v{i}" for i in range(len(contents))]
     store = CountingStore(folder(dict.fromkeys(names, value()), [(index(n), c) for n, c in zip(names, contents, strict=True)]))
-    described = DcpDirectory().describe(OpenSource(store))
+    described = describe_dcp(OpenSource(store))
     assert described.tree == {"v0": 1, "v1": "two", "v2": [3], "v3": 4, "v4": "five"}
     assert len(store.reads) == 2
 

@@ -7,10 +7,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.documents import proven
 from holdfast.core.limits import Limits
+from holdfast.engine.saves import Late, Literal
 from holdfast.formats.native.manifest import FileBoxes, Outlines, StoredBoxes, lay_out_index
-from holdfast.formats.native.schema import DataFile, StoredChunk, StoredPart, StoredSparse, StoredTensor, parse_fast, parse_manifest
-from holdfast.plan.saves import Late, Literal
+from holdfast.formats.native.schema import DOCUMENT, DataFile, StoredChunk, StoredPart, StoredSparse, StoredTensor, parse_manifest
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 NUMBERS = st.integers(0, 1 << 50)
@@ -64,7 +65,7 @@ def test_it_is_the_text_of_its_schema(given_manifest: tuple[list[DataFile], Outl
     assert isinstance(literal, Literal)
     assert isinstance(late, Late)
     assert late.content({}) == literal.data  # which compares its length with the one that was measured
-    found = parse_fast(literal.data)
+    found = proven(DOCUMENT, literal.data)
     assert found is not None  # msgspec writes the very same text
     wanted: dict[str, list[StoredChunk]] = {}
     for tensor, chunk in sorted(

@@ -15,6 +15,7 @@ from tests.formats.slow_save import Memory, assert_same, execute, raw_bytes, reo
 from tests.formats.tree_strategies import trees
 
 import holdfast
+from holdfast.core.documents import explained, proven, seal
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
@@ -32,9 +33,8 @@ from holdfast.errors import (
     UnsafePath,
     Unsupported,
 )
-from holdfast.formats.native.schema import parse_exact, parse_fast, parse_manifest
+from holdfast.formats.native.schema import DOCUMENT
 from holdfast.formats.native.write import lay_out_native
-from holdfast.formats.strict_json import seal
 from holdfast.formats.tree_json.decode import json_limits
 
 MANIFEST = "holdfast.json"
@@ -192,7 +192,7 @@ def test_split_tensors_are_read():
         assert ckpt["w"].numpy().tolist() == whole.tolist()
         assert ckpt["w"][1:3, 1:5].numpy().tolist() == whole[1:3, 1:5].tolist()
         assert len(ckpt["w"].chunks) == 4
-    assert parse_fast(dumped(manifest)) is not None
+    assert proven(DOCUMENT, dumped(manifest)) is not None
 
 
 def edit(*path, value=None, drop=False, change=None):
@@ -341,8 +341,8 @@ def test_what_the_fast_parser_takes_the_exact_one_takes_alike():
     w = memory.array(np.ones((2, 3)))
     tree = {"w": w, "t": memory.view(w, (3, 2), (1, 3)), "same": w, "ü\n": memory.array(np.ones(1)), "k": {1: (2.5, "x")}}
     raw = save(tree, {"ä": '"\\'})[MANIFEST]
-    assert parse_fast(raw) is not None
-    assert parse_manifest(raw, Limits()) == parse_exact(raw, json_limits(Limits()))
+    assert proven(DOCUMENT, raw) is not None
+    assert proven(DOCUMENT, raw) == explained(DOCUMENT, raw, json_limits(Limits()))
 
 
 @settings(max_examples=150)
@@ -379,7 +379,7 @@ def test_a_manifest_that_lies_under_a_right_checksum_is_refused_at_its_place():
 def test_fields_of_a_later_version_are_refused(field):
     files, manifest, _ = split_directory()
     raw = dumped(manifest | {field: []})
-    assert parse_fast(raw) is None
+    assert proven(DOCUMENT, raw) is None
     with pytest.raises(HeaderError, match="no such field"):
         reopen(files | {MANIFEST: raw})
     with pytest.raises(HeaderError, match="no such field"):

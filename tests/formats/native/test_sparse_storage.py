@@ -19,17 +19,19 @@ import holdfast
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
-from holdfast.core.sparse import encoding
-from holdfast.core.sparse.encoding import encoding_of
-from holdfast.core.sparse.storage import SparseStorage, packing_of
+from holdfast.engine.packed import choose
 from holdfast.engine.source import OpenSource
-from holdfast.engine.sparse_choice import choose, count_blocks, parse_wanted
 from holdfast.errors import Closed, Corrupted, HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Unsupported
 from holdfast.formats.detect import detect
 from holdfast.formats.native import chunks as unpacked
 from holdfast.formats.native.write import lay_out_native
+from holdfast.inspect.sparsity import BLOCKS
+from holdfast.numeric import pack as encoding
+from holdfast.numeric.pack import SparseStorage, encoding_of, packing_of
+from holdfast.numeric.pack_choice import parse_wanted
+from holdfast.numeric.zeros import SHAPES, MarkedBlocks
 from holdfast.rewrite.reshard import reshard
-from holdfast.rewrite.state import tabulate_state
+from holdfast.saving.state import tabulate_state
 from holdfast.stores.memory import MemoryStore
 
 MANIFEST = "holdfast.json"
@@ -136,14 +138,26 @@ def test_patterns_and_blocks_are_found():
 auto = partial(choose, wanted=parse_wanted("auto"))
 
 
+def test_a_pattern_of_the_first_block_is_not_taken_for_that_of_the_whole():
+    """Five of 16 take more than a bitmap, so that nobody looks on; further back there are eight of 16."""
+    groups = np.ones((4, 1 << 14, 16), np.float32)
+    groups[0, :, 5:] = groups[1:, :, 8:] = 0
+    for array in (groups.reshape(-1), groups.reshape(-1, 1024)):
+        ckpt = reopen(execute(lay_out_native(state_of({"w": Memory().array(array)}), pack=partial(auto, threads=1))))
+        assert ":" not in packing_of(ckpt["w"]).text
+        assert ckpt["w"].numpy().tobytes() == array.tobytes()
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 70), st.integers(1, 140), st.integers(0, 1 << 32))
 def test_blocks_are_counted_as_slowly(rows, columns, seed):
     rng = np.random.default_rng(seed)
     marked = rng.random((rows, columns)) < rng.choice([0.002, 0.02, 0.3])
-    for (height, width), count in count_blocks(marked, (rows, columns)).items():
-        tops, lefts = range(0, rows, height), range(0, columns, width)
-        assert count == sum(bool(marked[t : t + height, x : x + width].any()) for t in tops for x in lefts), (height, width)
+    found = MarkedBlocks(marked)
+    for height, width in {*SHAPES, *BLOCKS}:
+        blocks = [marked[t : t + height, x : x + width] for t in range(0, rows, height) for x in range(0, columns, width)]
+        filled = [block.size for block in blocks if block.any()]
+        assert (found.count(height, width), found.area(height, width)) == (len(filled), sum(filled)), (height, width)
 
 
 def test_groups_have_the_sizes_of_the_document():
@@ -607,7 +621,7 @@ def test_a_small_file_does_not_stand_for_a_large_tensor(monkeypatch):
     array = np.zeros((64, 1024), np.float64)
     files = save({"w": Memory().array(array)}, "64x256", worth=1.0)
     assert packing_of(reopen(files)["w"]) is None  # the writer does not do it
-    monkeypatch.setattr("holdfast.engine.sparse_choice._pays", lambda *_: True)
+    monkeypatch.setattr("holdfast.engine.packed.pays", lambda *_: True)
     files = save({"w": Memory().array(array)}, "64x256")
     with pytest.raises(LimitExceeded, match="sparse_expansion"):
         reopen(files)

@@ -17,18 +17,18 @@ from tests.hostile.craft_torch import storage, tensor, torch_zip, torchscript
 import holdfast
 from holdfast.cli.show import show_tree
 from holdfast.core.limits import Limits
+from holdfast.engine.saves import Hole, Late
 from holdfast.engine.source import OpenSource
-from holdfast.formats.pt2.archive import Pt2Archive
+from holdfast.formats import format_of
 from holdfast.formats.pt2.program import summarise
 from holdfast.formats.pt2.schema import ConfigEntry, TensorMeta, parse_config
 from holdfast.formats.zip.writer import lay_out_zip
-from holdfast.plan.saves import Hole, Late
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 
 
 def matches(raw: bytes) -> bool:
-    return Pt2Archive().matches(OpenSource(MemoryStore({"bytes": raw})))
+    return format_of("pt2").matches(OpenSource(MemoryStore({"bytes": raw})))
 
 
 def repacked(made: dict[str, bytes], prefix: str = "m/") -> bytes:
@@ -118,8 +118,8 @@ def test_opening_ten_gigabytes_reads_the_index(tmp_path):
     assert peak < 10 << 20
     store = Counted(path)
     source = OpenSource(store)
-    assert Pt2Archive().matches(source)
-    Pt2Archive().describe(source)
+    assert format_of("pt2").matches(source)
+    format_of("pt2").describe(source)
     # The directory and the headers: about two hundred bytes a record; the config: about three hundred a weight.
     assert store.nbytes < 1 << 20
 

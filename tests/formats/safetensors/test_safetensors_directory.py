@@ -21,8 +21,9 @@ from holdfast.errors import (
     UnsafePath,
     Unsupported,
 )
-from holdfast.formats.safetensors.directory import SafetensorsDirectory
-from holdfast.formats.safetensors.read import SafetensorsFile
+from holdfast.formats import format_of
+from holdfast.formats.safetensors.directory import describe as describe_directory
+from holdfast.formats.safetensors.read import describe as describe_safetensors
 from holdfast.torch import versions
 
 INDEX = "model.safetensors.index.json"
@@ -33,7 +34,7 @@ GOOD = {ONE: A, TWO: B, INDEX: index({"c": TWO, "a": ONE, "b": TWO}, metadata={"
 
 
 def describe(files, limits=None):
-    return SafetensorsDirectory().describe(MemorySource(files, limits))
+    return describe_directory(MemorySource(files, limits))
 
 
 def refused(files, kind, *words):
@@ -60,13 +61,13 @@ def refused(files, kind, *words):
     ],
 )
 def test_detection(keys, expected):
-    assert SafetensorsDirectory().matches(MemorySource(dict.fromkeys(keys, b""))) is expected
+    assert format_of("safetensors-dir").matches(MemorySource(dict.fromkeys(keys, b""))) is expected
 
 
 def test_a_folder_of_one_file_is_that_file():
     source = MemorySource({"model.safetensors": A})
-    assert SafetensorsFile().matches(source)
-    assert list(SafetensorsFile().describe(source).tensors) == ["a"]
+    assert format_of("safetensors").matches(source)
+    assert list(describe_safetensors(source).tensors) == ["a"]
 
 
 def test_with_an_index_in_its_order():
@@ -289,7 +290,7 @@ def test_broken_sharding_notes_are_refused(info, kind):
     raw = frame(json.dumps({"__metadata__": {"DCP_SHARDING_INFO": info}, "w": entry("U8", [1], 0, 1)}), b"x")
     assert refused({"x.safetensors": raw, "config.json": b""}, kind).file == "x.safetensors"
     with pytest.raises(kind):
-        SafetensorsFile().describe(MemorySource(raw))
+        describe_safetensors(MemorySource(raw))
 
 
 def load_folder(folder):
@@ -311,7 +312,7 @@ def test_what_torch_writes_for_hugging_face(tmp_path, form):
     state = {"a": torch.arange(12.0).reshape(3, 4), "b.w": torch.ones(5, dtype=torch.float16)}
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), **options))
     source = MemorySource(load_folder(tmp_path))
-    fmt = SafetensorsFile() if len(source.store.list()) == 1 else SafetensorsDirectory()
+    fmt = format_of("safetensors" if len(source.store.list()) == 1 else "safetensors-dir")
     assert fmt.matches(source)
     description = fmt.describe(source)
     assert description.notes == ()

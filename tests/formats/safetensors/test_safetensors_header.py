@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from craft_safetensors import MemorySource, craft, entry, frame
 
+import holdfast
 from holdfast.core.limits import Limits
 from holdfast.errors import FormatError, HeaderError, HoldfastError, LimitExceeded, Truncated
-from holdfast.formats.safetensors.read import SafetensorsFile
+from holdfast.formats import format_of
+from holdfast.formats.safetensors.read import describe as describe_safetensors
 from holdfast.formats.safetensors.schema import parse_exact, parse_fast
 
 GOOD = '{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
@@ -152,7 +155,7 @@ OTHER_CASES = {
 def test_a_broken_header_is_refused_and_the_message_points_at_it(case):
     raw, words = HEADER_CASES[case]
     with pytest.raises(HeaderError) as caught:
-        SafetensorsFile().describe(MemorySource(raw))
+        describe_safetensors(MemorySource(raw))
     assert words in caught.value.message
     assert caught.value.file == "file"
 
@@ -161,7 +164,7 @@ def test_a_broken_header_is_refused_and_the_message_points_at_it(case):
 def test_what_is_cut_off_or_too_costly_is_refused(case):
     raw, kind, words = OTHER_CASES[case]
     with pytest.raises(kind) as caught:
-        SafetensorsFile().describe(MemorySource(raw))
+        describe_safetensors(MemorySource(raw))
     assert words in caught.value.message
     assert caught.value.file == "file"
 
@@ -182,20 +185,20 @@ def test_the_fast_parser_accepts_nothing_that_the_exact_one_refuses(case):
 
 def test_a_syntax_error_says_at_which_byte_of_the_file():
     with pytest.raises(HeaderError) as caught:
-        SafetensorsFile().describe(MemorySource(frame('{"ü":x}')))
+        describe_safetensors(MemorySource(frame('{"ü":x}')))
     assert caught.value.offset == 8 + len('{"ü":'.encode())
 
 
 def test_a_header_above_the_limit_is_refused_before_it_is_read():
     source = MemorySource(frame(GOOD, DATA), Limits(header_nbytes=50))
     with pytest.raises(LimitExceeded, match=r"Limits\(header_nbytes=50\)"):
-        SafetensorsFile().describe(source)
+        describe_safetensors(source)
     assert source.nbytes_read == 8
 
 
 def test_hostile_names_are_escaped_in_messages():
     with pytest.raises(HeaderError) as caught:
-        SafetensorsFile().describe(MemorySource(craft({"\x1b[31m\u202e" + "x" * 500: 1})))
+        describe_safetensors(MemorySource(craft({"\x1b[31m\u202e" + "x" * 500: 1})))
     assert "\x1b" not in str(caught.value)
     assert "\u202e" not in str(caught.value)
     assert len(caught.value.message) < 250
@@ -203,10 +206,10 @@ def test_hostile_names_are_escaped_in_messages():
 
 def test_a_file_cut_anywhere_is_refused():
     raw = craft({"a": entry("F32", [2, 2], 0, 16), "b": entry("U8", [4], 16, 20)}, 20, {"k": "v"})
-    SafetensorsFile().describe(MemorySource(raw))
+    describe_safetensors(MemorySource(raw))
     for stop in range(len(raw)):
         with pytest.raises(Truncated):
-            SafetensorsFile().describe(MemorySource(raw[:stop]))
+            describe_safetensors(MemorySource(raw[:stop]))
 
 
 def test_every_single_byte_changed_is_refused_or_harmless():
@@ -215,7 +218,7 @@ def test_every_single_byte_changed_is_refused_or_harmless():
         for value in (0, 0x20, 0x22, 0x2D, 0x30, 0x31, 0x5C, 0x7B, 0x7D, 0x80, 0xFF, raw[i] ^ 1):
             changed = raw[:i] + bytes([value]) + raw[i + 1 :]
             try:
-                description = SafetensorsFile().describe(MemorySource(changed))
+                description = describe_safetensors(MemorySource(changed))
             except HoldfastError:
                 continue
             assert sum(t.nbytes for t in description.tensors.values()) == 8
@@ -251,13 +254,13 @@ def test_the_fast_parser_knows_what_writers_write(text):
 )
 def test_what_only_the_exact_parser_knows_opens_as_well(text):
     assert parse_fast(text.encode()) is None
-    description = SafetensorsFile().describe(MemorySource(frame(text, DATA)))
+    description = describe_safetensors(MemorySource(frame(text, DATA)))
     assert [t.shape for t in description.tensors.values()] == [(4,)]
 
 
 def test_opening_reads_the_header_and_no_data():
     source = MemorySource(craft({"w": entry("U8", [100_000], 0, 100_000)}, 100_000))
-    SafetensorsFile().describe(source)
+    describe_safetensors(source)
     assert source.nbytes_read < 200
 
 
@@ -278,20 +281,20 @@ def test_opening_reads_the_header_and_no_data():
     ],
 )
 def test_detection_is_by_content(raw, expected):
-    assert SafetensorsFile().matches(MemorySource({"model.bin": raw})) is expected
+    assert format_of("safetensors").matches(MemorySource({"model.bin": raw})) is expected
 
 
 def test_several_files_are_not_one():
     source = MemorySource({"a": frame(GOOD, DATA), "b": b""})
-    assert not SafetensorsFile().matches(source)
+    assert not format_of("safetensors").matches(source)
     with pytest.raises(FormatError):
-        SafetensorsFile().describe(source)
+        describe_safetensors(source)
 
 
 def test_two_hundred_thousand_tensors():
     names = {f"layer.{i}": entry("U8", [1], i, i + 1) for i in range(200_000)}
     header = json.dumps(names, separators=(",", ":"))
-    description = SafetensorsFile().describe(MemorySource(frame(header, bytes(200_000))))
+    description = describe_safetensors(MemorySource(frame(header, bytes(200_000))))
     assert len(description.tensors) == 200_000
     assert list(description.tensors) == list(names)
     assert description.tensors["layer.7"].storages[0].start == 8 + len(header) + 7
@@ -313,5 +316,19 @@ def test_two_hundred_thousand_tensors():
 @pytest.mark.timeout(20)
 def test_costly_headers_are_refused_in_linear_time(header):
     with pytest.raises((HeaderError, LimitExceeded)) as caught:
-        SafetensorsFile().describe(MemorySource(frame(header)))
+        describe_safetensors(MemorySource(frame(header)))
     assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize("first", ["a", "b", "missing"])
+def test_the_first_name_is_found_as_every_other(tmp_path, first):
+    """It is looked for in the column of names, before the rows of all are known by theirs."""
+    state = {"a": np.arange(3), "b": np.ones(2)}
+    holdfast.save(state, tmp_path / "x.safetensors")
+    with holdfast.open(tmp_path / "x.safetensors") as opened:
+        for name in (first, "b", "missing", "a"):
+            if name in state:
+                assert np.array_equal(opened[name].numpy(), state[name])
+            else:
+                with pytest.raises(KeyError, match=name):
+                    opened[name]

@@ -16,14 +16,14 @@ from tests.formats.slow_save import Memory, assert_same, execute, raw_bytes, reo
 from tests.formats.tree_strategies import trees
 
 import holdfast
+from holdfast.core.documents import seal
 from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import AliasView, Composite, Traits
+from holdfast.engine.table import lazy_table
 from holdfast.errors import CannotHold, HeaderError, MetadataError
 from holdfast.formats.recorded import share
 from holdfast.formats.safetensors.write import ORDER, is_flat, lay_out_safetensors
-from holdfast.formats.strict_json import seal
-from holdfast.plan.table import lazy_table
 from holdfast.torch import versions
 
 CODED = [row for row in DTYPES.rows if row.safetensors is not None]

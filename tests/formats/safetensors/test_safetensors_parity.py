@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, HoldfastError
-from holdfast.formats.safetensors.read import SafetensorsFile
+from holdfast.formats.safetensors.read import describe as describe_safetensors
 from holdfast.formats.safetensors.schema import parse_exact, parse_fast
 from holdfast.torch import versions
 
@@ -28,7 +28,7 @@ NUMPY = [bool, "u1", "i1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8",
 
 
 def describe(raw: bytes):
-    return SafetensorsFile().describe(MemorySource(raw))
+    return describe_safetensors(MemorySource(raw))
 
 
 def library_view(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

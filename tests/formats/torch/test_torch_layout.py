@@ -23,12 +23,12 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.engine.saves import Data, Gathered, Literal, SavePlan
 from holdfast.engine.source import OpenSource
+from holdfast.engine.table import value_state
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.write import archive_name, lay_out_torch_zip, mistaken_crc, serialization_id
-from holdfast.plan.saves import Data, Gathered, Literal, SavePlan
-from holdfast.plan.table import value_state
-from holdfast.rewrite.state import tabulate_tree
+from holdfast.saving.state import tabulate_tree
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch import versions
 

@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.crc import crc32
+from holdfast.engine import saves as plan_saves
+from holdfast.engine.saves import FilePlan, Gathered, Memory
 from holdfast.engine.stream import write_stream
 from holdfast.engine.write import write_file
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip import writer
 from holdfast.formats.zip.writer import RecordFolder
-from holdfast.plan import saves as plan_saves
-from holdfast.plan.saves import FilePlan, Gathered, Memory
 
 SMALL, BLOCK = 64, 400
 SIGNED = b"PK\x07\x08"

@@ -16,10 +16,10 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.saves import Data, FilePlan, Late, Literal, Segment
 from holdfast.engine.source import OpenSource
 from holdfast.formats.zip.reader import read_archive
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, lay_out_zip
-from holdfast.plan.saves import Data, FilePlan, Late, Literal, Segment
 from holdfast.stores.memory import MemoryStore
 
 

@@ -423,7 +423,7 @@ def test_several_gpus(tmp_path):
 
 
 def test_sums_of_what_is_on_a_gpu():
-    from holdfast.rewrite.state import tabulate_state
+    from holdfast.saving.state import tabulate_state
     from holdfast.torch.ranks.replica_sums import replica_sums
 
     def sums(tensor: torch.Tensor) -> bytes:

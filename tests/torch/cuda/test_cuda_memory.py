@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.core.dtype import DTYPES
-from holdfast.core.protocols import Request
+from holdfast.core.protocols import Medium, Request
 from holdfast.core.tensor import Traits
 from holdfast.engine.blocks import slabs
+from holdfast.engine.table import lazy_table
 from holdfast.errors import Closed, StoreError, Truncated
-from holdfast.plan.table import lazy_table
 from holdfast.torch.cuda import gather, host, memory
 from holdfast.torch.cuda.memory import GpuMemory, GpuSource
 from holdfast.torch.cuda.stage import Copies, Room
@@ -103,7 +103,7 @@ def test_bytes_by_range():
 
 
 def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(GpuMemory, "block_nbytes", 32768)
+    monkeypatch.setattr(GpuMemory, "medium", Medium(block_nbytes=32768))
     lent = []
     before = memory.POOL.lend
     monkeypatch.setattr(memory.POOL, "lend", lambda count, *more: lent.append(count) or before(count, *more))
@@ -117,7 +117,7 @@ def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
             assert np.array_equal(found[key].numpy(), state[key].numpy())
     assert len(lent) > 3 * 2 * 14
     assert set(lent) == {1}
-    assert max(slab.nbytes for slab in slabs(state["a"], gpus.store.block_nbytes)) <= 32768
+    assert max(slab.nbytes for slab in slabs(state["a"], gpus.store.medium.block_nbytes)) <= 32768
 
 
 def test_targets_of_any_layout():

@@ -15,9 +15,9 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.coalesce import PAGE_LOCKED
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted
-from holdfast.plan.coalesce import PAGE_LOCKED
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda import plan as planning

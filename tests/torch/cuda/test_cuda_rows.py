@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.plan import saves as plan_saves
+from holdfast.engine import saves as plan_saves
 from holdfast.torch.cuda import host, memory
 from holdfast.torch.cuda.streams import Here
 from holdfast.torch.serialization import pickling

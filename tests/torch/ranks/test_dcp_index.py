@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast.formats.native.manifest import StoredBoxes, as_bytes
-from holdfast.ranks.files import Contents, Receipt
+from holdfast.formats.sharded import Contents, Receipt
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
 from holdfast.torch.ranks.dcp import dcp_index

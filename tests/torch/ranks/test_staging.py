@@ -8,7 +8,7 @@ import torch
 
 from holdfast.engine import source
 from holdfast.engine.arrays import Resident
-from holdfast.plan.table import lazy_table
+from holdfast.engine.table import lazy_table
 from holdfast.torch.cuda import gather, stage
 from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.ranks import staging

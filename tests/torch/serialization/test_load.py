@@ -32,12 +32,12 @@ from torch.serialization import LoadEndianness, SourceChangeWarning
 from torch.testing._internal.two_tensor import TwoTensor
 
 import holdfast
+from holdfast.engine.saves import FilePlan
 from holdfast.engine.stream import write_stream
 from holdfast.errors import Corrupted, HoldfastError, Refused, Truncated, Unsupported, ZipError
 from holdfast.formats.torch import write as layout
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import lay_out_zip
-from holdfast.plan.saves import FilePlan
 from holdfast.torch import load, save, set_default_mmap_options, skip_data, versions
 from holdfast.torch.versions import config
 from tests.support import needs, torch_bytes

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from holdfast.core.limits import Limits
 from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.torch.storages import parse_storage_id
 from holdfast.torch import versions
 from holdfast.torch.serialization.allowed import default_globals
 from holdfast.torch.serialization.pickling import StorageClass
-from holdfast.torch.serialization.storages import parse_name, typed
+from holdfast.torch.serialization.storages import dtype_of, storage_dtype, typed
 from holdfast.torch.serialization.weights import WeightsTable
 from tests.hostile.craft_pickle import (
     BUILD,
@@ -472,11 +473,11 @@ class MetaStorages(ZipStorages):
     fake: str | None = None
 
     def persistent(self, pid):
-        name = parse_name(pid, (5,))
+        name = parse_storage_id(pid, (5,), storage_dtype)
         storage = torch.UntypedStorage(name.nbytes, device="meta")
         if self.fake:
             storage._fake_device = torch.device(self.fake)
-        return typed(storage, name.dtype)
+        return typed(storage, dtype_of(name.dtype))
 
 
 @pytest.mark.parametrize("name", ["coo", "csr", "meta"])

@@ -13,7 +13,10 @@ import zipfile
 import pytest
 import torch
 
+import holdfast
 from holdfast.core.limits import Limits
+from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.tree import values_inside
 from holdfast.errors import HoldfastError, LimitExceeded, MetadataError, PickleError
 from holdfast.torch.serialization.allowed import default_globals
 from tests.hostile.cases import CLASSES
@@ -59,10 +62,21 @@ def ints(*values: int) -> bytes:
 
 
 def refused(*parts: bytes, storages: dict[str, bytes] | None = None, limits: Limits | None = None) -> HoldfastError:
+    raw = torch_zip(stream(*parts), storages)
     with pytest.raises(HoldfastError) as caught:
-        load(torch_zip(stream(*parts), storages), limits=limits)
+        load(raw, limits=limits)
     assert isinstance(caught.value, pickle.UnpicklingError)
+    described(raw, limits)
     return caught.value
+
+
+def described(raw: bytes, limits: Limits | None = None) -> None:
+    """The same case for the builder of lazy tensors: refused as well, or described; what is described is read, or refused then."""
+    with contextlib.suppress(HoldfastError), holdfast.open(raw, limits=limits) as ckpt:
+        for value in (*ckpt.values(), *values_inside(ckpt.tree)):
+            if isinstance(value, LazyTensor | Composite):
+                with contextlib.suppress(HoldfastError):
+                    value.torch()
 
 
 # The cases of tests/hostile whose attack is the pickle of a zip.
@@ -392,7 +406,7 @@ def test_sparse_errors_are_torchs_runtime_errors():
 
 
 def test_looking_at_one_tensor_over_and_over_is_bounded(monkeypatch):
-    monkeypatch.setattr("holdfast.torch.serialization.composite_tensors.INSPECTED_NBYTES", 1000)
+    monkeypatch.setattr("holdfast.torch.serialization.rebuild.INSPECTED_NBYTES", 1000)
     one = sparse("sparse_coo", longs((1, 2), (8, 1)), floats(2), size(4))
     load(torch_zip(stream(list_of(*[one] * 30)), STORAGES))
     assert isinstance(refused(list_of(*[one] * 50), storages=STORAGES), LimitExceeded)
@@ -467,6 +481,13 @@ NESTED = {
 @pytest.mark.parametrize("name", NESTED)
 def test_nested(name):
     refused(NESTED[name], storages=STORAGES)
+
+
+@pytest.mark.parametrize("name", [*NESTED][:5])
+def test_nested_from_lazy_parts(name):
+    """torch trusts them, and would give back a tensor over memory behind the buffer."""
+    with holdfast.open(torch_zip(stream(NESTED[name]), STORAGES)) as ckpt, pytest.raises(MetadataError):
+        ckpt.tree.torch()
 
 
 WRAPPER = [

@@ -11,8 +11,9 @@ import torch
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError, MetadataError
 from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.torch.storages import parse_storage_id
 from holdfast.torch.serialization.refusals import refusal
-from holdfast.torch.serialization.storages import parse_name, typed
+from holdfast.torch.serialization.storages import dtype_of, storage_dtype, typed
 from holdfast.torch.serialization.weights import WeightsTable
 
 __all__ = ["ZipStorages", "load"]
@@ -31,7 +32,7 @@ class ZipStorages:
         self.fills = 0
 
     def persistent(self, pid: object) -> torch.storage.TypedStorage:
-        name = parse_name(pid, (5,))
+        name = parse_storage_id(pid, (5,), storage_dtype)
         if name.key not in self.made:
             try:
                 content = self.archive.read(self.prefix + name.key)
@@ -41,7 +42,7 @@ class ZipStorages:
                 raise MetadataError("a storage of another size than its record", found=name.nbytes)
             self.made[name.key] = torch.UntypedStorage(name.nbytes).fill_(0)
             self.waiting.append((self.made[name.key], content))
-        return typed(self.made[name.key], name.dtype)
+        return typed(self.made[name.key], dtype_of(name.dtype))
 
     def kind(self, claim: object, limits: object) -> None:
         """Every tensor is made over what `persistent` gives."""

@@ -6,8 +6,8 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
 import holdfast
-from holdfast.core.sparse.storage import packing_of
 from holdfast.errors import CannotHold, Unsupported
+from holdfast.numeric.pack import packing_of
 from holdfast.torch.sparsity import from_semi_structured, is_two_of_four, nm_mask, to_semi_structured
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's packed form is for CUDA devices")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.core.sparse.storage import packing_of
+from holdfast.numeric.pack import packing_of
 from holdfast.torch import async_save_sharded, load_into, load_sharded, save_sharded
 from holdfast.torch import open as open_torch
 

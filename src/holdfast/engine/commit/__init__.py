@@ -1,4 +1,4 @@
-"""The commit: before it nothing at the target has changed, after it everything is there.
+"""The commit: before it nothing at the target has changed, after it everything is there. On a disk; of a bucket, targets/ tells.
 
 transactions     `FileTransaction` and `DirectoryTransaction`: the steps, and what a failure of each means
 target           the name that a save is for, its permissions, and the words why it could not be had
@@ -6,6 +6,4 @@ new_file         a file that is being written, and the disk that begins with it 
 replaced         what a save replaced, freed behind the caller's back
 temporaries      the hidden names beside it: whose they are, who cleans them, what a crash between two renames leaves
 linked           a finished file of another directory, under a second name; a copy where that cannot be had
-remote           the same in an object store: data under names of their own, one conditional put that publishes
-claims           objects that several checkpoints name: a save that is about to name them, and a deletion, learn of each other
 """

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import OVERHEAD, SURE_NBYTES, LockedName, is_due, repair
+from holdfast.engine.commit.temporaries import LockedName, is_due, longest_name, repair
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import FileEntry, Files, is_temporary, split_path
 
@@ -112,6 +113,8 @@ class TargetName(Value, frozen=True):
     """What there was when the save began."""
     listed: bool = True
     """Whether this save looks for what dead processes left (`temporaries`)."""
+    there: Sequence[str] = ()
+    """What there is in the parent, where it does."""
 
     def holds(self, temporary: LockedName) -> bool:
         """Whether the name stands for what was to be published now, or cannot be looked at."""
@@ -167,14 +170,15 @@ def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetNam
     if not path or "\0" in path:
         raise refusal("a path is needed, without NUL characters", path, errno.EINVAL)
     parent, name = split_path(path)
+    opening = f"opening the folder to save into ({parent or '.'})"
     # The system itself follows the links on the way to a folder. By hand the whole path is followed where it ends in one.
-    target = None if name in ENDS else _looked_at(files, path, parent or os.curdir, name=name, replaces=replaces)
+    target = None if name in ENDS else _looked_at(files, path, parent or os.curdir, name=name, replaces=replaces, opening=opening)
     if target is None:
-        with refusing(_opening(parent), path):
+        with refusing(opening, path):
             folder, name = split_path(files.resolve(path))
         if not name:
             raise refusal("the root of the file system is no place for a checkpoint", path, errno.EINVAL)
-        target = _looked_at(files, path, folder, name=name, replaces=replaces)
+        target = _looked_at(files, path, folder, name=name, replaces=replaces, opening=opening)
     if target is None:
         raise not_committed(OSError(errno.ELOOP, "Too many levels of symbolic links"), "looking at the target", path)
     return target
@@ -184,31 +188,35 @@ ENDS = ("", os.curdir, os.pardir)
 """Ends of a path that are no name."""
 
 
-def _opening(parent: str) -> str:
-    return f"opening the folder to save into ({parent or '.'})"
+def _listing(files: Files, at: int, *, needed: bool) -> Sequence[str]:
+    """All that is in a folder; where it is not needed to know what the target is, nothing of one that cannot be listed."""
+    try:
+        return files.list(at)
+    except OSError:
+        if needed:
+            raise
+        return ()
 
 
-def _looked_at(files: Files, path: str, parent: str, *, name: str, replaces: bool) -> TargetName | None:
-    """The target of this name in a folder; None where that is a link."""
-    with refusing(_opening(split_path(path)[0]), path):
+def _looked_at(files: Files, path: str, parent: str, *, name: str, replaces: bool, opening: str) -> TargetName | None:
+    """The target of this name in a folder; None where that is a link. `opening` says what is done first."""
+    with refusing(opening, path):
         at = files.open_directory(parent)
     made: TargetName | None = None
     try:
         with refusing("looking at the target", path):
-            nbytes = len(name.encode("utf-8", "surrogateescape"))
-            # To ask is a journey where the folder is on another machine.
-            longest = SURE_NBYTES if nbytes <= SURE_NBYTES - OVERHEAD else files.longest_name(at)
-            if nbytes > longest:
+            longest = longest_name(files, name, at=at)
+            if len(name.encode("utf-8", "surrogateescape")) > longest:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
             if is_temporary(name):
                 raise refusal("names of this form are temporaries, which saves remove; choose another", path, errno.EINVAL)
             existing = files.stat(name, at=at)
             if existing is None or existing.kind != "link":
                 listed = not replaces or is_due(files, at)
-                if listed and existing is None:
-                    repair(files, name, at=at, longest=longest)
-                    existing = files.stat(name, at=at)
-                made = TargetName(files, path, name, at, longest, existing, listed)
+                there = _listing(files, at, needed=existing is None) if listed else ()
+                if existing is None and repair(files, name, at=at, there=there, longest=longest):
+                    existing, there = files.stat(name, at=at), _listing(files, at, needed=False)
+                made = TargetName(files, path, name, at, longest, existing, listed, there)
     finally:
         if made is None:
             with suppress(OSError):

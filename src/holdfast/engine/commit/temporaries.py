@@ -21,9 +21,8 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from holdfast.engine.commit.replaced import ReplacedFiles
@@ -81,7 +80,14 @@ def note_listing(files: Files, at: int, count: int) -> None:
 
 def temporary_name(name: str, *, suffix: str = "tmp", longest: int = 255) -> str:
     """A new hidden name for a target, of at most `longest` bytes."""
-    return f".{_stem(name, longest)}.{secrets.token_hex(8)}.{suffix}"
+    return f".{_stem(name, longest)}.{os.urandom(8).hex()}.{suffix}"
+
+
+def longest_name(files: Files, name: str, *, at: int) -> int:
+    """How many bytes a name may have in a directory, or fewer where that is enough for the temporaries of this one."""
+    # To ask is a journey where the folder is on another machine.
+    enough = len(name.encode("utf-8", "surrogateescape")) <= SURE_NBYTES - OVERHEAD
+    return SURE_NBYTES if enough else files.longest_name(at)
 
 
 def _stem(name: str, longest: int) -> str:
@@ -190,8 +196,10 @@ def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -
         raise
 
 
-def clean(files: Files, name: str, *, at: int, directories: bool, longest: int) -> None:
-    """Remove the temporaries here that no live process holds. What cannot be removed stays; it is no reason not to save.
+def clean(files: Files, name: str, *, at: int, there: Sequence[str], directories: bool, longest: int) -> None:
+    """Remove the temporaries here that no live process holds, of all that is `there`.
+
+    What cannot be removed stays; it is no reason not to save.
 
     Those of this target, and the `.tmp` of every other: a run that was killed at one step goes on with another. An `.old` of
     another target may be the only copy of it. Where other machines may be writing here and locks may not tell, the temporary of
@@ -203,9 +211,8 @@ def clean(files: Files, name: str, *, at: int, directories: bool, longest: int) 
     """
     with suppress(OSError):
         ours: Callable[[str], bool] | None = None
-        entries = files.list(at)
-        note_listing(files, at, len(entries))
-        for entry in entries:
+        note_listing(files, at, len(there))
+        for entry in there:
             # Of a hundred thousand names nearly all are done with here.
             if not entry.startswith(".") or not is_temporary(entry):
                 continue
@@ -284,10 +291,10 @@ def empty(files: Files, directory: LockedName, names: list[str], *, sizes: Mappi
         files.rmdir(directory.name, at=directory.at)
 
 
-def set_aside(files: Files, name: str, *, at: int, longest: int) -> list[str]:
-    """The names of directories that were moved aside for a target."""
+def set_aside(files: Files, name: str, *, at: int, there: Sequence[str], longest: int) -> list[str]:
+    """The names of directories that were moved aside for a target, of all that is `there`."""
     aside = _ours(name, suffix="old", longest=longest)
-    names = [entry for entry in files.list(at) if aside(entry)]
+    names = [entry for entry in there if aside(entry)]
     found = [(entry, files.stat(entry, at=at)) for entry in names]
     return [entry for entry, what in found if what is not None and what.kind == "directory"]
 
@@ -303,18 +310,18 @@ def recover(path: AnyPath) -> str | None:
         at = files.open_directory(parent)
         try:
             if name and files.stat(name, at=at) is None:
-                aside = set_aside(files, name, at=at, longest=files.longest_name(at))
+                aside = set_aside(files, name, at=at, there=files.list(at), longest=files.longest_name(at))
                 return os.path.join(parent, aside[0]) if len(aside) == 1 else None
         finally:
             files.close(at)
     return None
 
 
-def repair(files: Files, name: str, *, at: int, longest: int) -> None:
-    """Move a checkpoint that was caught between two renames back to its name, which nothing has."""
-    aside = set_aside(files, name, at=at, longest=longest)
+def repair(files: Files, name: str, *, at: int, there: Sequence[str], longest: int) -> bool:
+    """Move a checkpoint that was caught between two renames back to its name, which nothing has. Whether one was found."""
+    aside = set_aside(files, name, at=at, there=there, longest=longest)
     if len(aside) != 1:
-        return
+        return False
     descriptor = files.open_directory(aside[0], at=at)
     try:
         # A live transaction holds it while it is between its two renames: not ours to repair.
@@ -322,5 +329,6 @@ def repair(files: Files, name: str, *, at: int, longest: int) -> None:
             if not files.rename_new(aside[0], name, at=at):
                 files.rename(aside[0], name, at=at)
             files.sync(at)
+        return True
     finally:
         files.close(descriptor)

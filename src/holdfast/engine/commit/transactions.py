@@ -84,7 +84,7 @@ class _Transaction:
                 self._check_target(target)
                 files, name, at, longest = target.files, target.name, target.at, target.longest
                 if target.listed:
-                    clean(files, name, at=at, directories=self.directory, longest=longest)
+                    clean(files, name, at=at, there=target.there, directories=self.directory, longest=longest)
                 private = target.existing is not None
                 temporary = claim(files, name, at=at, directory=self.directory, private=private, longest=longest)
                 self._temporary = temporary
@@ -223,6 +223,14 @@ class FileTransaction(_Transaction):
             file.give_up()
         if target is not None:
             target.close()
+
+
+def replace_file(path: AnyPath, content: bytes, *, durable: bool, overwrite: bool = True, files: Files | None = None) -> None:
+    """Make this the content of a small file, wholly or not at all."""
+    with FileTransaction(path, durable=durable, overwrite=overwrite, files=files) as single:
+        single.allocate(len(content))
+        single.write(0, content)
+        single.commit()
 
 
 class DirectoryTransaction(_Transaction):
@@ -418,7 +426,7 @@ class DirectoryTransaction(_Transaction):
         old.name = temporary.name
         if files.exchange(temporary.name, target.name, at=at):
             return
-        if set_aside(files, target.name, at=at, longest=target.longest):
+        if set_aside(files, target.name, at=at, there=files.list(at), longest=target.longest):
             raise refusal("an older copy of this folder is set aside and cannot be removed; remove it", self.path, errno.EEXIST)
         if self.durable:
             # Else a power cut might bring back an `.old` that was removed before, and two of them tell nobody which one it is.

@@ -2,5 +2,7 @@
 
 target     `Target`, what is asked of each; `target_of` chooses one for a path or a URL, `join_target` for a rank that was told
 folder     a file, and a folder of files: hidden beside their name, published by a rename (engine/commit/transactions)
-bucket     an object, and objects below a prefix: published by a put with a condition (engine/commit/remote)
+bucket     an object, and objects below a prefix: published by a put with a condition
+           `bucket_commit`  data under names of their own, and that put
+           `bucket_claims`  objects that several checkpoints name: a save that is about to, and a deletion, learn of each other
 """

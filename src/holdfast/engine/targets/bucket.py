@@ -22,14 +22,14 @@ from functools import partial
 from holdfast.core.keys import beside
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value
-from holdfast.engine.commit.claims import commit_sharing, release
-from holdfast.engine.commit.remote import ObjectSave, PrefixSave, save_id
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.readback import check_source, stored_crcs
+from holdfast.engine.saves import FilePlan, LinkedFile
 from holdfast.engine.stream import FAR_BLOCK_NBYTES, Told, Writer, write_stream
+from holdfast.engine.targets.bucket_claims import commit_sharing, release
+from holdfast.engine.targets.bucket_commit import ObjectSave, PrefixSave, save_id
 from holdfast.engine.targets.target import Delivered, Fill, Saving, Target, nothing_yet
 from holdfast.errors import HoldfastError, NotCommitted, StoreError
-from holdfast.plan.saves import FilePlan, LinkedFile
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import COPIED_NBYTES, Url
@@ -70,8 +70,8 @@ class BucketNames(Value, frozen=True):
     """Whether it is what others look for where there is no index."""
     replaced: Callable[[Url, Collection[str]], ReplacedObjects] = lambda url, there: ReplacedObjects()
     """The objects of the checkpoint at a URL, of the names that are there."""
-    others: Callable[[Url], Sequence[str]] = lambda url: ()
-    """Other indexes that are there, which go when this one is put. Raises where they may not, or cannot, be replaced."""
+    others: Callable[[Url, Collection[str]], Sequence[str]] = lambda url, there: ()
+    """Other indexes, of the names that are there, which go when this one is put. Raises where they may not, or cannot, go."""
     stale: Sequence[str] = ()
     """What would speak of another index; it goes before the index is put."""
 
@@ -156,9 +156,9 @@ class PrefixTarget(JoinedPrefix):
         self._late: list[FilePlan] = []
         self._index: FilePlan | None = None
         self._content: bytes | None = None
-        self._others = names.others(url)
         self._save.begin(names.counts)
         there = self._save.there
+        self._others = names.others(url, there)
         self._replaced = names.replaced(url, there) if overwrite and there else ReplacedObjects()
 
     def link(self, file: LinkedFile) -> bool:

@@ -20,16 +20,17 @@ from types import TracebackType
 
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Store
+from holdfast.core.strict_json import parse
 from holdfast.engine.commit.linked import linked_or_copied
 from holdfast.engine.commit.new_file import NewFile
 from holdfast.engine.commit.target import refusing
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, replace_file
 from holdfast.engine.readback import check_source, check_written, file_crcs
+from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, SavePlan
 from holdfast.engine.stream import Writer
 from holdfast.engine.targets.target import Delivered, Fill, Reads, Saving, Target
 from holdfast.engine.write import write_file
-from holdfast.errors import HoldfastError
-from holdfast.plan.saves import Data, FilePlan, Gathered, LinkedFile, SavePlan
+from holdfast.errors import HoldfastError, NotCommitted
 from holdfast.stores.files import Files, make_parents, split_path
 from holdfast.stores.local import LocalStore
 from holdfast.stores.path_files import system_files
@@ -76,10 +77,7 @@ class Staging:
             crcs = dict(write(file, single.file))
             single.commit()
         receipt = json.dumps(crcs).encode()
-        with FileTransaction(self._path(file.key + RECEIPT), durable=self._durable, files=self._files) as single:
-            single.allocate(len(receipt))
-            single.write(0, receipt)
-            single.commit()
+        replace_file(self._path(file.key + RECEIPT), receipt, durable=self._durable, files=self._files)
         return crcs
 
     def adopt(self, folder: DirectoryTransaction, file: FilePlan) -> None:
@@ -109,8 +107,8 @@ class Staging:
             text = bytearray(store.size(file.key + RECEIPT))
             store.read(file.key + RECEIPT, 0, memoryview(text))
             store.close()
-            recorded = json.loads(text)
-        except (HoldfastError, ValueError):
+            recorded = parse(bytes(text), DEFAULTS)
+        except HoldfastError:
             return None
         descriptor = self._files.open(file.key, at=self._folder)
         try:
@@ -136,7 +134,7 @@ class FileTarget(Target):
 
     def __init__(self, path: str, *, durable: bool, overwrite: bool, files: Files | None) -> None:
         self._system, self._path, self._durable = files or system_files(), path, durable
-        self._transaction = FileTransaction(path, durable=durable, overwrite=overwrite, files=files)
+        self._transaction = FileTransaction(path, durable=durable, overwrite=overwrite, files=self._system)
         self._transaction.__enter__()
 
     def begin(self, file: FilePlan) -> Fill:
@@ -245,15 +243,19 @@ class FolderTarget(Target):
         files: Files | None,
     ) -> None:
         self._system, self._path, self._durable = files or system_files(), path, durable
-        if parents:
-            with refusing("making the folders that lead to it", path):
-                make_parents(path, durable=durable)
         self._staging = None if resumed is None else Staging(path, resumed, durable=durable, files=files)
         self._staged: list[FilePlan] = []
         self._published = False
         self._folder = DirectoryTransaction(path, durable=durable, overwrite=overwrite, replaceable=replaceable, files=files)
         if self._staging is None:
-            self._folder.__enter__()
+            try:
+                self._folder.__enter__()
+            except NotCommitted as error:
+                if not parents or error.errno != errno.ENOENT:
+                    raise
+                with refusing("making the folders that lead to it", path):
+                    make_parents(path, durable=durable)
+                self._folder.__enter__()
 
     @property
     def told(self) -> str:

@@ -22,9 +22,9 @@ from msgspec import field
 
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value
+from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import Writer
 from holdfast.engine.write import Progress
-from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.stores.files import Files
 from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
@@ -37,7 +37,7 @@ Reads = Callable[[int, int], bytes]
 
 
 class Seals(Protocol):
-    """The seals of what is replaced, which are made anew (`rewrite/renewal`)."""
+    """The seals of what is replaced, which are made anew (`seals/renew`)."""
 
     def noting(self, key: str, file: Writer, /) -> AbstractContextManager[Writer]:
         """A writer to this one, for the whole content of a file."""

@@ -32,6 +32,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from holdfast.core.crc import crc32
+from holdfast.core.documents import SELF, DocumentKind, hexadecimal, read_document, write_document
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
@@ -40,6 +41,7 @@ from holdfast.core.tiling import covers
 from holdfast.core.value import Value
 from holdfast.errors import (
     Corrupted,
+    FormatError,
     HeaderError,
     HoldfastError,
     LimitExceeded,
@@ -48,12 +50,12 @@ from holdfast.errors import (
     StoreError,
     Truncated,
     UnsafePath,
+    Unsupported,
     located,
 )
 from holdfast.formats.dcp.schema import Item, ItemIndex, Metadata, Properties, StoredBox, StoredBytes, StoredTensor
 from holdfast.formats.dcp.templates import IndexTable
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.strict_json import SEAL, check_seal, hexadecimal, seal
 from holdfast.formats.torch.tensors import checked_shape
 
 BESIDE = ".holdfast.json"
@@ -61,21 +63,22 @@ MOST_NBYTES = 4096
 """Of the file beside: it has four short fields."""
 
 
-class SideFileFields(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields."""
-
+class SideFileFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     nbytes: int
     crc32: str
-    sealed: str = msgspec.field(name=SEAL)
+    sealed: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name=SELF)
 
 
-RECORDS = msgspec.json.Decoder(SideFileFields)
+DOCUMENT = DocumentKind(
+    name="file with the checksum of the index", file=BESIDE, decoder=msgspec.json.Decoder(SideFileFields), versions=(1,),
+    since={SELF: 1}, most=MOST_NBYTES, remedy="nothing else needs it, and it may be deleted",
+)  # fmt: skip
 
 
 def checksum_file(metadata: bytes) -> bytes:
     """What stands beside this metadata."""
-    return seal(msgspec.json.encode({"version": 1, "nbytes": len(metadata), "crc32": f"{crc32(metadata):08x}"}))
+    return write_document(DOCUMENT, SideFileFields(1, len(metadata), f"{crc32(metadata):08x}"))
 
 
 def compare_metadata(source: Source) -> Corrupted | None:
@@ -115,19 +118,10 @@ def compare_metadata(source: Source) -> Corrupted | None:
 
 def _read(source: Source) -> SideFileFields | None:
     """The file beside; None for one of a later version. Raises `Corrupted`."""
-    size = source.store.size(BESIDE)
-    raw = source.bytes(BESIDE, 0, min(size, MOST_NBYTES))
-    with located(file=BESIDE):
-        sealed = check_seal(raw, f"{BESIDE}, with the checksum of the index,")
-        try:
-            recorded = RECORDS.decode(raw)
-        except (ValueError, RecursionError, msgspec.MsgspecError):
-            recorded = None
-        if sealed and recorded is None:
-            return None
-        if not sealed or recorded is None:
-            raise Corrupted(f"{BESIDE}, with the checksum of the index, is damaged; nothing else needs it, and it may be deleted")
-    return recorded if recorded.version == 1 else None
+    try:
+        return read_document(DOCUMENT, source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES)))
+    except (FormatError, LimitExceeded, Unsupported):
+        return None
 
 
 METADATA = ".metadata"
@@ -425,7 +419,6 @@ def _value(found: list[tuple[ItemIndex, Item]]) -> Item:
 
 
 def _items(index: Index) -> Iterator[tuple[str, Item]]:
-    """Every item, with the name that it is for."""
     for name, entry in index.entries.items():
         if isinstance(entry, SavedTensor):
             for piece in entry.pieces:

@@ -14,7 +14,6 @@ import struct
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import numpy as np
 
@@ -48,28 +47,6 @@ SATURATED = 0xFFFFFFFF
 """In place of an offset that needs 64 bits. Items that large are few, and are parsed each time."""
 
 
-class Parts(Protocol):
-    """An item of which the ends are at hand."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the item."""
-
-    def part(self, start: int, stop: int) -> bytes | None:
-        """Bytes of it, or None where they are not at hand."""
-
-
-class Summed(Value, frozen=True):
-    """A record whose content is free: where it lies, and where its checksum stands twice."""
-
-    name: str
-    """Without the top folder."""
-    start: int
-    stop: int
-    descriptor: int
-    entry: int
-
-
 class ItemFrame(Value, frozen=True):
     """What all items of one kind have in common.
 
@@ -82,115 +59,68 @@ class ItemFrame(Value, frozen=True):
     So the strict zip reader and the pickle interpreter read the first item of a kind. What they accept is kept, an `ItemFrame`: the
     fixed bytes, and where the others are. Any item whose fixed bytes are equal, and whose checksums agree with each other and with
     what they cover, is one that they would have accepted as well, with the same geometry. Everything else goes through them again.
+
+    An item is looked at as its two ends, one behind the other; places are counted in these.
     """
 
-    fixed: tuple[tuple[int, int, bytes], ...]
-    """Ranges of bytes and what is in them."""
-    free: tuple[Summed, ...]
-    """Small records whose content is compared with its checksum."""
-    storage: Summed | None
-    """The record of the elements, whose checksum is for whoever reads them."""
+    nbytes: int
+    """Bytes of both ends."""
+    fixed: tuple[tuple[int, bytes], ...]
+    """Where bytes stand that are the same in all of them."""
+    free: tuple[tuple[str, slice, slice, slice], ...]
+    """Small records whose content is compared with its checksum: the name, the content, and where the checksum stands twice."""
+    storage: tuple[slice, slice] | None
+    """Where the checksum of the elements stands twice; whoever reads them compares it."""
 
-    def matches(self, item: Parts) -> bool:
-        """Whether an item is of this kind."""
-        for start, stop, content in self.fixed:
-            if item.part(start, stop) != content:
+    def matches(self, ends: bytes) -> bool:
+        if len(ends) != self.nbytes:
+            return False
+        for start, content in self.fixed:
+            if not ends.startswith(content, start):
                 return False
-        return all(self._agrees(item, record, whole=True) for record in self.free) and (
-            self.storage is None or self._agrees(item, self.storage, whole=False)
-        )
+        for _, content_at, first, second in self.free:
+            if ends[first] != ends[second]:
+                return False
+            crc = int.from_bytes(ends[first], "little")
+            if crc and crc32(ends[content_at]) != crc:  # torch writes 0 where checksums are turned off
+                return False
+        return self.storage is None or ends[self.storage[0]] == ends[self.storage[1]]
 
-    def content(self, item: Parts, name: str) -> bytes | None:
+    def content(self, ends: bytes, name: str) -> bytes | None:
         """What a free record of an item that matches holds."""
-        return next((item.part(record.start, record.stop) for record in self.free if record.name == name), None)
+        return next((ends[content] for free, content, _, _ in self.free if free == name), None)
 
-    def checksum(self, item: Parts) -> int | None:
-        """The CRC-32 of the elements of an item that matches, or None where it was not recorded."""
-        return None if self.storage is None else _number(item, self.storage.descriptor) or None
-
-    @staticmethod
-    def _agrees(item: Parts, record: Summed, *, whole: bool) -> bool:
-        crc = _number(item, record.descriptor)
-        if crc is None or crc != _number(item, record.entry):
-            return False
-        if not whole or crc == 0:  # torch writes 0 where checksums are turned off
-            return True
-        content = item.part(record.start, record.stop)
-        return content is not None and crc32(content) == crc
+    def place(self, ends: bytes, start: int, first: ItemPlace) -> ItemPlace:
+        """Where the elements are in an item that matches and begins at byte `start`; `first` counts from the start of an item."""
+        crc = None if self.storage is None else int.from_bytes(ends[self.storage[0]], "little") or None
+        return ItemPlace(start + first.start, first.strides, first.byteorder, crc, first.location, first.conj, first.whole)
 
 
-class EndsFrame:
-    """A frame over both ends of an item as one text: what is between them is left out, and places behind it move."""
-
-    def __init__(self, frame: ItemFrame, place: ItemPlace, *, nbytes: int, ends: int) -> None:
-        """`nbytes` is the length of an item, `ends` that of either end; where both ends are all of it, they are the item."""
-        skipped = nbytes - 2 * ends if 2 * ends < nbytes else 0
-        behind = ends if skipped else nbytes
-
-        def at(start: int, stop: int) -> int:
-            return start if stop <= behind else start - skipped
-
-        self.place = place
-        self.nbytes = nbytes - skipped
-        self._fixed = [(at(start, stop), content) for start, stop, content in frame.fixed]
-        self._free = [
-            (slice(at(one.start, one.stop), at(one.start, one.stop) + one.stop - one.start), *self._numbers(one, at))
-            for one in frame.free
-        ]
-        self._storage = None if frame.storage is None else self._numbers(frame.storage, at)
-
-    @staticmethod
-    def _numbers(record: Summed, at: Callable[[int, int], int]) -> tuple[slice, slice]:
-        """Where the checksum of a record stands twice."""
-        first, second = at(record.descriptor, record.descriptor + 4), at(record.entry, record.entry + 4)
-        return slice(first, first + 4), slice(second, second + 4)
-
-    def matches(self, raw: bytes) -> bool:
-        """Whether the ends are those of an item of this kind, as `ItemFrame.matches` says."""
-        if len(raw) != self.nbytes:
-            return False
-        for start, content in self._fixed:
-            if not raw.startswith(content, start):
-                return False
-        for content_at, first, second in self._free:
-            if raw[first] != raw[second]:
-                return False
-            crc = int.from_bytes(raw[first], "little")
-            if crc and crc32(raw[content_at]) != crc:
-                return False
-        return self._storage is None or raw[self._storage[0]] == raw[self._storage[1]]
-
-    def found(self, raw: bytes, start: int) -> ItemPlace:
-        """Where the elements are in an item that matches and begins at byte `start`."""
-        place = self.place
-        crc = None if self._storage is None else int.from_bytes(raw[self._storage[0]], "little") or None
-        return ItemPlace(start + place.start, place.strides, place.byteorder, crc, place.location, place.conj, place.whole)
-
-
-def frame_of(item: Parts, archive: Archive, start: int, *, free: Container[str]) -> ItemFrame | None:
-    """The frame of an item that was accepted; `start` is where it begins in its file, `free` names the records that may differ.
+def frame_of(item: Window, archive: Archive, *, free: Container[str]) -> ItemFrame | None:
+    """The frame of an item that was accepted; `free` names the records that may differ.
 
     None where it is not as torch writes it, or where its frame is not at hand.
     """
     entries = dict(_entries(item))
     holes: list[tuple[int, int]] = []
-    summed: list[Summed] = []
-    storage: Summed | None = None
+    summed: list[tuple[str, slice, slice, slice]] = []
+    storage: tuple[slice, slice] | None = None
     for name, record in archive.records.items():
         short = name[len(archive.prefix) + 1 :]
         if short not in free and not short.startswith(STORAGES):
             continue
         if not record.nbytes:
             continue
-        at, stop = record.start - start, record.stop - start
+        at, stop = record.start - item.start, record.stop - item.start
         if name not in entries or item.part(stop, stop + 4) != DESCRIPTOR:
             return None
-        found = Summed(short, at, stop, stop + 4, entries[name] + 16)
-        holes += [(at, stop), (stop + 4, stop + 8), (found.entry, found.entry + 4)]
+        entry = entries[name] + 16
+        holes += [(at, stop), (stop + 4, stop + 8), (entry, entry + 4)]
+        sums = item.at(stop + 4, stop + 8), item.at(entry, entry + 4)
         if short in free:
-            summed.append(found)
+            summed.append((short, item.at(at, stop), *sums))
         elif storage is None:
-            storage = found
+            storage = sums
         else:
             return None
     fixed = []
@@ -199,12 +129,12 @@ def frame_of(item: Parts, archive: Archive, start: int, *, free: Container[str])
         content = item.part(before, hole_start)
         if content is None:
             return None
-        fixed.append((before, hole_start, content))
+        fixed.append((item.at(before, hole_start).start, content))
         before = hole_stop
-    return ItemFrame(tuple(fixed), tuple(summed), storage)
+    return ItemFrame(len(item.ends), tuple(fixed), tuple(summed), storage)
 
 
-def _entries(item: Parts) -> Iterator[tuple[str, int]]:
+def _entries(item: Window) -> Iterator[tuple[str, int]]:
     """Where the central directory of an archive that was accepted has the entry of each name; nothing where it is not at hand."""
     end = item.part(item.nbytes - END_NBYTES, item.nbytes)
     if end is None:
@@ -218,11 +148,6 @@ def _entries(item: Parts) -> Iterator[tuple[str, int]]:
         name, extra, comment = struct.unpack_from("<3H", raw, at + 28)
         yield raw[at + ENTRY_NBYTES : at + ENTRY_NBYTES + name].decode("utf-8"), directory + at
         at += ENTRY_NBYTES + name + extra + comment
-
-
-def _number(item: Parts, at: int) -> int | None:
-    raw = item.part(at, at + 4)
-    return None if raw is None else int.from_bytes(raw, "little")
 
 
 WHOLE_NBYTES = 4 << 10
@@ -241,6 +166,11 @@ TRIED_FRAMES = 32
 """Frames under one key that are compared before an item is parsed."""
 
 
+def end_nbytes(nbytes: int, elements: int) -> int:
+    """Bytes that are read at either end of an item, which hold all but its elements in almost all items."""
+    return nbytes if nbytes <= WHOLE_NBYTES else min(nbytes - elements, END_READ_NBYTES)
+
+
 class Window:
     """One item as a source of its own: what is at its ends was read at once, anything else is read when it is asked for."""
 
@@ -248,20 +178,19 @@ class Window:
     rules: Sequence[str | PlacementRule] = ()
 
     def __init__(
-        self, source: Source, key: str, place: tuple[int, int], *, ends: int = END_READ_NBYTES, content: bytes | None = None
+        self, source: Source, key: str, place: tuple[int, int], *, elements: int = 0, content: bytes | None = None
     ) -> None:
         self.start, self.stop = place
         self.key = key
         self.nbytes = self.stop - self.start
         self._source = source
-        self._tail = b""
-        if content is not None:
-            self._head = content
-        elif self.nbytes <= WHOLE_NBYTES or 2 * ends >= self.nbytes:
-            self._head = source.bytes(key, self.start, self.stop)
-        else:
-            self._head = source.bytes(key, self.start, self.start + ends)
-            self._tail = source.bytes(key, self.stop - ends, self.stop)
+        ends = end_nbytes(self.nbytes, elements)
+        self._skipped = 0 if content is not None else max(self.nbytes - 2 * ends, 0)
+        self._behind = ends if self._skipped else self.nbytes
+        if self._skipped:
+            content = source.bytes(key, self.start, self.start + ends) + source.bytes(key, self.stop - ends, self.stop)
+        self.ends: bytes = source.bytes(key, self.start, self.stop) if content is None else content
+        """Both ends, one behind the other: the whole item, where they meet."""
 
     @property
     def store(self) -> Store:
@@ -273,10 +202,13 @@ class Window:
 
     def part(self, start: int, stop: int) -> bytes | None:
         """Bytes of the item, counted from its start, where they are at hand."""
-        if stop <= len(self._head):
-            return self._head[start:stop]
-        behind = self.nbytes - len(self._tail)
-        return self._tail[start - behind : stop - behind] if start >= behind and stop <= self.nbytes else None
+        found = stop <= self._behind or self._behind + self._skipped <= start <= stop <= self.nbytes
+        return self.ends[self.at(start, stop)] if found else None
+
+    def at(self, start: int, stop: int) -> slice:
+        """Where bytes of the item that are at hand stand in `ends`."""
+        skipped = 0 if stop <= self._behind else self._skipped
+        return slice(start - skipped, stop - skipped)
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
         """Bytes of the file, counted from its start."""
@@ -311,8 +243,6 @@ class Window:
 
 
 class ItemPlace(Value, frozen=True):
-    """Where the elements of an item are."""
-
     start: int
     """First byte in the file."""
     strides: tuple[int, ...]
@@ -345,16 +275,15 @@ class ItemReader:
         """Where the elements of a tensor's item are. Raises `FormatError` where it holds anything but that tensor."""
         kind = (window.nbytes, dtype.name, sizes)
         for frame, found in self._frames.get(kind, ()):
-            if found is not None and frame.matches(window):
-                # What was remembered is counted from the start of an item.
-                return replace(found, start=window.start + found.start, crc32=frame.checksum(window))
+            if found is not None and frame.matches(window.ends):
+                return frame.place(window.ends, window.start, found)
         archive = self._archive(window)
         value, foreign = self._value(window, archive, PICKLE)
         if foreign:
             raise PickleError(f"the item of a tensor asks for {foreign[0].what}; torch writes a plain tensor there")
         found = _plain(value, dtype, sizes)
         if found.whole:
-            common = frame_of(window, archive, window.start, free=(SERIALIZATION_ID,))
+            common = frame_of(window, archive, free=(SERIALIZATION_ID,))
             self._remember(kind, common, replace(found, start=found.start - window.start))
         return found
 
@@ -366,14 +295,14 @@ class ItemReader:
         """The object in an item, its tensors lazy; and the globals that were not built."""
         kind = window.nbytes
         for frame, _ in self._frames.get(kind, ()):
-            if frame.matches(window):
-                pickled = frame.content(window, PICKLE)
+            if frame.matches(window.ends):
+                pickled = frame.content(window.ends, PICKLE)
                 if pickled is not None:
                     return self._interpret(pickled, _nowhere, stream)
         archive = self._archive(window)
         made = self._value(window, archive, stream)
         if not any(f"/{STORAGES}" in name for name in archive.records):
-            common = frame_of(window, archive, window.start, free=(PICKLE, SERIALIZATION_ID))
+            common = frame_of(window, archive, free=(PICKLE, SERIALIZATION_ID))
             self._remember(kind, common, None)
         return made
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import asdict, force_setattr
 
+from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
@@ -28,12 +29,12 @@ from holdfast.core.runtime import Sent, renewed
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import plainer
+from holdfast.engine.coalesce import FAR, HEADERS, coalesce
+from holdfast.engine.files import NO_FILES, FileStorages
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported, located
 from holdfast.formats.dcp.index import SavedChunk, check_inside
-from holdfast.formats.dcp.item import EndsFrame, ItemPlace, ItemReader, Window
+from holdfast.formats.dcp.item import ItemFrame, ItemPlace, ItemReader, Window, end_nbytes
 from holdfast.formats.dcp.schema import Item
-from holdfast.plan.coalesce import FAR, HEADERS, coalesce
-from holdfast.plan.files import NO_FILES, FileStorages
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 ZSTD = "stream.zstd/1"
@@ -137,16 +138,11 @@ def inflate(packed: bytearray, most: int, item: Item) -> bytearray:
 LOCKS = 16
 """Threads that may ask items at once. An item belongs to one of the locks, so that it is asked once."""
 
-FRAMING_NBYTES = 16 << 10
-"""Bytes of an item beside its elements that are read at once; torch needs about 1,500."""
-
 INFLATED_FRAMING_NBYTES = 1 << 20
 """Bytes that an inflated item may have beside its elements: eight records, each aligned to 64 KiB at the most."""
 
 
 class Items:
-    """The items of one directory."""
-
     def __init__(self, source: Source, *, inflate: bool = False) -> None:
         self._inflated = InflatedStore(source.store) if inflate else None
         self.source = source if self._inflated is None else source.over(self._inflated)
@@ -178,7 +174,7 @@ class Items:
         for storage in asked:
             if not storage.item.transforms:
                 files.setdefault(storage.item.file, []).append(storage)
-        frames: dict[tuple[int, str, tuple[int, ...]], EndsFrame | None] = {}
+        known: dict[tuple[int, str, tuple[int, ...]], Sequence[tuple[ItemFrame, ItemPlace]]] = {}
         for file, members in files.items():
             size = self.source.store.size(file)
             members = [storage for storage in members if storage.item.stop <= size]
@@ -186,46 +182,47 @@ class Items:
                 storage = members[number]
                 item = storage.item
                 kind = item.length, storage.dtype.name, storage.sizes
-                if kind not in frames:
+                if kind not in known:
                     self.find(storage)
-                    frames[kind] = next(
-                        (EndsFrame(*one, nbytes=item.length, ends=_end_nbytes(storage)) for one in self.reader.known(kind)), None
-                    )
-                frame = frames[kind]
-                if frame is not None and storage.found is None and frame.matches(raw):
-                    force_setattr(storage, "found", frame.found(raw, item.offset))
+                    known[kind] = self.reader.known(kind)[:1]
+                for frame, first in known[kind]:
+                    if storage.found is None and frame.matches(raw):
+                        force_setattr(storage, "found", frame.place(raw, item.offset, first))
         for storage in asked:
             if storage.found is None:
                 self.find(storage)
 
     def _ends(self, file: str, storages: Sequence[ItemStorage]) -> Iterator[tuple[int, bytes]]:
         """Both ends of each item of a file, or all of a short one, with its number; in the order of the file."""
-        places = np.array([(one.item.offset, one.item.stop, _end_nbytes(one)) for one in storages], np.int64).reshape(-1, 3)
-        starts, stops, ends = places.T
+        sizes = [(one.item.offset, one.item.stop, end_nbytes(one.item.length, one.nbytes)) for one in storages]
+        starts, stops, ends = np.array(sizes, np.int64).reshape(-1, 3).T
         short = 2 * ends >= stops - starts
         # The first end, which is all of a short one; and the last end of the others.
-        owners = np.concatenate((np.arange(len(storages)), np.flatnonzero(~short)))
+        owners = np.concatenate((np.arange(len(storages)), np.flatnonzero(~short))).tolist()
         first = np.concatenate((starts, (stops - ends)[~short]))
         last = np.concatenate((np.where(short, stops, starts + ends), stops[~short]))
-        order = np.argsort(first, kind="stable")
-        owners, first, last = owners[order], first[order], last[order]
         heads: dict[int, bytes] = {}
         whole = short.tolist()
-        edges = [*coalesce(first, last, FAR if self.source.store.requests else HEADERS).tolist(), len(order)]
+        for at, raw in self.read_together(file, first, last):
+            number = owners[at]
+            if whole[number]:
+                yield number, raw
+            elif number in heads:
+                yield number, heads.pop(number) + raw
+            else:
+                heads[number] = raw
+
+    def read_together(self, file: str, starts: Ints, stops: Ints) -> Iterator[tuple[int, bytes]]:
+        """The bytes of ranges of a file, each with its number, in the order of the file. What lies side by side is read at once."""
+        order = np.argsort(starts, kind="stable")
+        starts, stops = starts[order], stops[order]
+        edges = [*coalesce(starts, stops, FAR if self.source.store.medium.requests else HEADERS).tolist(), len(order)]
         for low, high in pairwise(edges):
-            start = int(first[low])
-            data = self.source.bytes(file, start, int(last[low:high].max()))
-            parts = zip(
-                owners[low:high].tolist(), (first[low:high] - start).tolist(), (last[low:high] - start).tolist(), strict=True
-            )
-            for number, begin, end in parts:
-                raw = data[begin:end]
-                if whole[number]:
-                    yield number, raw
-                elif number in heads:
-                    yield number, heads.pop(number) + raw
-                else:
-                    heads[number] = raw
+            begin = int(starts[low])
+            data = self.source.bytes(file, begin, int(stops[low:high].max()))
+            places = (starts[low:high] - begin).tolist(), (stops[low:high] - begin).tolist()
+            for number, start, stop in zip(order[low:high].tolist(), *places, strict=True):
+                yield number, data[start:stop]
 
     def value(self, item: Item, name: str, content: bytes | None = None) -> tuple[object, tuple[Foreign, ...]]:
         """The object that an item holds, and the globals that were not built."""
@@ -238,8 +235,7 @@ class Items:
         if self._inflated is not None and item.transforms:
             key = self._inflated.add(item, nbytes + INFLATED_FRAMING_NBYTES if nbytes else self.source.limits.pickle_nbytes)
             return Window(self.source, key, (0, self._inflated.size(key)))
-        ends = min(item.length - nbytes, FRAMING_NBYTES)
-        return Window(self.source, item.file, (item.offset, item.stop), ends=ends, content=content)
+        return Window(self.source, item.file, (item.offset, item.stop), elements=nbytes, content=content)
 
     def inside(self, item: Item, name: str) -> None:
         """Raise `Truncated` where an item does not lie in its file."""
@@ -317,11 +313,6 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
         return f"ItemStorage({self.key!r}, item={self.item.offset}+{self.item.length}, nbytes={self.nbytes})"
 
 
-def _end_nbytes(storage: ItemStorage) -> int:
-    """Bytes at either end of an item that hold all but its elements."""
-    return min(storage.item.length - storage.nbytes, FRAMING_NBYTES)
-
-
 class ItemChunk(Chunk, frozen=True):
     """The box of a tensor that one item holds, which knows the strides."""
 
@@ -330,7 +321,6 @@ class ItemChunk(Chunk, frozen=True):
 
     @classmethod
     def of(cls, box: Box, storage: ItemStorage) -> ItemChunk:
-        """A box over a storage."""
         return cls(box, storage, 0, ())
 
     def __post_init__(self) -> None:
@@ -431,7 +421,6 @@ _box_at = lru_cache(1024)(Box.at)
 
 
 def chunk_of(piece: SavedChunk, name: str, dtype: DType, *, items: Items) -> Chunk:
-    """The chunk of one piece of a tensor."""
     box = _box_at(piece.offsets, piece.sizes)
     if 0 in piece.sizes:
         # There is nothing to find.

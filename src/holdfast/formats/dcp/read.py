@@ -12,15 +12,17 @@ Opening reads the metadata and the values that are no tensors. Where in its item
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
+import numpy as np
 from msgspec import Struct, field
 
+from holdfast.core.leaves import name_tensors
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
-from holdfast.core.tree import dotted, name_tensors
+from holdfast.core.tree import dotted, rebuild
 from holdfast.core.value import replace
 from holdfast.errors import MetadataError, Unsupported
 from holdfast.formats.dcp.index import Index, SavedTensor, compare_metadata, is_index, read_index
@@ -74,7 +76,12 @@ def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: L
     for name in grown.flat:
         if not _put(root, (name,), leaves[name]):
             raise MetadataError("two values have one name", tensor=name)
-    made = _settle(root, grown)
+    made = rebuild(
+        root,
+        lambda leaf, way: leaf,
+        inside=lambda value: value.items() if isinstance(value, Branch) else None,
+        make=lambda branch, children, way: _settle(branch, children, grown),
+    )
     grown.tree = made if isinstance(made, dict) else dict(enumerate(made if isinstance(made, list) else []))
     return grown
 
@@ -110,11 +117,9 @@ def _put(root: Branch, path: tuple[str | int, ...], leaf: object) -> bool:
     return True
 
 
-def _settle(branch: Branch, grown: Grown) -> object:
-    """A branch as the list or dict that it was. As deep as a path is long, which is limited."""
-    inside: dict[str | int, object] = {
-        step: _settle(value, grown) if isinstance(value, Branch) else value for step, value in branch.items()
-    }
+def _settle(branch: Branch, children: list[object], grown: Grown) -> object:
+    """A branch as the list or dict that it was."""
+    inside = dict(zip(branch, children, strict=True))
     positions = [step for step in inside if isinstance(step, int)]
     if positions and len(positions) == len(inside):
         length = max(positions) + 1
@@ -136,15 +141,8 @@ EAGER_NBYTES = 32 << 20
 SMALL_NBYTES = 64 << 10
 """Items up to this length are read together."""
 
-BLOCK_NBYTES = 1 << 20
-"""Bytes that are read together."""
-
-Named = tuple[str, Item]
-
 
 class Values(Struct):
-    """What was read."""
-
     values: dict[str, object] = field(default_factory=dict)
     foreign: tuple[Foreign, ...] = ()
     nbytes: int = 0
@@ -156,7 +154,7 @@ def read_values(items: Items, wanted: Mapping[str, Item]) -> Values:
     """Read values, or leave all of them where they are if that would take long.
 
     Each is an item of its own, 1.3 KB for a number, and the items of one rank's values lie side by side at the front of its file.
-    Those are read together, a block at a time; a large one (a tuple with tensors in it) by its two ends and its pickle.
+    Those are read together; a large one (a tuple with tensors in it) by its two ends and its pickle.
     """
     small = {name: item for name, item in wanted.items() if item.length <= SMALL_NBYTES}
     done = Values(nbytes=sum(item.length for item in small.values()))
@@ -165,42 +163,23 @@ def read_values(items: Items, wanted: Mapping[str, Item]) -> Values:
         done.unread = len(wanted)
         return done
     foreign: list[Foreign] = []
-    for block in _blocks(sorted(small.items(), key=lambda pair: (pair[1].file, pair[1].offset))):
-        for (name, item), content in _contents(items, block):
+    files: dict[str, list[tuple[str, Item]]] = {}
+    for name, item in small.items():
+        if not item.transforms:
+            items.inside(item, name)
+            files.setdefault(item.file, []).append((name, item))
+    for file, members in sorted(files.items()):
+        starts, stops = np.array([(item.offset, item.stop) for _, item in members], np.int64).T
+        for number, content in items.read_together(file, starts, stops):
+            name, item = members[number]
             done.values[name], found = items.value(item, name, content)
             foreign += found
     for name, item in wanted.items():
-        if name not in small:
+        if name not in done.values:
             done.values[name], found = items.value(item, name)
             foreign += found
     done.foreign = tuple(foreign)
     return done
-
-
-def _blocks(ordered: Sequence[Named]) -> Iterator[list[Named]]:
-    """Items that lie end to end, a block of them at a time."""
-    block: list[Named] = []
-    for name, item in ordered:
-        first, last = (block[0][1], block[-1][1]) if block else (item, item)
-        if block and (
-            item.file != last.file or item.offset != last.stop or item.stop - first.offset > BLOCK_NBYTES or item.transforms
-        ):
-            yield block
-            block = []
-        block.append((name, item))
-    if block:
-        yield block
-
-
-def _contents(items: Items, block: list[Named]) -> Iterator[tuple[Named, bytes | None]]:
-    first, last = block[0][1], block[-1][1]
-    if len(block) == 1 or first.transforms:
-        yield from ((named, None) for named in block)
-        return
-    items.inside(last, block[-1][0])
-    raw = items.source.bytes(first.file, first.offset, last.stop)
-    for name, item in block:
-        yield (name, item), raw[item.offset - first.offset : item.stop - first.offset]
 
 
 DATA_SUFFIX = ".distcp"
@@ -209,43 +188,39 @@ DATA_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
 SHOWN = 3
 
 
-class DcpDirectory:
-    """The format of `torch.distributed.checkpoint`."""
+def is_dcp(source: Source) -> bool:
+    """Whether there is an index, or data files without one, which is an error worth its own words."""
+    return any(is_index(key) or (key.endswith(DATA_SUFFIX) and "/" not in key) for key in source.store.list())
 
-    name = "dcp"
 
-    def matches(self, source: Source) -> bool:
-        """Whether there is an index, or data files without one, which is an error worth its own words."""
-        return any(is_index(key) or (key.endswith(DATA_SUFFIX) and "/" not in key) for key in source.store.list())
-
-    def describe(self, source: Source) -> Description:
-        """Read the index and the values that are no tensors, and check everything."""
-        changed = compare_metadata(source)
-        index = read_index(source)
-        compressed = any(map(is_inflated, _items(index)))
-        items = Items(source, inflate=compressed)
-        values = read_values(items, _values(index))
-        leaves: dict[str, object] = {}
-        for name, entry in index.entries.items():
-            if not isinstance(entry, SavedTensor):
-                leaves[name] = entry if isinstance(entry, Opaque) else values.values[name]
-            elif entry.dtype.kind == "quantized":
-                leaves[name] = _quantized(values.values[name], entry, name)
-            else:
-                leaves[name] = tensor_of(entry, name, items)
-        planner = index.planner if isinstance(index.planner, dict) else {}
-        grown = grow(leaves, planner, source.limits)
-        named = name_tensors(grown.tree, source.limits, index.nbytes + values.nbytes)
-        notes = [_summary(index), *index.notes, *_tree_notes(grown), *named.notes]
-        if values.unread:
-            notes.append(f"{values.unread:,} values that are no tensors are left unread, and not looked into for foreign objects")
-        if compressed:
-            notes.append("items are compressed with zstd, so reading any part of one inflates all of it")
-        if changed is not None:
-            notes.append(changed.message)
-        foreign = (*index.foreign, *values.foreign)
-        damage = () if changed is None else (changed,)
-        return Description(self.name, ItemTable(named.tensors, items), grown.tree, foreign, tuple(notes), index.texts, damage)
+def describe(source: Source) -> Description:
+    """Read the index and the values that are no tensors, and check everything."""
+    changed = compare_metadata(source)
+    index = read_index(source)
+    compressed = any(map(is_inflated, _items(index)))
+    items = Items(source, inflate=compressed)
+    values = read_values(items, _values(index))
+    leaves: dict[str, object] = {}
+    for name, entry in index.entries.items():
+        if not isinstance(entry, SavedTensor):
+            leaves[name] = entry if isinstance(entry, Opaque) else values.values[name]
+        elif entry.dtype.kind == "quantized":
+            leaves[name] = _quantized(values.values[name], entry, name)
+        else:
+            leaves[name] = tensor_of(entry, name, items)
+    planner = index.planner if isinstance(index.planner, dict) else {}
+    grown = grow(leaves, planner, source.limits)
+    named = name_tensors(grown.tree, source.limits, index.nbytes + values.nbytes)
+    notes = [_summary(index), *index.notes, *_tree_notes(grown), *named.notes]
+    if values.unread:
+        notes.append(f"{values.unread:,} values that are no tensors are left unread, and not looked into for foreign objects")
+    if compressed:
+        notes.append("items are compressed with zstd, so reading any part of one inflates all of it")
+    if changed is not None:
+        notes.append(changed.message)
+    foreign = (*index.foreign, *values.foreign)
+    damage = () if changed is None else (changed,)
+    return Description("dcp", ItemTable(named.tensors, items), grown.tree, foreign, tuple(notes), index.texts, damage)
 
 
 def _items(index: Index) -> Iterable[Item]:

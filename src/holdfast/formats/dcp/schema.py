@@ -14,14 +14,15 @@ million of them, so lists are looked into when it is known that each element has
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import ClassVar
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global, Size
 from holdfast.errors import MetadataError, PickleError
 from holdfast.formats.pickle.plain import PlainTable
-from holdfast.formats.pickle.table import Name, Row
-from holdfast.formats.torch.table import CALLS
+from holdfast.formats.pickle.table import Args, Name, ReducerTable, Row
+from holdfast.formats.torch.reducers import layout_name, lengths_of
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, checked_ints
 
 MEMORY_FORMATS = ("contiguous_format", "channels_last", "preserve_format")
@@ -36,8 +37,6 @@ TRANSFORMS = 8
 
 
 class PickledObject:
-    """One object of the pickle."""
-
     __slots__ = ("filled",)
 
     title = "object"
@@ -205,14 +204,12 @@ class Item(PickledObject):
 
     @classmethod
     def of(cls, file: str, offset: int, length: int) -> Item:
-        """One with its state, which was checked."""
         made = cls.__new__(cls)
         made.filled, made.file, made.offset, made.length, made.transforms = True, file, offset, length, ()
         return made
 
     @property
     def stop(self) -> int:
-        """The byte after the last one."""
         return self.offset + self.length
 
 
@@ -284,39 +281,18 @@ def _ints(value: object, what: str) -> tuple[int, ...]:
 
 
 PACKAGES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
-LAYOUT = ("torch.serialization", "_get_layout")
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
 KINDS: tuple[type[PickledObject], ...] = (Metadata, ItemIndex, StorageNote, StoredTensor, StoredBox, StoredBytes, Properties)
 """Those that live in the module `metadata` of the package, under their titles."""
 
 
-class MetadataTable(PlainTable):
-    """Plain Python, and what a distributed checkpoint's index is made of."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            values={("torch", row.torch): row for row in DTYPES.rows if row.torch},
-            calls={("torch", "Size"): size, LAYOUT: CALLS[LAYOUT], **MEMORY},
-            news=NEWS,
-        )
-
-    def build(self, obj: object, state: object) -> object:
-        if not isinstance(obj, PickledObject):
-            return super().build(obj, state)
-        if obj.filled:
-            raise PickleError(f"a BUILD of a {obj.title} that has its state already")
-        obj.fill(state)
-        obj.filled = True
-        return obj
-
-
 def empty(kind: type[PickledObject]) -> Row:
     """The row that makes a record without arguments, and keeps a call with arguments as it is."""
-    return lambda args: NotImplemented if args else kind()
+    return lambda table, args: NotImplemented if args else kind()
 
 
-def size(args: tuple[object, ...]) -> object:
+def size_of(args: Args) -> Size:
     """A `torch.Size`. There are three to a chunk, so what writers write is looked at here, and the rest where all sizes are."""
     if len(args) == 1 and isinstance(args[0], tuple | list):
         lengths = args[0]
@@ -327,10 +303,19 @@ def size(args: tuple[object, ...]) -> object:
                 break
         else:
             return Size(lengths)
-    return CALLS["torch", "Size"](args)
+    return Size(lengths_of(args))
 
 
-def memory_format(args: tuple[object, ...]) -> object:
+def size(table: ReducerTable, args: Args) -> object:
+    return size_of(args)
+
+
+def layout(table: ReducerTable, args: Args) -> object:
+    """The name of a layout, in torch's module."""
+    return Global("torch", layout_name(args))
+
+
+def memory_format(table: ReducerTable, args: Args) -> object:
     """A number of the enum, as the name that it stands for."""
     match args:
         case (int(number),) if type(number) is int and 0 <= number < len(MEMORY_FORMATS):
@@ -349,7 +334,32 @@ def _news() -> dict[Name, Row]:
 
 NEWS = _news()
 
-MEMORY: dict[Name, Callable[[tuple[object, ...]], object]] = {
+MEMORY: dict[Name, Row] = {
     **{(f"{package}.metadata", "_MEM_FORMAT_ENCODING"): memory_format for package in PACKAGES},
     (SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): memory_format,
 }
+
+
+class MetadataTable(PlainTable):
+    """Plain Python, and what a distributed checkpoint's index is made of."""
+
+    values: ClassVar[Mapping[Name, object]] = {
+        **PlainTable.values,
+        **{("torch", row.torch): row for row in DTYPES.rows if row.torch},
+    }
+    calls: ClassVar[Mapping[Name, Row]] = {
+        **PlainTable.calls,
+        ("torch", "Size"): size,
+        ("torch.serialization", "_get_layout"): layout,
+        **MEMORY,
+    }
+    news: ClassVar[Mapping[Name, Row]] = {**PlainTable.news, **NEWS}
+
+    def build(self, obj: object, state: object) -> object:
+        if not isinstance(obj, PickledObject):
+            return super().build(obj, state)
+        if obj.filled:
+            raise PickleError(f"a BUILD of a {obj.title} that has its state already")
+        obj.fill(state)
+        obj.filled = True
+        return obj

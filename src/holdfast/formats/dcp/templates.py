@@ -26,7 +26,7 @@ from weakref import ref
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.value import Value
-from holdfast.formats.dcp.schema import NEWS, Item, ItemIndex, MetadataTable, StoredTensor, size
+from holdfast.formats.dcp.schema import NEWS, Item, ItemIndex, MetadataTable, StoredTensor, size_of
 from holdfast.formats.pickle.tensor_templates import NEVER, START, Stub
 
 if TYPE_CHECKING:
@@ -78,8 +78,6 @@ OPENERS = (StoredTensor.title, ItemIndex.title)
 
 
 class TensorRecord(Value, frozen=True, eq=False):
-    """Tensors that have the same bytes."""
-
     raw: bytes
     made: tuple[StoredTensor]
     stubs: tuple[Stub, ...]
@@ -286,7 +284,7 @@ class RecordTemplates:
         lengths = None if found["lengths"] is None else _integers(found["lengths"])
         if type(file) is not str or (lengths is not None and (self._got(found["size"]) != SIZES or min(lengths, default=0) < 0)):
             return None
-        corner = None if lengths is None else size((lengths,))
+        corner = None if lengths is None else size_of((lengths,))
         index = None if number == b"N" else _integer(number, 0, len(number))[0]
         if index is not None and index < 0:
             return None
@@ -303,7 +301,6 @@ class RecordTemplates:
         return made
 
     def _got(self, raw: bytes) -> object:
-        """What a GET gives."""
         index, memo = int.from_bytes(raw[1:], "little"), self._state.memo
         return memo[index] if index < len(memo) else NEVER
 

@@ -27,10 +27,10 @@ from holdfast.core.crc import crc32, crc32_each
 from holdfast.core.dtype import DType
 from holdfast.core.table import Table
 from holdfast.core.value import Value
+from holdfast.engine.saves import SMALL_NBYTES, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
+from holdfast.engine.table import segment_of, segment_runs
 from holdfast.errors import Unsupported
 from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, first_bytes, fold, lay_out_container, mistaken_crc
-from holdfast.plan.saves import SMALL_NBYTES, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
-from holdfast.plan.table import segment_of, segment_runs
 
 ARCHIVE, STORAGE, VERSION = "archive", "data/0", b"3\n"
 """The folder in an archive, the record of the elements, and what the record behind it says."""
@@ -55,7 +55,6 @@ class ArchiveKind(Value, frozen=True, eq=False):
 
     @property
     def rest_nbytes(self) -> int:
-        """Bytes behind the elements."""
         return sum(map(len, self.rest)) + NBYTES + 16
 
     def fill(self, crc: int, mistaken: int | None) -> tuple[bytes, ...]:
@@ -131,7 +130,6 @@ def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequenc
 
 
 def _archive(table: Table, row: int, kind: ArchiveKind) -> tuple[Segment, ...]:
-    """The archive of a tensor that is written from where it lies."""
     label = f"{row}"
     elements = segment_of(table, row, label)
     assert isinstance(elements, Data | Memory)  # it is not empty

@@ -1,6 +1,6 @@
 """A GGUF file: its tensors as they lie, what it says of itself as text.
 
-Quantised tensors are the bytes of their blocks (`core/blocks.py`); `holdfast.dequantize` gives the numbers that they stand for.
+Quantised tensors are the bytes of their blocks (`numeric/dequantize.py`); `holdfast.dequantize` gives the numbers.
 llama.cpp splits large models into files that say in their values which of how many they are; a folder of all of them opens as one.
 
     model-00001-of-00003.gguf     split.no 0, split.count 3, split.tensors.count 291
@@ -17,9 +17,9 @@ from holdfast.core.chunk import c_strides
 from holdfast.core.protocols import Description, Source
 from holdfast.core.table import FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, PLAIN, Traits
+from holdfast.engine.files import FileStorages
 from holdfast.errors import HeaderError, StoreError
 from holdfast.formats.gguf.schema import MAGIC, GgufHeader, read_gguf_header
-from holdfast.plan.files import FileStorages
 
 PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
@@ -60,61 +60,44 @@ def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
     return Table(names, kinds, kind, range(len(names)), storages, {})
 
 
-class GgufFile:
-    """The format of a single file."""
-
-    name = "gguf"
-
-    def matches(self, source: Source) -> bool:
-        key = source.store.single
-        return key is not None and _begins_like_gguf(source, key)
-
-    def describe(self, source: Source) -> Description:
-        (key,) = source.store.list()
-        header = read_gguf_header(source, key)
-        notes = _notes([header])
-        count = header.values.number(COUNT) or 0
-        if count > 1:
-            number = (header.values.number(NUMBER) or 0) + 1
-            notes.append(f"file {number:,} of {count:,}; what is in the others is not seen here: open their folder")
-        tensors = _table([header], source)
-        return Description(self.name, tensors, tensors, notes=tuple(notes), metadata=header.values)
+def describe_gguf(source: Source) -> Description:
+    (key,) = source.store.list()
+    header = read_gguf_header(source, key)
+    notes = _notes([header])
+    count = header.values.number(COUNT) or 0
+    if count > 1:
+        number = (header.values.number(NUMBER) or 0) + 1
+        notes.append(f"file {number:,} of {count:,}; what is in the others is not seen here: open their folder")
+    tensors = _table([header], source)
+    return Description("gguf", tensors, tensors, notes=tuple(notes), metadata=header.values)
 
 
-class GgufDirectory:
-    """The format of a folder with all files of a model that was split."""
-
-    name = "gguf-dir"
-
-    def matches(self, source: Source) -> bool:
-        parts = _parts(source.store.list())
-        return len(parts) > 1 and all(_begins_like_gguf(source, key) for key in parts)
-
-    def describe(self, source: Source) -> Description:
-        parts = _parts(source.store.list())
-        said = {(found[1], found[3]) for found in map(PART.fullmatch, parts) if found is not None}
-        if len(said) > 1:
-            names = ", ".join(repr(stem) for stem, _ in sorted(said)[:3])
-            raise HeaderError(f"files of several models in one folder ({names}); give each a folder", file=source.store.name)
-        ((stem, count),) = said
-        expected = [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)][: len(parts) + 1]
-        missing = [key for key in expected if key not in parts]
-        if missing or len(parts) != int(count):
-            raise StoreError(f"{int(count) - len(parts):,} of {int(count):,} files are not here: {missing[0]!r} is missing",
-                             file=source.store.name, found=tuple(missing))  # fmt: skip
-        headers = [read_gguf_header(source, key) for key in parts]
-        for number, header in enumerate(headers):
-            _check_part(header, number, len(headers))
-        tensors = _table(headers, source)
-        total = headers[0].values.number(TENSORS)
-        if total is not None and total != len(tensors):
-            message = f"the first file says {total:,} tensors, and all of them have {len(tensors):,}"
-            raise HeaderError(message, file=parts[0], expected=total, found=len(tensors))
-        return Description(self.name, tensors, tensors, notes=tuple(_notes(headers)), metadata=headers[0].values)
+def is_directory(source: Source) -> bool:
+    parts = _parts(source.store.list())
+    return len(parts) > 1 and all(source.first(key, len(MAGIC)) == MAGIC for key in parts)
 
 
-def _begins_like_gguf(source: Source, key: str) -> bool:
-    return source.first(key, len(MAGIC)) == MAGIC
+def describe_directory(source: Source) -> Description:
+    parts = _parts(source.store.list())
+    said = {(found[1], found[3]) for found in map(PART.fullmatch, parts) if found is not None}
+    if len(said) > 1:
+        names = ", ".join(repr(stem) for stem, _ in sorted(said)[:3])
+        raise HeaderError(f"files of several models in one folder ({names}); give each a folder", file=source.store.name)
+    ((stem, count),) = said
+    expected = [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)][: len(parts) + 1]
+    missing = [key for key in expected if key not in parts]
+    if missing or len(parts) != int(count):
+        raise StoreError(f"{int(count) - len(parts):,} of {int(count):,} files are not here: {missing[0]!r} is missing",
+                         file=source.store.name, found=tuple(missing))  # fmt: skip
+    headers = [read_gguf_header(source, key) for key in parts]
+    for number, header in enumerate(headers):
+        _check_part(header, number, len(headers))
+    tensors = _table(headers, source)
+    total = headers[0].values.number(TENSORS)
+    if total is not None and total != len(tensors):
+        message = f"the first file says {total:,} tensors, and all of them have {len(tensors):,}"
+        raise HeaderError(message, file=parts[0], expected=total, found=len(tensors))
+    return Description("gguf-dir", tensors, tensors, notes=tuple(_notes(headers)), metadata=headers[0].values)
 
 
 def _parts(keys: Sequence[str]) -> list[str]:
@@ -130,7 +113,6 @@ def _check_part(header: GgufHeader, number: int, count: int) -> None:
 
 
 def _notes(headers: Sequence[GgufHeader]) -> list[str]:
-    """What is to be known of the tensors."""
     found = Counter(place.blocks for header in headers for place in header.places.values() if place.blocks is not None)
     if not found:
         return []

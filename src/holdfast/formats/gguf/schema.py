@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.core.blocks import BLOCKS, BlockType
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
 from holdfast.formats.safetensors.schema import addressable
+from holdfast.numeric.dequantize import BLOCKS, BlockType
 
 MAGIC = b"GGUF"
 
@@ -59,8 +59,6 @@ PACKED = {
 
 
 class TensorInfo(NamedTuple):
-    """What the header says of one tensor."""
-
     dtype: DType
     shape: tuple[int, ...]
     """As stored: the last axis of blocks counts bytes."""
@@ -71,8 +69,6 @@ class TensorInfo(NamedTuple):
 
 
 class GgufHeader(Value, frozen=True):
-    """A checked header."""
-
     key: str
     """The file."""
     byteorder: str
@@ -120,7 +116,6 @@ class Values(Mapping[str, str]):
         return value if isinstance(value, int) else None
 
     def kind(self, name: str) -> int | None:
-        """The type of a value."""
         return self._places[name][0] if name in self._places else None
 
     def _value(self, kind: int, at: int) -> tuple[object, int]:
@@ -200,7 +195,6 @@ class HeaderCursor:
         return count
 
     def text(self, what: str) -> str:
-        """A name."""
         length = self.count(1, "bytes of a name")
         start, stop = self.at, self.at + length
         raw = self.need(stop)[start:stop]

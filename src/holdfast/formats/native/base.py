@@ -32,9 +32,9 @@ from holdfast.core.content_hash import HASH, HEAD_NBYTES, Hashed
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.saves import LinkedFile
 from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk, StoredPart
-from holdfast.plan.saves import LinkedFile
 
 MANY = 16
 """Small files that a directory may have of older steps."""
@@ -184,10 +184,10 @@ class Base(Value, frozen=True):
         kept = set(files)
         while True:
             counted = parts.inside(kept)[parts.owner]
-            nbytes = np.zeros(len(self.manifest.files), np.int64)
-            np.add.at(nbytes, parts.file[counted], parts.nbytes[counted])
+            files, nbytes = parts.file[counted], np.zeros(len(self.manifest.files), np.int64)
+            np.add.at(nbytes, files, parts.nbytes[counted])
             living = {number: int(nbytes[number]) for number in sorted(kept)}
-            used = np.unique(parts.file[counted]).tolist()
+            used = np.bincount(files).nonzero()[0].tolist()
             kept = {number for number in used if 2 * living[number] >= self.data_nbytes[number]}
             if kept == living.keys():
                 return living

@@ -24,17 +24,17 @@ from holdfast.core.box import Box
 from holdfast.core.content_hash import HEAD_NBYTES, Hashed
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import DEFAULTS
-from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.saves import FilePlan, Hashing
 from holdfast.errors import CannotHold
 from holdfast.formats.native.chunks import entries_of, hash_in, hash_tails, stored_chunk, without_clashes
 from holdfast.formats.native.manifest import CANNOT, StoredBoxes, are_whole, as_bytes
 from holdfast.formats.recorded import PAIRS
 from holdfast.formats.safetensors.record import MANIFEST, SHARDING_INFO, checksum_digits
 from holdfast.formats.safetensors.write import FileLayout, HeaderKind, fill_shards, plan_file
-from holdfast.plan.saves import FilePlan, Hashing
+from holdfast.numeric.pack import SparseParts
 
 HALVES = {"complex128": "F64", "complex32": "F16", "bcomplex32": "BF16"}
 """What carries the two parts of a complex number."""
@@ -79,7 +79,7 @@ class Boxes(Value, frozen=True, eq=False):
         kinds, known = [*table.kinds], dict[tuple[object, ...], int]()
         if table.odd:
             odd = {at: table.odd[row] for at, row in enumerate(rows) if row in table.odd}
-        for at in (~are_whole(starts, sizes, shape_columns(whole)[:, kind])).nonzero()[0].tolist():
+        for at in (~are_whole(starts, sizes, shape_columns(whole).take(kind, axis=1))).nonzero()[0].tolist():
             rank = len(whole[wholes[at]])
             box = Box.at(starts[:rank, at].tolist(), sizes[:rank, at].tolist())
             part = odd[at] = table.view(rows[at])[box.slices]

@@ -4,7 +4,7 @@
                  "w.sparse.where"    U8                                                "crc32": of the dense elements,
                  "w.sparse.starts"   U64, where groups differ                          "sparse": {"encoding": "bitmap", …}}]
 
-What the parts hold is told in `core.sparse.encoding`.
+What the parts hold is told in `numeric.pack`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Stamp, Store
 from holdfast.core.runtime import Sent
-from holdfast.core.sparse.elements import element_type
-from holdfast.core.sparse.encoding import Encoding, encoding_of, group_count, spread, where_total
-from holdfast.core.sparse.storage import SparseParts, SparseStorage
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Hashing
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.native.schema import StoredChunk, StoredPart, StoredSparse
-from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Hashing
+from holdfast.numeric.pack import Encoding, SparseParts, SparseStorage, element_type, encoding_of, group_count, spread, where_total
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 Place = Callable[[str], tuple[int, tuple[int, int]]]

@@ -6,7 +6,7 @@ tensor and makes the text by kind, a batch of tensors at a time. Its length is k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from operator import add, mul
@@ -18,8 +18,11 @@ from msgspec import field
 from holdfast.core.arrays import Bools, Ints, shape_columns
 from holdfast.core.content_hash import HASH
 from holdfast.core.crc import crc32
+from holdfast.core.documents import SEAL_NBYTES, sealed_pieces
 from holdfast.core.limits import DEFAULTS
+from holdfast.core.strict_json import as_keys, paid_nbytes
 from holdfast.core.value import Value
+from holdfast.engine.saves import FilePlan, Late, Literal, put_together
 from holdfast.errors import CannotHold
 from holdfast.formats.native.chunks import sparse_in
 from holdfast.formats.native.schema import (
@@ -36,8 +39,6 @@ from holdfast.formats.native.schema import (
 )
 from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST
 from holdfast.formats.safetensors.write import plain_index
-from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
-from holdfast.plan.saves import FilePlan, Late, Literal, put_together
 
 INDEX = "model.safetensors.index.json"
 """What `transformers` looks for."""
@@ -120,9 +121,8 @@ Stored = Callable[[Mapping[str, int]], Sequence[StoredBoxes]]
 
 def are_whole(starts: Ints, sizes: Ints, extents: Ints) -> Bools:
     """Whether boxes are all of their tensors, whose extents may have fewer dimensions or more."""
-    whole = np.ones(starts.shape[1], np.bool_)
-    for start, size, extent in zip(starts, sizes, extents, strict=False):
-        whole &= (start == 0) & (size == extent)
+    rank = min(len(starts), len(extents))
+    whole: Bools = ~np.logical_or.reduce((starts[:rank] != 0) | (sizes[:rank] != extents[:rank]))
     return whole
 
 
@@ -162,18 +162,9 @@ def lay_out_index(
 
     def make(crcs: Mapping[str, int]) -> bytes:
         stored = [part.stored for part in parts] if later is None else later(crcs)
-        return put_together(_sealed(chain((before,), chunks.pieces(stored), (behind,)), nbytes), nbytes)
+        return put_together(sealed_pieces(chain((before,), chunks.pieces(stored), (behind,)), nbytes), nbytes)
 
     return (*others, FilePlan(MANIFEST, (Literal(make({})) if later is None else Late(nbytes, make),)))
-
-
-def _sealed(pieces: Iterable[bytes], nbytes: int) -> Iterator[bytes]:
-    """Pieces of a document, and its seal behind them."""
-    crc, done = 0, 0
-    for piece in pieces:
-        crc, done = crc32(piece, crc), done + len(piece)
-        yield piece
-    yield sealing(crc, done, nbytes)
 
 
 def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:

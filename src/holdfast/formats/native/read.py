@@ -22,11 +22,12 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.crc import crc32
+from holdfast.core.documents import check_length, hexadecimal
 from holdfast.core.dtype import DTYPES
 from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
-from holdfast.core.sparse.storage import SparseStorage
+from holdfast.core.strict_json import pointer, quoted
 from holdfast.core.table import Kind
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tiling import tiles
@@ -46,6 +47,7 @@ from holdfast.formats.native.boxes import carried
 from holdfast.formats.native.chunks import check_sparse
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
+    DOCUMENT,
     SEALED_VERSION,
     SPARSE_VERSION,
     DataFile,
@@ -61,7 +63,7 @@ from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, HeaderEntry, addressable
-from holdfast.formats.strict_json import hexadecimal, pointer, quoted
+from holdfast.numeric.pack import SparseStorage
 
 NOT_NEEDED = "nothing in it is needed to open the checkpoint"
 
@@ -96,7 +98,7 @@ def check_files(tensors: Stored) -> list[str]:
             changed.append(Corrupted(message, file=file.name))
         # Files that are shared with other steps have bytes of those (`formats.native.base`).
         living = int(held.nbytes[numbers[rows]].sum()) + sum(stop - start for *_, (start, stop) in here)
-        dead = sum([header.columns.nbytes[outline] for outline in header.columns.outline]) - living
+        dead = sum(header.columns.nbytes) - living
         if dead > 0:
             notes.append(f"{file.name}: {dead:,} bytes are of other steps that share the file, and not of this one")
     if wrong:
@@ -117,8 +119,8 @@ def _differing_rows(tensors: Stored, header: Header, rows: Ints, kinds: Ints) ->
     wrong = at < 0
     if len(columns.outline):
         numbers, outline = np.asarray(table.storage, np.int64)[rows], np.array(columns.outline, np.int64)[at]
-        wrong |= np.array(columns.begins, np.int64)[at] + header.data_start != held.start[numbers]
-        wrong |= np.array(columns.nbytes, np.int64)[outline] != held.nbytes[numbers]
+        wrong |= np.array(columns.starts, np.int64)[at] != held.start[numbers]
+        wrong |= np.array(columns.nbytes, np.int64)[at] != held.nbytes[numbers]
         # A kind, and what the header says of it, are compared once.
         pairs, where = np.unique(kinds * len(columns.outlines) + outline, return_inverse=True)
         judged = [(carried(table.kinds[one // len(columns.outlines)]), one % len(columns.outlines)) for one in pairs.tolist()]
@@ -180,33 +182,23 @@ HASH = re.compile(r"[0-9a-f]{32,128}\Z")
 BITS = {row.name: row.bits for row in DTYPES.rows}
 
 
-class NativeDirectory:
-    """The format of a directory with a manifest."""
+def is_native(source: Source) -> bool:
+    """Whether there is a `holdfast.json` at the top, whatever is in it: a damaged one is damaged, not another format."""
+    return source.store.holds(MANIFEST)
 
-    name = "native"
 
-    def matches(self, source: Source) -> bool:
-        """Whether there is a `holdfast.json` at the top, whatever is in it: a damaged one is damaged, not another format."""
-        return source.store.holds(MANIFEST)
-
-    def describe(self, source: Source) -> Description:
-        """Read the manifest and check everything that it says; only lengths are asked of the files."""
-        stored = stored_tensors(read_manifest(source), source)
-        with located(file=MANIFEST):
-            tensors, tree = restore(stored.table, stored.recorded, source)
-        return Description(self.name, tensors, tree, metadata=stored.metadata, check=partial(check_files, stored))
+def describe(source: Source) -> Description:
+    """Read the manifest and check everything that it says; only lengths are asked of the files."""
+    stored = stored_tensors(read_manifest(source), source)
+    with located(file=MANIFEST):
+        tensors, tree = restore(stored.table, stored.recorded, source)
+    return Description("native", tensors, tree, metadata=stored.metadata, check=partial(check_files, stored))
 
 
 def read_manifest(source: Source) -> Parsed:
     """The checked manifest of a directory."""
     size = source.store.size(MANIFEST)
-    if size > source.limits.index_nbytes:
-        raise LimitExceeded(
-            f"a manifest of {size:,} bytes is more than Limits(index_nbytes={source.limits.index_nbytes:,})",
-            file=MANIFEST,
-            expected=source.limits.index_nbytes,
-            found=size,
-        )
+    check_length(DOCUMENT, size, source.limits)
     with located(file=MANIFEST):
         manifest = parse_manifest(source.bytes(MANIFEST, 0, size), source.limits)
         check_names(manifest.files, "files", reaches=source.store.reaches if manifest.version >= BESIDE_VERSION else None)
@@ -372,10 +364,9 @@ def _check_place(name: str, part: StoredPart, ends: list[int], *, number: int) -
 def _check_apart(ranges: list[int], manifest: Parsed) -> None:
     """Refuse byte ranges that overlap: what is shared is said by `aliases`, and everything else has bytes of its own."""
     places = np.array(ranges, np.int64).reshape(-1, 3)
-    files, starts, stops = places[places[:, 1] < places[:, 2]].T
-    order = np.lexsort((starts, files))
-    files, starts, stops = files[order], starts[order], stops[order]
-    over = np.flatnonzero((files[1:] == files[:-1]) & (starts[1:] < stops[:-1]))
+    places = places[places[:, 1] < places[:, 2]]
+    files, starts, stops = places.take(np.lexsort((places[:, 1], places[:, 0])), axis=0).T
+    over = ((files[1:] == files[:-1]) & (starts[1:] < stops[:-1])).nonzero()[0]
     if len(over):
         wanted = (int(files[over[0] + 1]), int(starts[over[0] + 1]))
         for name, stored in manifest.tensors.items():

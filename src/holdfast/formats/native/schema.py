@@ -12,7 +12,7 @@
 A chunk of a tensor that is split has its box as well, `"start": [0, 0], "stop": [1, 3]`; without one it is the whole tensor.
 `aliases`, `views` and `tree` are those of `formats.recorded` and stand there where they say something. A chunk that is stored
 packed says how (`formats.native.chunks`). `others` are files beside the data that no tensor depends on. `self` is the checksum of
-the manifest (`formats.strict_json.seal`), and is compared before anything else.
+the manifest.
 
 With `hash`, the name of an algorithm (`core.content_hash`), chunks have a hash of their elements and perhaps a head. Nobody needs
 them to read; a later save compares with them what it would write (`formats.native.base`).
@@ -22,23 +22,22 @@ manifest of version 3 without `self` is damaged. Version 4 has hashes; a manifes
 is for object stores, which have no links: a file may be named that lies in a folder beside this one,
 `"../step-00001000/data-5f3a…-00001-of-00001.safetensors"` (`core.keys.beside`). It is written where one is.
 
-There are two parsers, as for a safetensors header. msgspec reads the text that Holdfast writes; the proof that it read nothing else
-is that it writes the same text again. Every other text goes through `strict_json`, which says what is wrong and where.
+It is a document of `core.documents`, which tells how it is read and written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
-from typing import TypeVar
 
 import msgspec
 
+from holdfast.core.documents import SELF, DocumentKind, proven, read_document, write_document
 from holdfast.core.limits import Limits
+from holdfast.core.strict_json import parse_parts
 from holdfast.core.value import Value
-from holdfast.errors import Corrupted, HeaderError, Unsupported
+from holdfast.errors import Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
-from holdfast.formats.strict_json import SEAL, check_seal, kind, paid_nbytes, parse, parse_parts, pointer, seal
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.tree_json.decode import json_limits
 
 FORMAT = "holdfast"
@@ -132,20 +131,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tree: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     others: tuple[OtherFile, ...] | msgspec.UnsetType = msgspec.UNSET
     hash: str | msgspec.UnsetType = msgspec.UNSET
-    sealed: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name=SEAL)
+    sealed: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name=SELF)
 
-
-Part = TypeVar("Part", DataFile, StoredTensor, OtherFile)
 
 RECORDED = ("aliases", "views", "tree")
-FIELDS = ("format", "version", "files", "tensors", "metadata")
-SINCE_SEALED = ("others", SEAL)
-SINCE_HASHED = ("hash",)
-VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION)
-DECODER = msgspec.json.Decoder(Manifest)
 
-TOGETHER = 4096
-"""Tensors whose text is made at a time."""
+VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION)
+SINCE = {"others": SEALED_VERSION, SELF: SEALED_VERSION, "hash": HASHED_VERSION}
+
+DOCUMENT = DocumentKind(
+    name="manifest", file=MANIFEST, decoder=msgspec.json.Decoder(Manifest), format=FORMAT, versions=VERSIONS, since=SINCE,
+    many="tensors",
+)  # fmt: skip
 
 
 class Parsed(Value, frozen=True):
@@ -166,120 +163,21 @@ def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
 
     Raises `Unsupported` for a text that Holdfast has not written.
     """
-    manifest = parse_fast(raw)
+    manifest = proven(DOCUMENT, raw)
     if manifest is None:
         raise Unsupported("the manifest was not written by Holdfast, and names files of other folders; convert it instead")
     files = tuple(DataFile(names.get(file.name, file.name), file.nbytes) for file in manifest.files)
-    whole = msgspec.json.encode(msgspec.structs.replace(manifest, version=HASHED_VERSION, files=files, sealed=msgspec.UNSET))
-    return seal(whole, paid_nbytes(whole))
+    whole = msgspec.structs.replace(manifest, version=HASHED_VERSION, files=files, sealed=msgspec.UNSET)
+    return write_document(DOCUMENT, whole)
 
 
 def parse_manifest(raw: bytes, limits: Limits) -> Parsed:
-    """Parse a manifest.
-
-    Raises `Corrupted` where it has not its own checksum, `HeaderError`, `LimitExceeded`, or `Unsupported` for an unknown version.
-    """
-    sealed = check_seal(raw, "the manifest")
-    parsed = _parse(raw, json_limits(limits))
-    if parsed.version >= SEALED_VERSION and not sealed:
-        raise Corrupted(
-            f"a manifest of version {parsed.version} ends with its own checksum, and this one does not: it changed after it was "
-            "written; get it again"
-        )
-    return parsed
-
-
-def _parse(raw: bytes, deep: Limits) -> Parsed:
-    fast = parse_fast(raw)
-    if fast is None:
-        return parse_exact(raw, deep)
-    fields = {name: getattr(fast, name) for name in RECORDED}
+    """What a manifest says, in the form that it should have. Raises what `read_document` raises."""
+    deep = json_limits(limits)
+    found = read_document(DOCUMENT, raw, deep)
+    fields = {name: getattr(found, name) for name in RECORDED}
     parts = {name: bytes(text) for name, text in fields.items() if text is not msgspec.UNSET}
     given = parse_parts(parts, deep, nbytes=len(raw))
-    others = () if isinstance(fast.others, msgspec.UnsetType) else fast.others
-    hash = None if isinstance(fast.hash, msgspec.UnsetType) else fast.hash
-    return Parsed(fast.files, fast.tensors, fast.metadata, parse_recorded(given), fast.version, others, hash)
-
-
-def parse_fast(raw: bytes) -> Manifest | None:
-    """A manifest of the text that Holdfast writes; None for any other, be it valid or not."""
-    try:
-        manifest = DECODER.decode(raw)
-        same = _is_text_of(manifest, raw.rstrip(b" "))
-    except (ValueError, RecursionError, msgspec.MsgspecError):
-        return None
-    if not same or manifest.format != FORMAT or manifest.version not in VERSIONS:
-        return None
-    later = manifest.others is not msgspec.UNSET or manifest.sealed is not msgspec.UNSET
-    if manifest.hash is not msgspec.UNSET and manifest.version < HASHED_VERSION:
-        return None
-    return None if later and manifest.version < SEALED_VERSION else manifest
-
-
-def _is_text_of(manifest: Manifest, raw: bytes) -> bool:
-    """Whether a text is what msgspec writes of a manifest. It is written a few thousand tensors at a time."""
-    before, mark, behind = msgspec.json.encode(msgspec.structs.replace(manifest, tensors={})).partition(b'"tensors":{')
-    at, items, between = len(before) + len(mark), iter(manifest.tensors.items()), b""
-    same = raw.startswith(before + mark) and raw.endswith(behind)
-    while same and (batch := dict(islice(items, TOGETHER))):
-        text = between + msgspec.json.encode(batch)[1:-1]
-        same, at, between = raw.startswith(text, at), at + len(text), b","
-    return same and at + len(behind) == len(raw)
-
-
-def parse_exact(raw: bytes, limits: Limits) -> Parsed:
-    """Any manifest, or what is wrong with it and where."""
-    document = parse(raw, limits)
-    if not isinstance(document, dict):
-        raise HeaderError(f"at $: expected an object, found {kind(document)}")
-    if document.get("format") != FORMAT:
-        raise HeaderError(f"at $.format: expected {FORMAT!r}, found {kind(document.get('format'))}")
-    version = document.get("version")
-    if type(version) is not int:
-        raise HeaderError(f"at $.version: expected a number, found {kind(version)}")
-    if version not in VERSIONS:
-        known = f"this Holdfast reads versions {VERSIONS[0]} to {VERSIONS[-1]}; a newer one may read this"
-        raise Unsupported(f"a manifest of version {version}; {known}", expected=VERSIONS, found=version)
-    for name in FIELDS:
-        if name not in document:
-            raise HeaderError(f"at $: the field {name} is missing")
-    allowed = [*FIELDS, *RECORDED]
-    allowed += SINCE_SEALED if version >= SEALED_VERSION else ()
-    allowed += SINCE_HASHED if version >= HASHED_VERSION else ()
-    for name in document:
-        if name not in allowed:
-            raise HeaderError(f"at {pointer(name)}: a manifest has no such field")
-    files = document["files"]
-    if not isinstance(files, list):
-        raise HeaderError(f"at $.files: expected a list, found {kind(files)}")
-    others = document.get("others", [])
-    if not isinstance(others, list):
-        raise HeaderError(f"at $.others: expected a list, found {kind(others)}")
-    hash = document.get("hash")
-    if "hash" in document and not isinstance(hash, str):
-        raise HeaderError(f"at $.hash: expected text, found {kind(hash)}")
-    tensors, metadata = document["tensors"], document["metadata"]
-    for name, value in (("tensors", tensors), ("metadata", metadata)):
-        if not isinstance(value, dict):
-            raise HeaderError(f"at {pointer(name)}: expected an object, found {kind(value)}")
-    for name, text in metadata.items():
-        if not isinstance(text, str):
-            raise HeaderError(f"at {pointer('metadata', name)}: expected text, found {kind(text)}")
-    return Parsed(
-        tuple(_convert(file, DataFile, ("files", i)) for i, file in enumerate(files)),
-        {name: _convert(tensor, StoredTensor, ("tensors", name)) for name, tensor in tensors.items()},
-        metadata,
-        parse_recorded({name: document[name] for name in RECORDED if name in document}),
-        version,
-        tuple(_convert(file, OtherFile, ("others", i)) for i, file in enumerate(others)),
-        hash,
-    )
-
-
-def _convert(value: object, kind_of: type[Part], at: tuple[str | int, ...]) -> Part:
-    """A parsed value as a part of the schema; msgspec says what is wrong inside, and we say where it begins."""
-    try:
-        return msgspec.convert(value, kind_of)
-    except msgspec.ValidationError as error:
-        reason, _, inside = str(error).partition(" - at `$")
-        raise HeaderError(f"at {pointer(*at)}{inside.rstrip('`')}: {reason}") from None
+    others = () if isinstance(found.others, msgspec.UnsetType) else found.others
+    hash = None if isinstance(found.hash, msgspec.UnsetType) else found.hash
+    return Parsed(found.files, found.tensors, found.metadata, parse_recorded(given), found.version, others, hash)

@@ -18,15 +18,15 @@ from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import copied_together
+from holdfast.core.strict_json import quoted
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.files import FileStorages
 from holdfast.errors import HeaderError
 from holdfast.formats.native.chunks import UnpackedStore, sparse_storage
 from holdfast.formats.native.schema import DataFile, OtherFile, Parsed, StoredChunk, StoredTensor
 from holdfast.formats.recorded import Recorded
-from holdfast.formats.strict_json import quoted
-from holdfast.plan.files import FileStorages
 
 BYTES_OF, CRC_OF, FILE_OF = attrgetter("bytes"), attrgetter("crc32"), attrgetter("file")
 

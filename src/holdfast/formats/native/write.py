@@ -22,6 +22,7 @@ from holdfast.core.box import Box
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
+from holdfast.engine.saves import SavePlan
 from holdfast.errors import CannotHold
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
@@ -30,7 +31,6 @@ from holdfast.formats.native.schema import DataFile
 from holdfast.formats.recorded import Shared, order_fields, share, sharing_fields
 from holdfast.formats.safetensors.write import is_flat, metadata_problems
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.plan.saves import SavePlan
 
 SHARD_NBYTES = 5 << 30
 """Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""

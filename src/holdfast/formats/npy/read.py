@@ -16,13 +16,13 @@ from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import LONE_TENSOR_NAME
 from holdfast.core.value import Value
+from holdfast.engine.files import ViewTable
 from holdfast.errors import Corrupted, FormatError, HeaderError, Unsupported, ZipError, located
 from holdfast.formats.npy.archive import EMPTY, MAGIC, SUFFIX
 from holdfast.formats.npy.inflated import InflatedMembers, inflate_head
 from holdfast.formats.npy.schema import NEAR_NBYTES, Layout, read_layout
 from holdfast.formats.zip.layout import ZipRecord
 from holdfast.formats.zip.reader import read_archive
-from holdfast.plan.files import ViewTable
 
 TORCH_NAMES = ("data.pkl", "constants.pkl")
 """Records by which torch knows an archive of its own."""
@@ -41,7 +41,6 @@ def describe_npy(source: Source) -> Description:
 
 
 def describe_npz(source: Source) -> Description:
-    """A zip of arrays."""
     (key,) = source.store.list()
     if source.store.size(key) == len(EMPTY):
         return Description("npz", ViewTable({}), {})
@@ -49,8 +48,6 @@ def describe_npz(source: Source) -> Description:
 
 
 class Head(Value, frozen=True):
-    """The first bytes of a member."""
-
     layout: Layout
     crc32: int
     """Of the header."""
@@ -193,6 +190,5 @@ def _strides(layout: Layout) -> tuple[int, ...]:
 
 
 def _guesses(layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """What the file does not say of its types."""
     found = {layout.guessed: layout.dtype for layout in layouts if layout.guessed}
     return tuple(f"numpy has no name for some elements ({code}); they are read as {dtype}" for code, dtype in sorted(found.items()))

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 import re
 import sys
+from typing import Any
+from weakref import proxy
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +22,7 @@ import numpy as np
 from holdfast.core.arrays import AnyDType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.table import Name, Pending, ReducerTable, Row
+from holdfast.formats.pickle.table import Args, Name, Pending, ReducerTable, Row
 
 CODE = re.compile(r"[?biufcSUVmM][0-9]{0,9}")
 """Type codes without objects: `f4`, `U12`, `M8`."""
@@ -53,32 +55,16 @@ def numpy_values() -> dict[Name, object]:
     return {(g.module, g.name): g for g in known}
 
 
-def numpy_calls(table: ReducerTable) -> dict[Name, Row]:
-    """Rows for REDUCE; `table` is where the limits are."""
+def reconstruct(table: ReducerTable, args: Args) -> object:
+    if len(args) != 3 or not isinstance(args[1], tuple):
+        raise PickleError("an array that begins with other arguments than numpy's")
+    if not isinstance(args[0], Global) or args[0] != NDARRAY:
+        return NotImplemented
+    return PendingArray(Global(MULTIARRAY[0], "_reconstruct"), args, table)
 
-    def scalar(args: tuple[object, ...]) -> object:
-        return _scalar(args, table)
 
-    def frombuffer(args: tuple[object, ...]) -> object:
-        return _frombuffer(args, table)
-
-    def reconstruct(args: tuple[object, ...]) -> object:
-        if len(args) != 3 or not isinstance(args[1], tuple):
-            raise PickleError("an array that begins with other arguments than numpy's")
-        if not isinstance(args[0], Global) or args[0] != NDARRAY:
-            return NotImplemented
-        return PendingArray(Global(MULTIARRAY[0], "_reconstruct"), args, table)
-
-    def dtype(args: tuple[object, ...]) -> object:
-        return PendingDType(Global("numpy", "dtype"), args, table) if _known_dtype(args) is not None else NotImplemented
-
-    rows: dict[Name, Row] = {("numpy", "dtype"): dtype}
-    for module in MULTIARRAY:
-        rows[module, "scalar"] = scalar
-        rows[module, "_reconstruct"] = reconstruct
-    for module in NUMERIC:
-        rows[module, "_frombuffer"] = frombuffer
-    return rows
+def dtype(table: ReducerTable, args: Args) -> object:
+    return PendingDType(Global("numpy", "dtype"), args, table) if _known_dtype(args) is not None else NotImplemented
 
 
 class PendingArray(Pending):
@@ -86,24 +72,30 @@ class PendingArray(Pending):
 
     __slots__ = ("table",)
 
-    def __init__(self, what: Global, args: tuple[object, ...], table: ReducerTable) -> None:
+    def __init__(self, what: Global, args: Args, table: ReducerTable) -> None:
         super().__init__(what, args)
-        self.table = table
+        self.table = proxy(table)
 
     def finish(self, state: object) -> object:
-        match state:
-            # The version was left out before numpy 1.0.
-            case (int(), tuple(shape), dtype, fortran, data) | (tuple(shape), dtype, fortran, data):
-                pass
-            case _:
-                raise PickleError("an array whose state has not the form of numpy's")
+        shape, dtype, fortran, data = array_state(state)
         self.state = state
         if not isinstance(dtype, np.dtype) or isinstance(data, list):
             return self
-        if not isinstance(fortran, int):
-            raise PickleError("an array whose order is neither of numpy's two")
-        made = _array(data, dtype, shape, fortran=bool(fortran), table=self.table)
+        made = array_over(data, dtype, shape, fortran=fortran, table=self.table)
         return self if made is NotImplemented else made
+
+
+def array_state(state: object) -> tuple[tuple[object, ...], object, bool, object]:
+    """The shape, dtype, order and elements that an array's state speaks of."""
+    match state:
+        # The version was left out before numpy 1.0.
+        case (int(), tuple(shape), dtype, fortran, data) | (tuple(shape), dtype, fortran, data):
+            pass
+        case _:
+            raise PickleError("an array whose state has not the form of numpy's")
+    if not isinstance(fortran, int):
+        raise PickleError("an array whose order is neither of numpy's two")
+    return shape, dtype, bool(fortran), data
 
 
 class PendingDType(Pending):
@@ -111,44 +103,50 @@ class PendingDType(Pending):
 
     __slots__ = ("table",)
 
-    def __init__(self, what: Global, args: tuple[object, ...], table: ReducerTable) -> None:
+    def __init__(self, what: Global, args: Args, table: ReducerTable) -> None:
         super().__init__(what, args)
-        self.table = table
+        self.table = proxy(table)
 
     def finish(self, state: object) -> object:
         # By type first: an array in the place of the text would be compared element by element.
         if not isinstance(state, tuple) or not 5 <= len(state) <= 9 or type(state[1]) is not str or state[1] not in ORDERS:
             raise PickleError("a dtype whose state has not the form of numpy's")
         self.state = state
+        made = self.made(state)
+        return self if made is None else made
+
+    def made(self, state: tuple[Any, ...]) -> AnyDType | None:
+        """The dtype of a state that has the form of numpy's; None for one that we keep as it is."""
         plain = _known_dtype(self.args)
         order, subarray, names, fields = state[1:5]
         if plain is None or subarray is not None:
-            return self
+            return None
         if names is not None or fields is not None:
-            return _structured(self.args, names, fields, table=self.table) or self
+            return _structured(plain.itemsize, names, fields, table=self.table) or None
         if len(state) == 9:
-            made = _with_unit(plain, state[8])
-            if made is None:
-                return self
-            plain = made
-        return plain.newbyteorder(order) if plain.byteorder != "|" else plain
+            plain = _with_unit(plain, state[8])
+        turned = None if plain is None else plain.newbyteorder(order)
+        return plain if turned is None or turned.isnative else turned
 
 
-def _known_dtype(args: tuple[object, ...]) -> AnyDType | None:
+def _known_dtype(args: Args) -> AnyDType | None:
     """The dtype that a call of `numpy.dtype` names, in native byte order; None for one that we keep as it is."""
     if not 1 <= len(args) <= 3:
         raise PickleError("a numpy.dtype with too many or too few arguments")
     code = args[0]
     if isinstance(code, Global):
         return ML_DTYPES.get(code.name) if code.module == "ml_dtypes" else None
-    if type(code) is not str:
+    if isinstance(code, str) and type(code) is str:
+        if not CODE.fullmatch(code):
+            return None
+    elif not isinstance(code, type) or not issubclass(code, np.generic):
+        # A load has the class itself, where the user allowed it.
         raise PickleError(f"a numpy.dtype of a {type(code).__name__}", found=type(code).__name__)
-    if not CODE.fullmatch(code):
-        return None
     try:
-        return np.dtype(code)
+        made: AnyDType = np.dtype(code)
     except (TypeError, ValueError):
         return None
+    return made
 
 
 def _with_unit(plain: AnyDType, metadata: object) -> AnyDType | None:
@@ -163,12 +161,11 @@ def _with_unit(plain: AnyDType, metadata: object) -> AnyDType | None:
     return plain if raw == b"generic" else np.dtype(f"{plain.kind}8[{count}{raw.decode()}]")
 
 
-def _structured(args: tuple[object, ...], names: object, fields: object, *, table: ReducerTable) -> AnyDType | None:
+def _structured(whole: int, names: object, fields: object, *, table: ReducerTable) -> AnyDType | None:
     """A dtype with named fields of plain types; None for one with nested or titled fields."""
     if not isinstance(names, tuple) or not isinstance(fields, dict) or len(names) != len(fields):
         raise PickleError("a structured dtype whose names and fields do not agree")
     table.spending.copy(len(names))
-    whole = np.dtype(str(args[0])).itemsize
     formats: list[AnyDType] = []
     offsets: list[int] = []
     for name in names:
@@ -186,7 +183,7 @@ def _structured(args: tuple[object, ...], names: object, fields: object, *, tabl
         raise PickleError(f"a structured dtype that numpy refuses: {error}") from None
 
 
-def _scalar(args: tuple[object, ...], table: ReducerTable) -> object:
+def scalar(table: ReducerTable, args: Args) -> object:
     """One element: its dtype and its bytes."""
     match args:
         case (np.dtype() as dtype, (bytes() | str()) as data):
@@ -199,7 +196,7 @@ def _scalar(args: tuple[object, ...], table: ReducerTable) -> object:
         return np.str_("") if dtype.kind == "U" else np.bytes_(b"") if dtype.kind == "S" else NotImplemented
     # An element is a copy, where an array only looks at the bytes.
     table.spending.copy(len(data))
-    made = _array(data, dtype, (), fortran=False, table=table)
+    made = array_over(data, dtype, (), fortran=False, table=table)
     if not isinstance(made, np.ndarray):
         return made
     try:
@@ -208,15 +205,15 @@ def _scalar(args: tuple[object, ...], table: ReducerTable) -> object:
         raise PickleError(f"a numpy scalar that numpy refuses: {error}") from None
 
 
-def _frombuffer(args: tuple[object, ...], table: ReducerTable) -> object:
+def frombuffer(table: ReducerTable, args: Args) -> object:
     """An array as protocol 5 writes it: data, dtype, shape, order, and the axes of a transposed one."""
     match args:
         case (bytes() | bytearray() as data, np.dtype() as dtype, tuple(shape), str(order)) | (
             bytes() | bytearray() as data, np.dtype() as dtype, tuple(shape), str(order), None
         ) if order in ("C", "F", "A"):  # fmt: skip
-            return _array(data, dtype, shape, fortran=order == "F", table=table)
+            return array_over(data, dtype, shape, fortran=order == "F", table=table)
         case (bytes() | bytearray() as data, np.dtype() as dtype, tuple(shape), str(order), tuple(axes)) if order == "K":
-            made = _array(data, dtype, shape, fortran=False, table=table)
+            made = array_over(data, dtype, shape, fortran=False, table=table)
             if len(axes) != len(shape) or set(map(type, axes)) - {int} or sorted(axes) != list(range(len(shape))):
                 raise PickleError("an array whose axes are no permutation")
             return made.transpose(axes) if isinstance(made, np.ndarray) else made
@@ -226,19 +223,16 @@ def _frombuffer(args: tuple[object, ...], table: ReducerTable) -> object:
             raise PickleError("an array from a buffer with other arguments than numpy's")
 
 
-def _array(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran: bool, table: ReducerTable) -> object:
+def array_over(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran: bool, table: ReducerTable) -> object:
     """An array over `data`, or `NotImplemented` for elements of no bytes. Nothing is allocated from a claimed size."""
     if isinstance(data, str):
-        # A Python 2 string that happened to be UTF-8; see `text.python2_string`.
         table.spending.copy(len(data))
-        data = data.encode("utf-8", "surrogatepass")
+        data = table.raw(data)
     if not isinstance(data, bytes | bytearray):
         raise PickleError(f"an array whose data is a {type(data).__name__}", found=type(data).__name__)
-    if len(shape) > table.limits.rank:
-        raise PickleError(f"an array of {len(shape):,} dimensions", expected=table.limits.rank, found=len(shape))
-    sizes = [size for size in shape if type(size) is int and 0 <= size < 1 << 63]
-    if len(sizes) != len(shape):
-        raise PickleError("an array with a size that is no number of elements")
+    if dtype.hasobject or dtype.subdtype is not None:
+        raise PickleError(f"an array of bytes whose type is {dtype}")
+    sizes = array_sizes(shape, table)
     if dtype.itemsize == 0:
         return NotImplemented
     nbytes = math.prod(sizes) * dtype.itemsize
@@ -252,20 +246,48 @@ def _array(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran:
         made = np.ndarray(sizes, dtype, buffer=data, order="F" if fortran else "C")
     except (TypeError, ValueError, OverflowError) as error:
         raise PickleError(f"an array that numpy refuses: {error}") from None
-    if made.dtype.kind == "U" or made.dtype.names:
+    if text := text_nbytes(dtype):
         # Looked through for every array that is made over these bytes, and there may be many.
-        table.spending.copy(len(data) * max(len(made.dtype.names or ()), 1))
+        table.spending.copy(math.prod(sizes) * text)
         if (wrong := wrong_character(made)) is not None:
             raise PickleError("text of numpy with a character that Unicode has not", found=wrong)
     return made
 
 
+def array_sizes(shape: tuple[object, ...], table: ReducerTable) -> list[int]:
+    """The sizes of an array, which are numbers of elements."""
+    if len(shape) > table.limits.rank:
+        raise PickleError(f"an array of {len(shape):,} dimensions", expected=table.limits.rank, found=len(shape))
+    sizes = [size for size in shape if type(size) is int and 0 <= size < 1 << 63]
+    if len(sizes) != len(shape):
+        raise PickleError("an array with a size that is no number of elements")
+    return sizes
+
+
+def text_nbytes(dtype: AnyDType) -> int:
+    """How many bytes of an element are text."""
+    if dtype.subdtype is not None:
+        return text_nbytes(dtype.subdtype[0]) * math.prod(dtype.shape)
+    if dtype.names is None or dtype.fields is None:
+        return dtype.itemsize if dtype.kind == "U" else 0
+    return sum(text_nbytes(dtype.fields[name][0]) for name in dtype.names)
+
+
 def wrong_character(array: np.ndarray) -> int | None:
     """A character in the texts of an array that Unicode has not: taking out such an element breaks the interpreter (numpy 2.4)."""
     for name in array.dtype.names or ():
-        if (wrong := wrong_character(np.ascontiguousarray(array[name]))) is not None:
+        if (wrong := wrong_character(array[name])) is not None:
             return wrong
     if array.dtype.kind == "U" and array.size:
         most = int(np.ascontiguousarray(array).reshape(-1).view(array.dtype.byteorder + "u4").max())
         return most if most > sys.maxunicode else None
     return None
+
+
+NUMPY_CALLS: dict[Name, Row] = {
+    ("numpy", "dtype"): dtype,
+    **{(module, "scalar"): scalar for module in MULTIARRAY},
+    **{(module, "_reconstruct"): reconstruct for module in MULTIARRAY},
+    **{(module, "_frombuffer"): frombuffer for module in NUMERIC},
+}
+"""Rows for REDUCE."""

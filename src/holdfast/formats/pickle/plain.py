@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
-from types import MethodType
-from typing import cast
-from weakref import proxy
+from typing import ClassVar, cast
 
 from holdfast.core.opaque import Global, Opaque
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.arrays import numpy_calls, numpy_values
-from holdfast.formats.pickle.table import Name, ReducerTable, Row
+from holdfast.formats.pickle.arrays import NUMPY_CALLS, numpy_values
+from holdfast.formats.pickle.table import Args, Name, ReducerTable, Row
 
 PATH_CHARACTERS = 4096
 """Linux refuses longer paths. Bounded because a path is cut into its parts when it is made."""
@@ -60,56 +57,57 @@ class DefaultDict(defaultdict[object, object]):
     __slots__ = ()
 
 
-@cache
-def plain_values() -> Mapping[Name, object]:
-    """Globals that are only ever mentioned."""
-    return {(BUILTINS, name): Global(BUILTINS, name) for name in (*PLAIN_TYPES, *MENTIONED)} | numpy_values()
+def path_row(kind: type[PurePath]) -> Row:
+    """The row of one kind of path."""
+
+    def path(table: ReducerTable, args: Args) -> object:
+        table.spending.copy(len(args))
+        parts = [part for part in args if isinstance(part, str)]
+        if len(parts) != len(args) or sum(map(len, parts)) + len(parts) > PATH_CHARACTERS:
+            raise PickleError(f"a path of what is no text, or of more than {PATH_CHARACTERS} characters")
+        table.spending.copy(sum(map(len, parts)))
+        return kind(*parts)
+
+    return path
+
+
+def nothing_given(kind: Callable[[], object]) -> Row:
+    """A row that makes an empty container, and keeps a call with arguments as it is."""
+    return lambda table, args: NotImplemented if args else kind()
+
+
+def complex_number(table: ReducerTable, args: Args) -> object:
+    match args:
+        case (int() | float() as real, int() | float() as imaginary):
+            try:
+                return complex(real, imaginary)
+            except OverflowError:
+                raise PickleError("a complex number too large for its kind") from None
+        case _:
+            raise PickleError("a complex number of what are no two numbers")
+
+
+def range_of(table: ReducerTable, args: Args) -> object:
+    numbers = [a for a in args[:4] if type(a) is int]
+    if len(numbers) != len(args) or not 1 <= len(numbers) <= 3 or numbers[2:] == [0]:
+        raise PickleError("a range of what are no integers, or by steps of 0")
+    return range(*numbers)
+
+
+def slice_of(table: ReducerTable, args: Args) -> object:
+    """Integers only: CPython frees nested slices recursively and overflows the stack (seen in 3.11)."""
+    if len(args) != 3:
+        raise PickleError("a slice without its three parts")
+    return slice(*args) if all(a is None or type(a) is int for a in args) else NotImplemented
+
+
+EMPTY: dict[Name, Row] = {(BUILTINS, kind.__name__): nothing_given(kind) for kind in (dict, list, set)}
 
 
 class PlainTable(ReducerTable):
-    """The inert table with the rows for plain Python and numpy, and the rows that are given, which win.
+    """The inert table with the rows for plain Python and numpy."""
 
-    Rows know their table weakly: it goes with its last user, and so do the tensors that it made.
-    """
-
-    def __init__(
-        self,
-        *,
-        values: Mapping[Name, object] | None = None,
-        calls: Mapping[Name, Row] | None = None,
-        news: Mapping[Name, Row] | None = None,
-    ) -> None:
-        own, weak = type(self), proxy(self)
-        plain: dict[Name, Row] = {
-            ("collections", "OrderedDict"): MethodType(own.ordered_dict, weak),
-            ("collections", "Counter"): MethodType(own.counter, weak),
-            ("collections", "defaultdict"): MethodType(own.default_dict, weak),
-            (BUILTINS, "set"): MethodType(own.set, weak),
-            (BUILTINS, "frozenset"): MethodType(own.frozenset, weak),
-            (BUILTINS, "bytearray"): MethodType(own.bytearray, weak),
-            (BUILTINS, "bytes"): MethodType(own.bytes, weak),
-            (BUILTINS, "complex"): complex_number,
-            (BUILTINS, "range"): range_of,
-            (BUILTINS, "slice"): slice_of,
-            ("_codecs", "encode"): MethodType(own.encode, weak),
-            ("copyreg", "_reconstructor"): MethodType(own.reconstruct, weak),
-            ("copyreg", "__newobj__"): MethodType(own.newobj, weak),
-        }
-        for name, kind in PATHS.items():
-            plain["pathlib", name] = plain["pathlib._local", name] = path_row(weak, kind)
-        empty: dict[Name, Row] = {
-            ("collections", "OrderedDict"): MethodType(own.ordered_dict, weak),
-            (BUILTINS, "dict"): nothing_given(dict),
-            (BUILTINS, "list"): nothing_given(list),
-            (BUILTINS, "set"): nothing_given(set),
-        }
-        super().__init__(
-            values={**plain_values(), **values} if values else plain_values(),
-            calls=plain | numpy_calls(proxy(self)) | dict(calls or {}),
-            news=empty | dict(news or {}),
-        )
-
-    def ordered_dict(self, args: tuple[object, ...]) -> object:
+    def ordered_dict(self, args: Args) -> object:
         """Empty, or of the list of pairs that Python 2 gives."""
         made: OrderedDict[object, object] = OrderedDict()
         match args:
@@ -125,7 +123,7 @@ class PlainTable(ReducerTable):
                 raise PickleError("an OrderedDict of what is no list of pairs")
         return made
 
-    def counter(self, args: tuple[object, ...]) -> object:
+    def counter(self, args: Args) -> object:
         match args:
             case ():
                 return Counter()
@@ -139,7 +137,7 @@ class PlainTable(ReducerTable):
             case _:
                 raise PickleError("a Counter of what is no dict of counts")
 
-    def default_dict(self, args: tuple[object, ...]) -> object:
+    def default_dict(self, args: Args) -> object:
         match args:
             case () | (None,):
                 return DefaultDict()
@@ -152,7 +150,7 @@ class PlainTable(ReducerTable):
             case _:
                 raise PickleError("a defaultdict whose factory is nothing that could be called")
 
-    def set(self, args: tuple[object, ...]) -> object:
+    def set(self, args: Args) -> object:
         made: set[object] = set()
         match args:
             case ():
@@ -164,11 +162,11 @@ class PlainTable(ReducerTable):
                 raise PickleError("a set of what is no list")
         return made
 
-    def frozenset(self, args: tuple[object, ...]) -> object:
+    def frozenset(self, args: Args) -> object:
         made = self.set(args)
         return frozenset(made) if isinstance(made, set) else made
 
-    def bytes(self, args: tuple[object, ...]) -> object:
+    def bytes(self, args: Args) -> object:
         """Protocols 0 to 2 write empty bytes as `bytes()`, and other bytes as encoded text."""
         match args:
             case ():
@@ -178,7 +176,7 @@ class PlainTable(ReducerTable):
             case _:
                 raise PickleError("bytes of what are no bytes")
 
-    def bytearray(self, args: tuple[object, ...]) -> object:
+    def bytearray(self, args: Args) -> object:
         match args:
             case ():
                 return bytearray()
@@ -191,7 +189,7 @@ class PlainTable(ReducerTable):
             case _:
                 raise PickleError("a bytearray of what are no bytes")
 
-    def encode(self, args: tuple[object, ...]) -> object:
+    def encode(self, args: Args) -> object:
         """How protocols 0 to 2 write bytes: as text, to be encoded as Latin-1."""
         match args:
             case (str(text), str(encoding)) if encoding in LATIN1:
@@ -205,7 +203,7 @@ class PlainTable(ReducerTable):
             case _:
                 raise PickleError("an encoding of what is no text")
 
-    def reconstruct(self, args: tuple[object, ...]) -> object:
+    def reconstruct(self, args: Args) -> object:
         """How protocols 0 and 1 make objects: the class, the builtin under it, and what that builtin holds."""
         match args:
             case (Global() | Opaque() as cls, Global(module="builtins", name="object"), None):
@@ -224,53 +222,35 @@ class PlainTable(ReducerTable):
             case _:
                 raise PickleError("copyreg._reconstructor with other arguments than a class, a builtin and a value")
 
-    def newobj(self, args: tuple[object, ...]) -> object:
+    def newobj(self, args: Args) -> object:
         """NEWOBJ, written as a call."""
         if not args:
             raise PickleError("copyreg.__newobj__ without a class")
         self.spending.copy(len(args))
         return self.new(args[0], args[1:], None)
 
-
-def path_row(table: ReducerTable, kind: type[PurePath]) -> Row:
-    """The row of one kind of path; `table` is where the spending is."""
-
-    def path(args: tuple[object, ...]) -> object:
-        table.spending.copy(len(args))
-        parts = [part for part in args if isinstance(part, str)]
-        if len(parts) != len(args) or sum(map(len, parts)) + len(parts) > PATH_CHARACTERS:
-            raise PickleError(f"a path of what is no text, or of more than {PATH_CHARACTERS} characters")
-        table.spending.copy(sum(map(len, parts)))
-        return kind(*parts)
-
-    return path
-
-
-def nothing_given(kind: Callable[[], object]) -> Row:
-    """A row that makes an empty container, and keeps a call with arguments as it is."""
-    return lambda args: NotImplemented if args else kind()
-
-
-def complex_number(args: tuple[object, ...]) -> object:
-    match args:
-        case (int() | float() as real, int() | float() as imaginary):
-            try:
-                return complex(real, imaginary)
-            except OverflowError:
-                raise PickleError("a complex number too large for its kind") from None
-        case _:
-            raise PickleError("a complex number of what are no two numbers")
-
-
-def range_of(args: tuple[object, ...]) -> object:
-    numbers = [a for a in args[:4] if type(a) is int]
-    if len(numbers) != len(args) or not 1 <= len(numbers) <= 3 or numbers[2:] == [0]:
-        raise PickleError("a range of what are no integers, or by steps of 0")
-    return range(*numbers)
-
-
-def slice_of(args: tuple[object, ...]) -> object:
-    """Integers only: CPython frees nested slices recursively and overflows the stack (seen in 3.11)."""
-    if len(args) != 3:
-        raise PickleError("a slice without its three parts")
-    return slice(*args) if all(a is None or type(a) is int for a in args) else NotImplemented
+    values: ClassVar[Mapping[Name, object]] = {
+        **{(BUILTINS, name): Global(BUILTINS, name) for name in (*PLAIN_TYPES, *MENTIONED)},
+        **numpy_values(),
+    }
+    calls: ClassVar[Mapping[Name, Row]] = {
+        ("collections", "OrderedDict"): ordered_dict,
+        ("collections", "Counter"): counter,
+        ("collections", "defaultdict"): default_dict,
+        (BUILTINS, "set"): set,
+        (BUILTINS, "frozenset"): frozenset,
+        (BUILTINS, "bytearray"): bytearray,
+        (BUILTINS, "bytes"): bytes,
+        (BUILTINS, "complex"): complex_number,
+        (BUILTINS, "range"): range_of,
+        (BUILTINS, "slice"): slice_of,
+        ("_codecs", "encode"): encode,
+        ("copyreg", "_reconstructor"): reconstruct,
+        ("copyreg", "__newobj__"): newobj,
+        **{(module, name): path_row(kind) for module in ("pathlib", "pathlib._local") for name, kind in PATHS.items()},
+        **NUMPY_CALLS,
+    }
+    news: ClassVar[Mapping[Name, Row]] = {
+        ("collections", "OrderedDict"): ordered_dict,
+        **EMPTY,
+    }

@@ -3,8 +3,8 @@
 The table decides by exact `(module, name)` pairs and never imports:
 
 1. A global with a row in `values` is that value (`torch.float32`). Any other global is a `Global`, which is two strings.
-2. Calling a `Global` with a row in `calls` runs our own function of that row, with the arguments that the stream built.
-   NEWOBJ, OBJ and INST look in `news`. A row may return `NotImplemented`: then the call is kept, unbuilt.
+2. Calling a `Global` with a row in `calls` runs our own function of that row, with this table and the arguments that the stream
+   built. NEWOBJ, OBJ and INST look in `news`. A row may return `NotImplemented`: then the call is kept, unbuilt.
 3. Every other call becomes an `Opaque`. BUILD sets its state, APPENDS its items, SETITEMS its entries.
 4. What was not built is listed by `foreign`, with how it was used and where it was first mentioned.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global, Opaque
@@ -86,7 +86,9 @@ def modern(module: str, name: str) -> tuple[str, str]:
 
 
 Name = tuple[str, str]
-Row = Callable[[tuple[object, ...]], object]
+Args = tuple[object, ...]
+Row = Callable[[Any, Args], object]
+"""What a call becomes, given the table that asks and the arguments. Which class of tables that is, the row knows."""
 
 COMPUTED: Final = 8
 """How often what is called may itself be the result of a call: `getattr(getattr(a, 'b'), 'c')()` is 3."""
@@ -126,16 +128,11 @@ class ReducerTable:
     tolerant = False
     """Whether the machine goes on where CPython does and strictness would refuse; such a table gets a `note` of it."""
 
-    def __init__(
-        self,
-        *,
-        values: Mapping[Name, object] | None = None,
-        calls: Mapping[Name, Row] | None = None,
-        news: Mapping[Name, Row] | None = None,
-    ) -> None:
-        self.values: Mapping[Name, object] = values or {}
-        self.calls: dict[Name, Row] = dict(calls or {})
-        self.news: dict[Name, Row] = dict(news or {})
+    values: ClassVar[Mapping[Name, object]] = {}
+    calls: ClassVar[Mapping[Name, Row]] = {}
+    news: ClassVar[Mapping[Name, Row]] = {}
+
+    def __init__(self) -> None:
         self.offset = 0
         """Byte of the opcode at work; the machine sets it before it asks."""
         self.reached = 0
@@ -175,6 +172,10 @@ class ReducerTable:
         """What a Python 2 `str` becomes (STRING, BINSTRING, SHORT_BINSTRING)."""
         return python2_string(raw)
 
+    def raw(self, text: str) -> bytes:
+        """The bytes of a Python 2 `str` of which `string` made text."""
+        return text.encode("utf-8", "surrogatepass")
+
     def find(self, module: str, name: str) -> object:
         """What GLOBAL, STACK_GLOBAL and INST name."""
         place = modern(module, name)
@@ -207,10 +208,10 @@ class ReducerTable:
         if type(what) is Global:
             row = self.calls.get((what.module, what.name))
             if row is not None:
-                value = row(args)
+                value = row(self, args)
                 if value is not NotImplemented:
                     return value
-        self._used(what, "call")
+        self.used(what, "call")
         return Opaque(what, args)
 
     def instance(self, cls: object, args: tuple[object, ...]) -> object:
@@ -223,10 +224,10 @@ class ReducerTable:
         if type(cls) is Global and not kwargs:
             row = self.news.get((cls.module, cls.name))
             if row is not None:
-                value = row(args)
+                value = row(self, args)
                 if value is not NotImplemented:
                     return value
-        self._used(cls, "new")
+        self.used(cls, "new")
         return Opaque(cls, args, kwargs or None)
 
     def build(self, obj: object, state: object) -> object:
@@ -236,12 +237,12 @@ class ReducerTable:
                 raise PickleError("a BUILD of an object that has its state already")
             if isinstance(obj, Pending):
                 return obj.finish(state)
-            self._used(obj.what, "build")
+            self.used(obj.what, "build")
             obj.state = state
             return obj
         if isinstance(obj, Global):
             # Attributes for a class or a module itself: kept as data, beside the name.
-            self._used(obj, "build")
+            self.used(obj, "build")
             return Opaque(obj, state=state)
         if type(obj) is OrderedDict and isinstance(state, dict):
             keep_attributes(obj, state)
@@ -284,7 +285,7 @@ class ReducerTable:
 
     # For rows and subclasses.
 
-    def _used(self, what: object, use: str) -> None:
+    def used(self, what: object, use: str) -> None:
         """Note a use that was not built. Refuses what could not be called in any pickle."""
         if type(what) is Global:
             place = (what.module, what.name)

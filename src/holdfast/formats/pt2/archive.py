@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import struct
 
-from holdfast.core.protocols import Description, Source
+from holdfast.core.protocols import Source
+from holdfast.formats import FIRST_NBYTES
 
 FORMAT_RECORD = "archive_format"
 OLD_PROGRAM = "serialized_exported_program.json"
-
-FIRST_NBYTES = 30 + 512
-"""Bytes of the first header that are looked at: its 30 fixed ones, and a name."""
 
 END = struct.Struct("<4s4H2IH")
 END64 = struct.Struct("<4sQ2H2I4Q")
@@ -26,27 +24,15 @@ LOCATOR_NBYTES = 20
 MAX32 = 0xFFFFFFFF
 
 
-class Pt2Archive:
-    """The container of `torch.export.save` and `torch.export.pt2_archive`."""
-
-    name = "pt2"
-
-    def matches(self, source: Source) -> bool:
-        key = source.store.single
-        if key is None:
-            return False
-        head = source.first(key, FIRST_NBYTES)
-        if not head.startswith(b"PK\3\4") or len(head) < END.size:
-            return False
-        first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-        if first.endswith(b"/data.pkl"):
-            return False
-        return first == OLD_PROGRAM.encode() or _names_it(_directory(source, key, source.store.size(key)))
-
-    def describe(self, source: Source) -> Description:
-        from holdfast.formats.pt2.read import describe_pt2
-
-        return describe_pt2(source)
+def is_pt2(source: Source, key: str) -> bool:
+    """Whether a zip is the container of `torch.export.save` and `torch.export.pt2_archive`."""
+    head = source.first(key, FIRST_NBYTES)
+    if not head.startswith(b"PK\3\4") or len(head) < END.size:
+        return False
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    if first.endswith(b"/data.pkl"):
+        return False
+    return first == OLD_PROGRAM.encode() or _names_it(_directory(source, key, source.store.size(key)))
 
 
 def _directory(source: Source, key: str, size: int) -> bytes:

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from msgspec import field
 
+from holdfast.core.strict_json import quoted
 from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 from holdfast.formats.pt2.schema import SCALARS
-from holdfast.formats.strict_json import quoted
 
 SHOWN = 6
 """Values and operators that a sentence lists."""
@@ -72,7 +72,6 @@ class Program(Value, frozen=True):
 
     @property
     def nodes(self) -> int:
-        """Calls in the outermost graph."""
         return sum(self.operators.values())
 
     def texts(self) -> dict[str, str]:

@@ -31,20 +31,20 @@ from msgspec import Struct, field
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
+from holdfast.core.leaves import name_tensors
 from holdfast.core.protocols import Description, Source
+from holdfast.core.strict_json import kind, parse, quoted
 from holdfast.core.tensor import LazyTensor, Traits
-from holdfast.core.tree import name_tensors
 from holdfast.core.value import replace
+from holdfast.engine.files import ViewTable
 from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, ZipError
 from holdfast.formats.pt2.archive import FORMAT_RECORD, OLD_PROGRAM
 from holdfast.formats.pt2.program import Program, check_weights, summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, ConfigEntry, TensorMeta, about, blamed, parse_config
-from holdfast.formats.strict_json import kind, parse, quoted
 from holdfast.formats.torch.tensors import beyond, checked_shape, reach, strided_view
 from holdfast.formats.torch.zip import Payloads, PickleReader, record_bytes
 from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
-from holdfast.plan.files import ViewTable
 
 VERSION_RECORD, VERSION = "archive_version", "0"
 MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (
@@ -77,8 +77,6 @@ Values = dict[str, object]
 
 
 class Model(Struct):
-    """What belongs to one model."""
-
     weights: Values = field(default_factory=dict)
     constants: Values = field(default_factory=dict)
     compiled: Values = field(default_factory=dict)
@@ -114,7 +112,8 @@ def describe_pt2(source: Source) -> Description:
     else:
         tree = {name: model.tree() for name, model in models.items()}
     named = name_tensors(tree, source.limits, reader.nbytes)
-    notes = (*_programs(models), *reader.notes, *named.notes)
+    programs = [f"model {quoted(name)} {model.program}" for name, model in models.items() if model.program is not None]
+    notes = (*programs, *reader.notes, *named.notes)
     metadata = _metadata(models, reader.texts)
     return Description("pt2", ViewTable(named.tensors), tree, tuple(reader.payloads.foreign), notes, metadata)
 
@@ -128,11 +127,6 @@ def program_names(source: Source) -> list[str]:
     return [name for name in Pt2Reader(source, key, archive).names() if archive.get(f"{MODELS}{name}.json") is not None]
 
 
-def _programs(models: Mapping[str, Model]) -> list[str]:
-    """A sentence for each program."""
-    return [f"model {quoted(name)} {model.program}" for name, model in models.items() if model.program is not None]
-
-
 def _metadata(models: Mapping[str, Model], texts: Mapping[str, str]) -> dict[str, str]:
     """What is known of the programs, then what the archive's own records say."""
     metadata = {"models": ", ".join(models)}
@@ -144,8 +138,6 @@ def _metadata(models: Mapping[str, Model], texts: Mapping[str, str]) -> dict[str
 
 
 class Pt2Reader:
-    """Reads one archive."""
-
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
         self._source, self._key, self._archive = source, key, archive
         self.payloads = Payloads(source, key)
@@ -163,7 +155,6 @@ class Pt2Reader:
         return self._configs + self.payloads.nbytes
 
     def models(self) -> dict[str, Model]:
-        """Every model of an archive."""
         self._check_header()
         models: dict[str, Model] = {}
         for name in self.names():
@@ -182,7 +173,6 @@ class Pt2Reader:
         return models
 
     def names(self) -> list[str]:
-        """The names of the models, in the order of the file."""
         found: dict[str, None] = {}
         patterns = (
             (MODELS, ".json"), (WEIGHTS, WEIGHTS_CONFIG), (CONSTANTS, CONSTANTS_CONFIG), (WEIGHTS, ".pt"), (CONSTANTS, ".pt"),
@@ -231,7 +221,6 @@ class Pt2Reader:
             return None
 
     def _check_header(self) -> None:
-        """The records that say what the archive is."""
         if not self._archive.prefix:
             raise ZipError("the records of a pt2 archive lie in one top folder; these do not", file=self._key)
         if self._archive.get("data.pkl") is not None or self._archive.get("constants.pkl") is not None:
@@ -259,7 +248,6 @@ class Pt2Reader:
         return record_bytes(self._source, self._key, record)
 
     def _part(self, model: str, folder: str, suffix: str, *, what: str) -> Values:
-        """The weights or the constants of a model."""
         config, legacy = self._archive.get(folder + model + suffix), self._archive.get(f"{folder}{model}.pt")
         if config is not None and legacy is not None:
             raise HeaderError(f"the {what}s of model {quoted(model)} are described twice, by a config and by a torch.save")
@@ -292,7 +280,6 @@ class Pt2Reader:
         return self._view(record, entry.meta, f"{model}.{name}", is_param=entry.is_param)
 
     def _view(self, record: ZipRecord, meta: TensorMeta, name: str, *, is_param: bool) -> LazyTensor:
-        """A tensor over a raw record."""
         traits = Traits(requires_grad=meta.requires_grad, parameter=is_param)
         if not record.nbytes and 0 not in meta.sizes:
             # A fake tensor had no bytes to write, and all that it had is here.
@@ -318,7 +305,6 @@ class Pt2Reader:
         return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
 
     def _storage(self, record: ZipRecord, meta: TensorMeta) -> Storage:
-        """All of a raw record."""
         if not record.stored:
             raise ZipError(f"the storage {record.name!r} is compressed", offset=record.header)
         if record.nbytes * 8 % meta.dtype.bits:

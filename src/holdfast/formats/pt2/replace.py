@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Source
+from holdfast.core.strict_json import parse
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
+from holdfast.engine.saves import Data, SavePlan
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.pt2.archive import OLD_PROGRAM
 from holdfast.formats.pt2.read import (
@@ -35,13 +37,11 @@ from holdfast.formats.pt2.read import (
 )
 from holdfast.formats.pt2.schema import TENSOR, WEIGHT, parse_config
 from holdfast.formats.pt2.write import HEADER, Pickled, lay_out_records, place_weights
-from holdfast.formats.strict_json import parse
 from holdfast.formats.torch.write import SERIALIZATION_ID
 from holdfast.formats.torch.zip import record_bytes
 from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
 from holdfast.formats.zip.writer import Payload
-from holdfast.plan.saves import Data, SavePlan
 
 BYTES = DTYPES.name("uint8")
 

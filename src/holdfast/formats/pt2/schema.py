@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
+from holdfast.core.strict_json import kind, parse, pointer, quoted
 from holdfast.errors import HeaderError, HoldfastError, MetadataError, UnsafePath
-from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
 SCALARS: Mapping[int, str] = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64", 9: "complex32",
@@ -53,8 +53,6 @@ class TensorMeta(NamedTuple):
 
 
 class ConfigEntry(NamedTuple):
-    """One name of a config."""
-
     record: str
     """The record in the config's folder."""
     is_param: bool

@@ -27,13 +27,14 @@ from msgspec import Struct, field
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import dict_leaves
 from holdfast.core.value import Value
+from holdfast.engine.saves import Data, FilePlan, Late, SavePlan
 from holdfast.errors import CannotHold
 from holdfast.formats.pt2.schema import SCALARS, STRIDED, TENSOR, WEIGHT
 from holdfast.formats.torch.pickled import StorageRecord, StorageRecords
 from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, Identity
 from holdfast.formats.zip.writer import Payload, lay_out_zip
-from holdfast.plan.saves import Data, FilePlan, Late, SavePlan
 
 MODEL = "model"
 """What torch calls a program that is given without a name, and the one that `torch.export.load` looks for."""
@@ -58,8 +59,6 @@ class Pickled(Value, frozen=True):
 
 
 class ModelWeights(Value, frozen=True):
-    """One model of a package."""
-
     weights: Mapping[str, LazyTensor | Pickled]
     constants: Mapping[str, LazyTensor | Pickled] = field(default_factory=dict)
     program: bytes | Data | None = None
@@ -79,7 +78,7 @@ def models_of(models_tree: object) -> dict[str, ModelWeights]:
         if not isinstance(model, str) or not isinstance(tree, dict):
             problems.append(f"{str(model)[:80]}: a {type(tree).__name__}, and no state dict under a name")
             continue
-        for name, value in _leaves(tree, ""):
+        for name, value in dict_leaves(tree):
             if not isinstance(value, LazyTensor):
                 problems.append(f"{model}.{name}: a {type(value).__name__}, which a package of weights has no place for")
             elif name in weights:
@@ -90,15 +89,6 @@ def models_of(models_tree: object) -> dict[str, ModelWeights]:
     if problems:
         raise CannotHold("a package of weights cannot hold some of this state", problems)
     return models
-
-
-def _leaves(tree: Mapping[object, object], prefix: str) -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{name}.")
-        else:
-            yield name, value
 
 
 def lay_out_pt2(

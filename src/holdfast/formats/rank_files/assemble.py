@@ -21,24 +21,27 @@ Bits are compared, so 0.0 is not -0.0, and a NaN is equal to itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from typing import Any, cast
 
 import numpy as np
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.dtype import DType
+from holdfast.core.leaves import name_tensors
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Foreign, Request, Source, Stamp
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.tiling import first_overlap, tiles
-from holdfast.core.tree import name_tensors, refilled
+from holdfast.core.tree import Way, path_to, rebuild, refilled
 from holdfast.core.value import Value, replace
+from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, ReplicasDiffer, Unsupported, located
 from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.torch.zip import PickleReader, saved_archive
-from holdfast.plan.files import ViewTable
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 STEP_NBYTES = 1 << 20
@@ -46,8 +49,6 @@ STEP_NBYTES = 1 << 20
 
 
 class Copy(Value, frozen=True):
-    """What one rank has."""
-
     rank: int
     tensor: LazyTensor
 
@@ -319,39 +320,42 @@ def in_step(files: Sequence[RankFile], join: Join, allowance: Allowance, *, dept
 
     A key that some ranks lack is a place, too. What is no dict, list or tuple on all of them is a leaf.
     """
-    return _JoinWalk(join, allowance, depth).joined({file.rank: file.tree for file in files}, ())
 
+    def inside(values: Leaf) -> Iterable[tuple[str, Leaf]] | None:
+        allowance.spend(len(values))
+        if all(isinstance(value, dict) for value in values.values()):
+            allowance.spend(sum(map(len, cast("Collection[Collection[object]]", values.values()))))
+        keys = _keys(values)
+        return None if keys is None else ((_step(key), _at(values, key)) for key in keys)
 
-class _JoinWalk(Value, frozen=True):
-    join: Join
-    allowance: Allowance
-    most_depth: int
-
-    def joined(self, values: Leaf, path: tuple[str, ...]) -> object:
-        self.allowance.spend(len(values))
-        if len(path) > self.most_depth:
-            raise LimitExceeded(f"the state nests deeper than Limits(depth={self.most_depth})", expected=self.most_depth)
+    def made(values: Leaf, children: list[object], _: Way) -> object:
         first = next(iter(values.values()))
-        if isinstance(first, dict) and all(isinstance(value, dict) for value in values.values()):
-            keys: dict[object, None] = {}
-            for value in values.values():
-                self.allowance.spend(len(value) if isinstance(value, dict) else 0)
-                keys.update(dict.fromkeys(value if isinstance(value, dict) else ()))
-            return refilled(first, {key: self.joined(_at(values, key), (*path, _step(key))) for key in keys})
-        kind = type(first)
-        if kind in (list, tuple) and isinstance(first, list | tuple) and all(type(value) is kind for value in values.values()):
-            rows = {rank: value for rank, value in values.items() if isinstance(value, list | tuple)}
-            made = [
-                self.joined({rank: row[at] for rank, row in rows.items() if at < len(row)}, (*path, str(at)))
-                for at in range(max(map(len, rows.values())))
-            ]
-            return made if kind is list else tuple(made)
-        self.allowance.spend(sum(map(len, path)) // CHARACTERS_A_STEP)
-        return self.join(".".join(path), values)
+        if isinstance(first, dict):
+            return refilled(first, dict(zip(_keys(values) or (), children, strict=True)))
+        return children if isinstance(first, list) else tuple(children)
+
+    def leaf(values: Leaf, way: Way) -> object:
+        path = cast("tuple[str, ...]", path_to(way))
+        allowance.spend(sum(map(len, path)) // CHARACTERS_A_STEP)
+        return join(".".join(path), values)
+
+    return rebuild({file.rank: file.tree for file in files}, leaf, inside=inside, make=made, depth=depth)
 
 
-def _at(values: Leaf, key: object) -> Leaf:
-    return {rank: value[key] for rank, value in values.items() if isinstance(value, dict) and key in value}
+def _keys(values: Leaf) -> Collection[object] | None:
+    """What leads on where all ranks have a dict, a list or a tuple; None for a leaf."""
+    first, inside = next(iter(values.values())), cast("Collection[Collection[object]]", values.values())
+    if isinstance(first, dict) and all(isinstance(value, dict) for value in inside):
+        return dict.fromkeys(chain.from_iterable(inside))
+    if type(first) in (list, tuple) and all(type(value) is type(first) for value in inside):
+        return range(max(map(len, inside)))
+    return None
+
+
+def _at(values: Leaf, key: Any) -> Leaf:  # noqa: ANN401  # of a dict
+    """What the ranks have under a key, those that have it."""
+    inside = cast("Mapping[int, Any]", values)
+    return {rank: one[key] for rank, one in inside.items() if (key in one if isinstance(one, dict) else key < len(one))}
 
 
 def _step(key: object) -> str:

@@ -5,35 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import plainly, rebuild
 from holdfast.formats.rank_files.assemble import Assembly
 
 
-class Moving:
-    """Gives tensors the source that all tensors of an assembly have. What stands in several places is made once."""
+def moved(value: object, assembly: Assembly) -> object:
+    """The same value in plain dicts; its tensors have the source that all tensors of an assembly have.
 
-    def __init__(self, assembly: Assembly) -> None:
-        self._assembly = assembly
-        self._made: dict[int, tuple[object, object]] = {}
-        """By identity: what was met, which is kept so that its number stays its own, and what was made of it."""
-
-    def moved(self, value: object) -> object:
-        """The same value. No names are made on the way: the keys of a file may be long, and nest."""
-        if isinstance(value, LazyTensor):
-            return self._assembly.replica("", [(0, value)])
-        if not isinstance(value, dict) and type(value) not in (list, tuple):
-            return value
-        if id(value) not in self._made:
-            # What contains itself meets itself as it is.
-            self._made[id(value)] = value, value
-            self._made[id(value)] = value, self._inside(value)
-        return self._made[id(value)][1]
-
-    def _inside(self, value: object) -> object:
-        if isinstance(value, dict):
-            return {key: self.moved(inner) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(self.moved, value))
-        return value
+    What stands in several places is made once. No names are made on the way: the keys of a file may be long, and nest.
+    """
+    return rebuild(value, lambda one, _: assembly.replica("", [(0, one)]) if isinstance(one, LazyTensor) else one, make=plainly)
 
 
 def free_key(wanted: str, names: Mapping[str, object]) -> str:

@@ -26,7 +26,7 @@ whatever it is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from holdfast.core.box import Box
@@ -34,7 +34,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.core.tree import contents
+from holdfast.core.tree import Contents, contents, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Allowance, Assembly, Leaf, RankBox, described, in_step, read_rank
@@ -97,7 +97,6 @@ def _base(record: Opaque, rank: int, known: Sequence[int], *, shape: Sequence[in
 
 
 def _axes(layout: object, world: int) -> list[Axis]:
-    """The dimensions of a mesh."""
     if not isinstance(layout, Opaque):
         raise MetadataError("a mesh without its ranks", found=brief(layout))
     axes = layout.attribute("axes")
@@ -160,7 +159,7 @@ UNDERSTOOD = frozenset(
 """Classes of `torch.distributed` that are read here, and so are not foreign."""
 
 
-def describe(source: Source, format: str) -> Description:
+def describe(source: Source) -> Description:
     """The main set of rank files in a folder, put together."""
     sets = by_what(rank_sets(source.store.list(), PATTERN))
     chosen = main_set(sets.values())
@@ -174,7 +173,7 @@ def describe(source: Source, format: str) -> Description:
     understood = [f.what for file in files for f in file.foreign if _is_ours(f.what)]
     if chosen.what == EXTRA:
         tree: object = {f"rank_{file.rank}": file.tree for file in files}
-        return described(format, tree, files, source=source, notes=notes, metadata=metadata)
+        return described("rank-files", tree, files, source=source, notes=notes, metadata=metadata)
     allowance = Allowance(files)
     joined = _Joined(source, chosen, allowance)
     tree = in_step(files, joined.leaf, allowance, depth=source.limits.depth)
@@ -182,7 +181,7 @@ def describe(source: Source, format: str) -> Description:
         names = some([repr(name[:80]) for name in joined.differing])
         notes.append(f"values that are no tensors differ between ranks, and those of the first rank are shown: {names}")
     return described(
-        format, tree, files, source=source, understood=understood, notes=notes, metadata=metadata,
+        "rank-files", tree, files, source=source, understood=understood, notes=notes, metadata=metadata,
         unequal=joined.assembly.unequal,
     )  # fmt: skip
 
@@ -192,8 +191,6 @@ def _is_ours(what: Global) -> bool:
 
 
 class DTensorSpec(Value, frozen=True):
-    """What a DTensor says of itself on one rank."""
-
     shape: tuple[int, ...]
     dtype: DType
     mesh: Mesh
@@ -216,7 +213,6 @@ class _Joined:
         self.differing: list[str] = []
 
     def leaf(self, name: str, values: Leaf) -> object:
-        """One value for all ranks."""
         found = {rank: _unwrapped(value) for rank, value in values.items()}
         first = next(iter(found.values()))
         kinds = {rank: _kind(value) for rank, value in found.items()}
@@ -245,17 +241,20 @@ class _Joined:
     def _has_tensors(self, value: Opaque) -> bool:
         """Whether there is a tensor inside of an object that was not built."""
         seen: set[int] = set()
-        waiting: list[object] = [value]
-        while waiting:
-            inside = contents(waiting.pop()) or []
-            fresh = [children for owner, children in inside if id(owner) not in seen]
-            seen |= {id(owner) for owner, _ in inside}
-            for _, child in chain.from_iterable(fresh):
+
+        def inside(value: object) -> Iterator[tuple[str | int, object]] | None:
+            parts = contents(value)
+            return None if parts is None else children(parts)
+
+        def children(parts: Contents) -> Iterator[tuple[str | int, object]]:
+            # What an object holds may be another's as well.
+            fresh = [part for owner, part in parts if id(owner) not in seen]
+            seen.update(id(owner) for owner, _ in parts)
+            for pair in chain.from_iterable(fresh):
                 self._allowance.spend(1)
-                if isinstance(child, LazyTensor):
-                    return True
-                waiting.append(child)
-        return False
+                yield pair
+
+        return any(isinstance(one, LazyTensor) for _, one in walk(value, inside))
 
     def _everywhere(self, name: str, found: Mapping[int, object]) -> None:
         if len(found) < self._ranks.world:

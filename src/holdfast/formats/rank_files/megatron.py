@@ -27,7 +27,8 @@ Names and cuts as of `megatron/training/checkpointing.py` and `megatron/core/ten
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 from holdfast.core.box import Box
 from holdfast.core.opaque import Opaque
@@ -35,13 +36,12 @@ from holdfast.core.patterns import matcher
 from holdfast.core.placement_rules import PlacementRule, parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE
+from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, name_at, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import BadPlacement, FormatError, LimitExceeded, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, RankBox, RankFile, described, read_rank
-from holdfast.formats.rank_files.beside import Moving, free_key
-from holdfast.formats.rank_files.megatron_files import FORMAT, Place, megatron_files
-from holdfast.formats.rank_files.recognise import some
+from holdfast.formats.rank_files.beside import free_key, moved
+from holdfast.formats.rank_files.recognise import Place, megatron_files, some
 from holdfast.formats.rank_files.steps import chosen_step
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -65,7 +65,14 @@ GATED = ("dense_h_to_4h", "linear_fc1")
 JOINED = ("query_key_value", "key_value")
 """What lay in three (or two) parts on each rank before version 1."""
 
+OWN_STATE = ("optimizer", "rng_state")
+"""What every rank has for itself."""
+
 MODEL = re.compile(r"model(\d{0,3})")
+
+
+def _under_texts(value: object) -> Iterable[tuple[object, object]] | None:
+    return [item for item in value.items() if isinstance(item[0], str)] if isinstance(value, dict) else None
 
 
 class Rank(Value, frozen=True):
@@ -96,7 +103,6 @@ def describe(source: Source) -> Description:
 
 
 def _folder(said: str) -> str:
-    """The folder of an iteration, as the pointer says it."""
     return f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() and len(said) < 19 else said
 
 
@@ -152,8 +158,6 @@ class ParallelCopies(Value, frozen=True):
 
 
 class _Iteration:
-    """One iteration, read."""
-
     def __init__(self, source: Source, ranks: Sequence[Rank]) -> None:
         self.assembly = Assembly(source)
         self.source = source
@@ -174,22 +178,17 @@ class _Iteration:
             raise FormatError("not a file of Megatron: it has no model with tensors in it", file=self.ranks[0].file.key)
         self._check_rules(parameters)
         weights = {name: self._tensor(name, copies) for name, copies in parameters.items()}
-        moving = Moving(self.assembly)
-        kept = {
-            key: value for key, value in self.ranks[0].said.items() if not _is_model(key) and key not in ("optimizer", "rng_state")
-        }
-        rest: dict[object, object] = {key: moving.moved(value) for key, value in kept.items()}
+        kept = {key: value for key, value in self.ranks[0].said.items() if not _is_model(key) and key not in OWN_STATE}
+        rest = cast("dict[object, object]", moved(kept, self.assembly))
         own = {
-            rank.file.key.split("/")[-2]: {
-                key: moving.moved(rank.said[key]) for key in ("optimizer", "rng_state") if key in rank.said
-            }
+            rank.file.key.split("/")[-2]: moved({key: rank.said[key] for key in OWN_STATE if key in rank.said}, self.assembly)
             for rank in self.ranks
         }
         rest |= {"ranks": {name: value for name, value in own.items() if value}}
         beside = free_key(BESIDE, weights)
         metadata = {"tensor_parallel": str(self.tp), "pipeline_parallel": str(len(self.ranks) // self.tp)}
         found = described(
-            FORMAT, {**weights, beside: rest}, [rank.file for rank in self.ranks], source=self.assembly.source,
+            "megatron", {**weights, beside: rest}, [rank.file for rank in self.ranks], source=self.assembly.source,
             metadata=metadata | ({"step": step} if step else {}), unequal=self.assembly.unequal,
         )  # fmt: skip
         return replace(found, beside=(beside,))
@@ -238,9 +237,7 @@ class _Iteration:
         flats = []
         for rank in own:
             with located(file=rank.file.key):
-                flat: dict[str, LazyTensor] = {}
-                self._flatten(rank.said.get(key), "", flat, depth=self.source.limits.depth)
-                flats.append(flat)
+                flats.append(self._flatten(rank.said.get(key)))
         found = {}
         for rank, flat in zip(own[1:], flats[1:], strict=True):
             differing = sorted(flat.keys() ^ flats[0].keys())
@@ -253,18 +250,18 @@ class _Iteration:
             found[name] = ParallelCopies(name, [(rank, flat[name]) for rank, flat in zip(own, flats, strict=True)])
         return found
 
-    def _flatten(self, value: object, path: str, found: dict[str, LazyTensor], *, depth: int) -> None:
+    def _flatten(self, model: object) -> dict[str, LazyTensor]:
         """The tensors in nested dicts under dotted names; states that layers keep besides are no tensors."""
-        self._spare -= 1
-        self._room -= len(path)
-        if self._spare < 0 or self._room < 0 or depth < 0:
-            raise LimitExceeded("the model nests too deep, or refers to the same containers or long names too often")
-        if isinstance(value, LazyTensor):
-            found[path] = value
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                if isinstance(key, str):
-                    self._flatten(inner, f"{path}.{key}" if path else key, found, depth=depth - 1)
+        found: dict[str, LazyTensor] = {}
+        for way, value in walk(model, _under_texts, most=self._spare, depth=self.source.limits.depth):
+            name = name_at(way)
+            self._spare -= 1
+            self._room -= len(name)
+            if self._room < 0:
+                raise LimitExceeded("the model refers to the same long names too often")
+            if isinstance(value, LazyTensor):
+                found[name] = value
+        return found
 
     # Tensors
 

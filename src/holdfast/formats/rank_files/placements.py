@@ -44,7 +44,6 @@ class Mesh:
             raise MetadataError("a mesh of ranks that has not each of them once", found=self.shape[:8])
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where a rank is; None where it is not in the mesh."""
         at = self.places.get(rank)
         if at is None:
             return None
@@ -101,7 +100,6 @@ def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, Box]]:
 
 
 def _cut(runs: Sequence[Run], ranks: int, rank: int, *, split: int) -> list[Run]:
-    """The runs that one of so many ranks gets of these."""
     length = sum(stop - start for start, stop in runs)
     size = -(-length // split) if length else 0
     pieces = -(-length // size) if size else 0

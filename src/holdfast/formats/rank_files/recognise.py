@@ -13,7 +13,7 @@ from itertools import islice
 
 from msgspec import Struct, field
 
-from holdfast.core.protocols import Description, Source
+from holdfast.core.protocols import Source
 from holdfast.errors import FormatError
 
 SHOWN = 5
@@ -86,7 +86,6 @@ def begins_like_torch(source: Source, key: str) -> bool:
 
 
 def some(names: Sequence[str], count: int | None = None) -> str:
-    """Some names, for a message, and how many more there are."""
     count = len(names) if count is None else count
     shown = ", ".join(names[:SHOWN])
     return shown if count <= min(len(names), SHOWN) else f"{shown} and {count - min(len(names), SHOWN):,} more"
@@ -116,28 +115,43 @@ def main_set(sets: Iterable[RankSet]) -> RankSet:
     return min(sets, key=place)
 
 
-class RankFiles:
-    """A folder of rank files with DTensors. What reads one (`dtensors`) is imported when there is one."""
+MEGATRON = re.compile(
+    r"(?:(?P<step>[^/]+)/)?mp_rank_(?P<tp>\d{2,4})(?:_(?P<pp>\d{3}))?(?P<more>_\d{3})?/(?:model_optim_rng|model_rng)\.pt"
+)
 
-    name = "rank-files"
+Place = tuple[int, int | None, str]
+"""Tensor-parallel rank, stage of the pipeline where there is one, and what the name says beyond that (a rank of experts)."""
 
-    def matches(self, source: Source) -> bool:
-        """Whether names and the content of one file say so. One file of several, opened by itself, is a file."""
-        if source.store.holds("holdfast.json"):
-            return False
-        keys = source.store.list()
-        sets = rank_sets(keys, PATTERN)
-        # What somebody made of them, and put beside them, is what the folder is; the files themselves still open by a star.
-        merged = any("/" not in key and key.endswith((".safetensors", ".safetensors.index.json")) for key in keys)
-        if not sets or merged or ".metadata" in keys:
-            return False
-        name = source.store.name.replace("\\", "/")
-        if len(keys) == 1 and sets[0].world != 1 and name.rsplit("/", 1)[-1] == keys[0]:
-            return False
-        chosen = main_set(sets)
-        return begins_like_torch(source, chosen.files[chosen.ranks[0]])
 
-    def describe(self, source: Source) -> Description:
-        from holdfast.formats.rank_files.dtensors import describe
+def megatron_files(keys: Iterable[str]) -> dict[str, dict[Place, str]]:
+    """The files of Megatron's ranks, of each step."""
+    found: dict[str, dict[Place, str]] = {}
+    for match in filter(None, map(MEGATRON.fullmatch, keys)):
+        place = int(match["tp"]), None if match["pp"] is None else int(match["pp"]), match["more"] or ""
+        found.setdefault(match["step"] or "", {})[place] = match[0]
+    return found
 
-        return describe(source, self.name)
+
+def is_megatron(source: Source) -> bool:
+    """Whether names and the content of one file say so."""
+    if source.store.holds("holdfast.json"):
+        return False
+    found = next(iter(megatron_files(source.store.list()).values()), None)
+    return found is not None and begins_like_torch(source, next(iter(found.values())))
+
+
+def is_rank_files(source: Source) -> bool:
+    """Whether names and the content of one file say so. One file of several, opened by itself, is a file."""
+    if source.store.holds("holdfast.json"):
+        return False
+    keys = source.store.list()
+    sets = rank_sets(keys, PATTERN)
+    # What somebody made of them, and put beside them, is what the folder is; the files themselves still open by a star.
+    merged = any("/" not in key and key.endswith((".safetensors", ".safetensors.index.json")) for key in keys)
+    if not sets or merged or ".metadata" in keys:
+        return False
+    name = source.store.name.replace("\\", "/")
+    if len(keys) == 1 and sets[0].world != 1 and name.rsplit("/", 1)[-1] == keys[0]:
+        return False
+    chosen = main_set(sets)
+    return begins_like_torch(source, chosen.files[chosen.ranks[0]])

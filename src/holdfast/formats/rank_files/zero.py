@@ -42,7 +42,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, read_rank
-from holdfast.formats.rank_files.beside import Moving, free_key
+from holdfast.formats.rank_files.beside import free_key, moved
 from holdfast.formats.rank_files.flat import FlatRow, FlatSlice, cut
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
 from holdfast.formats.rank_files.steps import chosen_step
@@ -54,7 +54,6 @@ WEIGHT = "fp32"
 
 
 def universal_files(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The files of parameters: which, and what of it."""
     found = {}
     for key in keys:
         match = FILE.fullmatch(key)
@@ -72,7 +71,6 @@ class Universal:
         self.files: list[RankFile] = []
         self.weights: dict[str, LazyTensor] = {}
         self.optimizer: dict[object, object] = {}
-        moving = Moving(assembly)
         kinds: dict[str, dict[object, object]] = {}
         for number, (key, (name, what)) in enumerate(files.items()):
             file = read_rank(source, number, key)
@@ -82,7 +80,7 @@ class Universal:
                 with located(file=key, tensor=name):
                     value = _shaped(assembly.replica(name, [(0, value)]), shapes.get(name), assembly.source)
             if what != WEIGHT:
-                kinds.setdefault(what, {})[name] = moving.moved(value)
+                kinds.setdefault(what, {})[name] = moved(value, assembly)
             elif isinstance(value, LazyTensor):
                 self.weights[name] = value
             else:
@@ -114,9 +112,7 @@ TAKEN = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragment
 """What of a model file is shown as tensors, and not once more among the rest."""
 
 
-class Files(Struct):
-    """The files of one step, by what they are."""
-
+class StepFiles(Struct):
     whole: str | None = None
     """The model of stages 1 and 2."""
     models: dict[int, str] = field(default_factory=dict)
@@ -129,30 +125,26 @@ class Files(Struct):
     """Files of a rank that has another one."""
 
 
-class ZeroDirectory:
-    """A step of DeepSpeed, or a run with a file `latest`."""
-
-    name = "deepspeed"
-
-    def matches(self, source: Source) -> bool:
-        found = _steps(source.store.list())
-        return any(begins_like_torch(source, key) for files in found.values() for key in _some_model(files))
-
-    def describe(self, source: Source) -> Description:
-        steps = _steps(source.store.list())
-        step = chosen_step(source, [folder for folder, files in steps.items() if _some_model(files)], LATEST)
-        files = steps[step]
-        _check_files(files)
-        below = f"{step}/zero/" if step else "zero/"
-        universal = universal_files(source.store.list()) if not step else {}
-        if not universal and any(key.startswith(below) for key in source.store.list()):
-            raise Unsupported(f"a universal checkpoint; open its folder {step!r} itself", file=step or None)
-        return _Step(source, files, universal).description(step)
+def is_deepspeed(source: Source) -> bool:
+    found = _steps(source.store.list())
+    return any(begins_like_torch(source, key) for files in found.values() for key in _some_model(files))
 
 
-def _steps(keys: Iterable[str]) -> dict[str, Files]:
+def describe(source: Source) -> Description:
+    steps = _steps(source.store.list())
+    step = chosen_step(source, [folder for folder, files in steps.items() if _some_model(files)], LATEST)
+    files = steps[step]
+    _check_files(files)
+    below = f"{step}/zero/" if step else "zero/"
+    universal = universal_files(source.store.list()) if not step else {}
+    if not universal and any(key.startswith(below) for key in source.store.list()):
+        raise Unsupported(f"a universal checkpoint; open its folder {step!r} itself", file=step or None)
+    return _Step(source, files, universal).description(step)
+
+
+def _steps(keys: Iterable[str]) -> dict[str, StepFiles]:
     """The files of each step: of the opened folder itself, or of the folders in it."""
-    found: dict[str, Files] = {}
+    found: dict[str, StepFiles] = {}
     for key in keys:
         folder, _, name = key.rpartition("/")
         if "/" in folder or not name.endswith(".pt"):
@@ -160,7 +152,7 @@ def _steps(keys: Iterable[str]) -> dict[str, Files]:
         model, optimizer, other = MODEL.fullmatch(name), OPTIMIZER.fullmatch(name), OTHER.fullmatch(name)
         if not (model or optimizer or other):
             continue
-        files = found.setdefault(folder, Files())
+        files = found.setdefault(folder, StepFiles())
         if model is not None:
             files.mp.add(int(model["mp"]))
             if model["rank"] is None:
@@ -175,16 +167,16 @@ def _steps(keys: Iterable[str]) -> dict[str, Files]:
     return found
 
 
-def _put(ranks: dict[int, str], rank: int, key: str, files: Files) -> None:
+def _put(ranks: dict[int, str], rank: int, key: str, files: StepFiles) -> None:
     if ranks.setdefault(rank, key) != key:
         files.twice.append(key)
 
 
-def _some_model(files: Files) -> list[str]:
+def _some_model(files: StepFiles) -> list[str]:
     return [key for key in (files.whole, *files.models.values()) if key is not None][:1]
 
 
-def _check_files(files: Files) -> None:
+def _check_files(files: StepFiles) -> None:
     """Raise where the names alone say that this cannot be put together."""
     if files.others:
         raise Unsupported(
@@ -207,13 +199,10 @@ def _check_files(files: Files) -> None:
 
 
 class _Step:
-    """One step, read."""
-
-    def __init__(self, source: Source, files: Files, universal: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, source: Source, files: StepFiles, universal: Mapping[str, tuple[str, str]]) -> None:
         self.limits = source.limits
         self.assembly = Assembly(source)
         self.notes: list[str] = []
-        self._beside = Moving(self.assembly)
         models = {0: files.whole} if files.whole is not None else files.models
         self.models = [read_rank(source, rank, key) for rank, key in sorted(models.items())]
         self.optimizers: list[Optimizer] = []
@@ -234,12 +223,11 @@ class _Step:
         return self.assembly.source
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all parameters."""
         with located(file=self.models[0].key):
             groups = shapes_of(self.said[0].get("param_shapes") or [], "param_shapes", self.limits)
         return {name: shape for group in groups for name, shape in group.items()}
 
-    def _check_ranks(self, files: Files) -> None:
+    def _check_ranks(self, files: StepFiles) -> None:
         split = self._split
         if self.optimizers:
             first = self.optimizers[0]
@@ -267,14 +255,14 @@ class _Step:
         weights, optimizer = self._weights()
         kept: dict[object, object] = {}
         if len(self.models) == 1 and self.models[0].rank == 0 and not self._split:
-            kept["module"] = self._beside.moved(self.said[0]["module"])
+            kept["module"] = moved(self.said[0]["module"], self.assembly)
         kept["optimizer"] = optimizer
-        kept["state"] = self._beside.moved({key: value for key, value in self.said[0].items() if key not in TAKEN})
+        kept["state"] = moved({key: value for key, value in self.said[0].items() if key not in TAKEN}, self.assembly)
         beside = free_key(BESIDE, weights)
         stage = self.optimizers[0].stage if self.optimizers else 0
         metadata = {"zero_stage": str(stage), "ranks": str(max(1, len(self.optimizers)))} | ({"step": step} if step else {})
         found = described(
-            ZeroDirectory.name, {**weights, beside: kept}, self.files, source=self.own, notes=self.notes, metadata=metadata,
+            "deepspeed", {**weights, beside: kept}, self.files, source=self.own, notes=self.notes, metadata=metadata,
             unequal=self.assembly.unequal,
         )  # fmt: skip
         return replace(found, beside=(beside,))
@@ -389,7 +377,7 @@ class _Step:
                     rest.setdefault(number, {})[key] = self._alike(f"{BESIDE}.optimizer.state.{number}.{brief(key)}", values)
         base = self.optimizers[0].said.get("optimizer_state_dict" if groups.split else "base_optimizer_state")
         settings = base.get("param_groups") if isinstance(base, dict) else None
-        others = {"state": rest, "param_groups": self._beside.moved(settings)}
+        others = {"state": rest, "param_groups": moved(settings, self.assembly)}
         return {**moments, **{key: value for key, value in others.items() if value and key not in moments}}
 
     def _alike(self, name: str, values: Sequence[object]) -> object:

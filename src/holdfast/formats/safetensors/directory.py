@@ -24,7 +24,7 @@ from itertools import accumulate, chain
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, UnknownFormat, located
-from holdfast.formats.index_file import INDEX, check_mapped, choose_index, claimed_twice, other_copies, read_index, some
+from holdfast.formats.index_file import INDEX, WeightFiles, by_index, check_mapped, claimed_twice, other_copies, some
 from holdfast.formats.recorded import Recorded, restore
 from holdfast.formats.safetensors.read import Header, header_table, read_header, refuse_orphans
 from holdfast.formats.safetensors.record import RECORD, SHARDING_INFO, About, HeaderRecord, join, read_record, saved_offsets
@@ -39,49 +39,50 @@ Places = dict[str, int | LazyTensor]
 """By name: the number of a tensor that one file has whole, counted through all files, or a tensor that was joined from pieces."""
 
 
-class SafetensorsDirectory:
-    """The format of a directory."""
+def is_directory(source: Source) -> bool:
+    """Whether several files were opened, safetensors or an index of them at the top, and it is no DCP directory."""
+    keys = source.store.list()
+    if len(keys) < 2 or any(key == ".metadata" or (key.endswith(".distcp") and "/" not in key) for key in keys):
+        return False
+    return bool(_candidates(keys)) or any(key.endswith(INDEX_SUFFIX) and "/" not in key for key in keys)
 
-    name = "safetensors-dir"
 
-    def matches(self, source: Source) -> bool:
-        """Whether several files were opened, safetensors or an index of them at the top, and it is no DCP directory."""
-        keys = source.store.list()
-        if len(keys) < 2 or any(key == ".metadata" or (key.endswith(".distcp") and "/" not in key) for key in keys):
-            return False
-        return bool(_candidates(keys)) or any(key.endswith(INDEX_SUFFIX) and "/" not in key for key in keys)
-
-    def describe(self, source: Source) -> Description:
-        """Read the index and the header of every file that counts, and check that they agree."""
-        keys = source.store.list()
-        index = choose_index(keys, source.store.name)
-        listed = None if index is None else read_index(source, index)
-        files = _candidates(keys) if listed is None else listed.files
-        if not files and listed is None:
-            raise UnknownFormat("there is no safetensors file at the top of this directory", file=source.store.name)
-        record = HeaderRecord()
-        if listed is not None:
-            with located(file=index):
-                texts = {name: value for name, value in listed.metadata.items() if name != RECORD}
-                record = read_record(listed.metadata.get(RECORD), About(listed.weight_map, texts), source.limits)
-        headers = {key: read_header(source, key) for key in files}
-        refuse_orphans(headers.values())
-        alone = next(iter(headers.values())) if listed is None and len(headers) == 1 else None
-        places, first = _places(headers, source)
-        notes: list[str] = []
-        if listed is not None and index is not None:
-            places = _mapped(listed.weight_map, headers, places, first=first, index=index, notes=notes)
-            if others := [key for key in _at_the_top(keys) if key not in headers]:
-                notes.append(f"{index!r} does not name {some(others)}; not read")
-        del listed  # a second set of names
-        notes += other_copies(keys)
-        metadata = _common_metadata(headers.values(), notes)
-        stored = header_table([*headers.values()], source, places)
+def describe(source: Source) -> Description:
+    """Read the index and the header of every file that counts, and check that they agree."""
+    keys = source.store.list()
+    chosen = weight_files(source)
+    files, index, listed = chosen.files, chosen.index, chosen.listed
+    if not files and listed is None:
+        raise UnknownFormat("there is no safetensors file at the top of this directory", file=source.store.name)
+    record = HeaderRecord()
+    if listed is not None:
         with located(file=index):
-            recorded = _together(headers.values(), record, stored, alone=alone, notes=notes)
-            tensors, tree = restore(stored, recorded, source)
-        changed = _changes(headers.values(), record, index, notes=notes)
-        return Description(self.name, tensors, tree, notes=tuple(notes), metadata=metadata, changed=changed)
+            texts = {name: value for name, value in listed.metadata.items() if name != RECORD}
+            record = read_record(listed.metadata.get(RECORD), About(listed.weight_map, texts), source.limits)
+    headers = {key: read_header(source, key) for key in files}
+    refuse_orphans(headers.values())
+    alone = next(iter(headers.values())) if listed is None and len(headers) == 1 else None
+    places, first = _places(headers, source)
+    notes: list[str] = []
+    if listed is not None and index is not None:
+        places = _mapped(listed.weight_map, headers, places, first=first, index=index, notes=notes)
+        if others := [key for key in _at_the_top(keys) if key not in headers]:
+            notes.append(f"{index!r} does not name {some(others)}; not read")
+    del chosen, listed  # a second set of names
+    notes += other_copies(keys)
+    metadata = _common_metadata(headers.values(), notes)
+    stored = header_table([*headers.values()], source, places)
+    with located(file=index):
+        recorded = _together(headers.values(), record, stored, alone=alone, notes=notes)
+        tensors, tree = restore(stored, recorded, source)
+    changed = _changes(headers.values(), record, index, notes=notes)
+    return Description("safetensors-dir", tensors, tree, notes=tuple(notes), metadata=metadata, changed=changed)
+
+
+def weight_files(source: Source) -> WeightFiles:
+    """Which files of a folder count, or the one file that there is. Raises as `by_index` does."""
+    keys = source.store.list()
+    return WeightFiles(keys) if len(keys) == 1 else by_index(source, keys) or WeightFiles(_candidates(keys))
 
 
 def _mapped(

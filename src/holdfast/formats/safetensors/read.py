@@ -17,7 +17,8 @@ from holdfast.core.runtime import copied_together
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
-from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
+from holdfast.engine.files import FileStorages
+from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, HeaderRecord, read_record, saved_offsets
 from holdfast.formats.safetensors.schema import (
@@ -29,7 +30,6 @@ from holdfast.formats.safetensors.schema import (
     check_layout,
     parse_document,
 )
-from holdfast.plan.files import FileStorages
 
 SMALLEST_NBYTES = 2
 """A header of `{}`."""
@@ -70,14 +70,14 @@ class Header(Value, frozen=True, dict=True):
     def entry(self, name: str) -> HeaderEntry:
         """What the header says of one tensor."""
         at, columns = self.positions[name], self.columns
-        outline, begin = columns.outline[at], columns.begins[at]
-        return HeaderEntry(*columns.outlines[outline], (begin, begin + columns.nbytes[outline]))
+        begin = columns.starts[at] - self.data_start
+        return HeaderEntry(*columns.outlines[columns.outline[at]], (begin, begin + columns.nbytes[at]))
 
     def storage(self, name: str, home: Store) -> Storage:
         """Where the bytes of a tensor lie in the store that the header was read from."""
-        begin, end = self.entry(name).data_offsets
-        crc32 = self.record.crcs[self.positions[name]] if self.record.crcs else None
-        return Storage(self.key, self.data_start + begin, end - begin, crc32=crc32, label=name, home=home)
+        at, columns = self.positions[name], self.columns
+        crc32 = self.record.crcs[at] if self.record.crcs else None
+        return Storage(self.key, columns.starts[at], columns.nbytes[at], crc32=crc32, label=name, home=home)
 
 
 def header_table(headers: Sequence[Header], source: Source, places: Mapping[str, int | LazyTensor] | None = None) -> Table:
@@ -110,11 +110,10 @@ def _storages(headers: Sequence[Header], source: Source) -> FileStorages:
     names: Sequence[str] = headers[0].names if len(headers) == 1 else [name for header in headers for name in header.names]
     file, start, nbytes, crcs = array("q"), array("q"), array("q"), array("q")
     for number, header in enumerate(headers):
-        columns, first, count = header.columns, header.data_start, len(header.names)
-        lengths = columns.nbytes
+        columns, count = header.columns, len(header.names)
         file += array("q", [number]) * count
-        start += array("q", [first + begin for begin in columns.begins])
-        nbytes += array("q", [lengths[one] for one in columns.outline])
+        start += columns.starts
+        nbytes += columns.nbytes
         crcs.extend(header.record.crcs or array("q", [NO_CRC]) * count)
     return FileStorages([FilePlace(source, one.key, source.store) for one in headers], file, start, nbytes, crcs, names=names)
 
@@ -142,7 +141,7 @@ def read_header(source: Source, key: str) -> Header:
         )
     data_start = PREFIX_NBYTES + length
     document = parse_document(source.bytes(key, PREFIX_NBYTES, data_start), source.limits, file=key)
-    columns = check_layout(document.entries, size - data_start, source.limits, file=key)
+    columns = check_layout(document.entries, range(data_start, size), source.limits, file=key)
     metadata = {name: text for name, text in document.metadata.items() if name != RECORD}
     with located(file=key):
         about = About(document.entries, metadata, document.entries)
@@ -164,35 +163,22 @@ def begins_like_safetensors(source: Source, key: str) -> bool:
     return start[PREFIX_NBYTES:].isspace() and SMALLEST_NBYTES <= length <= source.store.size(key) - PREFIX_NBYTES
 
 
-class SafetensorsFile:
-    """The format of a single file."""
-
-    name = "safetensors"
-
-    def matches(self, source: Source) -> bool:
-        """Whether exactly one file was opened and it begins like safetensors, whatever it is called."""
-        key = source.store.single
-        try:
-            return key is not None and begins_like_safetensors(source, key)
-        except FormatError:
-            return False
-
-    def describe(self, source: Source) -> Description:
-        """Read the header and check everything that it says."""
-        keys = source.store.list()
-        if len(keys) != 1:
-            raise HeaderError(f"one safetensors file was expected, {len(keys):,} files are there", file=source.store.name)
-        header = read_header(source, keys[0])
-        if source.store.folder:
-            refuse_orphans([header])
-        pieces = sum([any(offsets) for offsets in saved_offsets(header, source.limits).values()])
-        notes = [*header.record.notes]
-        if pieces:
-            notes.append(f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory")
-        with located(file=header.key):
-            tensors, tree = restore(header_table([header], source), header.record.recorded, source)
-        changed = () if header.record.changed is None else (header.record.changed,)
-        return Description(self.name, tensors, tree, notes=tuple(notes), metadata=header.metadata, changed=changed)
+def describe(source: Source) -> Description:
+    """Read the header and check everything that it says."""
+    keys = source.store.list()
+    if len(keys) != 1:
+        raise HeaderError(f"one safetensors file was expected, {len(keys):,} files are there", file=source.store.name)
+    header = read_header(source, keys[0])
+    if source.store.folder:
+        refuse_orphans([header])
+    pieces = sum([any(offsets) for offsets in saved_offsets(header, source.limits).values()])
+    notes = [*header.record.notes]
+    if pieces:
+        notes.append(f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory")
+    with located(file=header.key):
+        tensors, tree = restore(header_table([header], source), header.record.recorded, source)
+    changed = () if header.record.changed is None else (header.record.changed,)
+    return Description("safetensors", tensors, tree, notes=tuple(notes), metadata=header.metadata, changed=changed)
 
 
 def refuse_orphans(headers: Iterable[Header]) -> None:

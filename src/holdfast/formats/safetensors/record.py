@@ -8,7 +8,7 @@ The entry `holdfast` has checksums, and what the format has no other place for.
 - `crc32` holds eight hexadecimal digits a tensor, in the order of the header.
 - `of` is the CRC-32 of the tensors' part of the header as msgspec writes it, `texts` that of the other texts in `__metadata__`.
 - `rest` names the file beside this one that says the rest: the manifest of a native directory, or the index of a split checkpoint.
-- `self` is the checksum of the record (`formats.strict_json.seal`).
+- `self` is the checksum of the record (`core.documents`).
 
 So nothing in a header is without a checksum, and what is wrong with one tells its cause:
 
@@ -46,28 +46,16 @@ from msgspec import field
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.crc import crc32
+from holdfast.core.documents import CLOSING, HEX, SEAL_NBYTES, SELF, check_seal, hexadecimal, sealing
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
+from holdfast.core.strict_json import kind, paid_nbytes, parse, pointer, quoted
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tiling import tiles
 from holdfast.core.value import Value, replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.recorded import FIELDS, Recorded, parse_recorded
 from holdfast.formats.safetensors.schema import ADDRESSABLE, ROWS, addressable
-from holdfast.formats.strict_json import (
-    CLOSING,
-    HEX,
-    SEAL,
-    SEAL_NBYTES,
-    check_seal,
-    hexadecimal,
-    kind,
-    paid_nbytes,
-    parse,
-    pointer,
-    quoted,
-    sealing,
-)
 from holdfast.formats.tree_json.decode import json_limits
 
 if TYPE_CHECKING:
@@ -108,6 +96,9 @@ class HeaderRecord(Value, frozen=True):
     """How the file differs from what was written with the record: for a verification to report."""
     present: bool = False
     """Whether there is a record, used or not."""
+
+
+NO_RECORD = HeaderRecord()
 
 
 class About(Value, frozen=True):
@@ -188,7 +179,7 @@ def read_record(text: object, about: About, limits: Limits, *, start: int = 0) -
     """
     if text is None:
         _look_elsewhere(about)
-        return HeaderRecord()
+        return NO_RECORD
     try:
         if not isinstance(text, str):
             raise HeaderError(f"expected text, found {kind(text)}")
@@ -217,7 +208,7 @@ def _read(raw: bytes, about: About, limits: Limits) -> HeaderRecord:
     if version > VERSION or version < 1:
         note = f"__metadata__.{RECORD} is of version {version:,}, which this Holdfast does not know; not used"
         return HeaderRecord(notes=(note,), present=True)
-    later = ("texts", "rest", SEAL) if version >= SEALED_VERSION else ()
+    later = ("texts", "rest", SELF) if version >= SEALED_VERSION else ()
     allowed = {"version", "of", *later, *FIELDS, *(("crc32",) if about.names is not None else ())}
     for name in document:
         if name not in allowed:

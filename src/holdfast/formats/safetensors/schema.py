@@ -28,9 +28,9 @@ import msgspec
 
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
+from holdfast.core.strict_json import kind, parse, pointer, quoted
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, Truncated
-from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
 METADATA = "__metadata__"
 """The one name in a header that is no tensor."""
@@ -216,30 +216,30 @@ class HeaderColumns(Value, frozen=True):
 
     outlines: Sequence[Outline]
     """Dtypes and shapes, each pair once."""
-    nbytes: Sequence[int]
-    """Of a tensor of each outline."""
-    outline: Sequence[int]
+    outline: array[int]
     """Of each entry, a position in `outlines`."""
-    begins: Sequence[int]
-    """Of each entry, the first byte in the data section."""
+    starts: array[int]
+    """Of each entry, the first byte in the file."""
+    nbytes: array[int]
+    """Of each entry."""
 
 
-def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: Limits, *, file: str | None = None) -> HeaderColumns:
-    """Check every entry, and that together they tile the data section of `data_nbytes` bytes exactly.
+def check_layout(entries: Mapping[str, HeaderEntry], data: range, limits: Limits, *, file: str | None = None) -> HeaderColumns:
+    """Check every entry, and that together they tile the data section exactly; `data` are its places in the file.
 
     Raises `HeaderError`, `LimitExceeded` for the rank, or `Truncated` where the data section is shorter than they say.
 
     All arithmetic is on Python's integers, which do not overflow. A dtype and shape is judged once. One pass checks all; it is
-    written for the honest file, where the tensors lie in the order of the header, and leaves saying what is wrong to a second look.
+    written for the honest file, where the tensors lie in the order of the header, and leaves every other one to a second look.
     """
     outlines: list[Outline] = []
     judged: dict[str, dict[tuple[int, ...], tuple[int, int | None]]] = {}
     lengths: list[int] = []
     outline: list[int] = []
-    begins: list[int] = []
-    position = 0
+    starts: list[int] = []
+    first, position = data.start, 0
     in_order = True
-    for name, entry in entries.items():
+    for entry in entries.values():
         begin, end = entry.data_offsets
         try:
             number, nbytes = judged[entry.dtype][entry.shape]
@@ -249,27 +249,27 @@ def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: L
             outlines.append((entry.dtype, entry.shape))
             lengths.append(nbytes or 0)
         outline.append(number)
-        begins.append(begin)
-        if begin != position or end - begin != nbytes or end > ADDRESSABLE:
-            if begin < 0 or end - begin != nbytes or end > ADDRESSABLE:
-                _explain(name, entry, limits, file=file)
+        starts.append(first + begin)
+        if begin != position or end - begin != nbytes:
             in_order = False
         position = end
-    if not in_order:
+    # In order, no end is behind the last one.
+    if not in_order or position > ADDRESSABLE:
+        for name, entry in entries.items():
+            begin, end = entry.data_offsets
+            if begin < 0 or end - begin != judged[entry.dtype][entry.shape][1] or end > ADDRESSABLE:
+                _explain(name, entry, limits, file=file)
         position = _check_sorted(entries, file)
-    if position > data_nbytes:
+    if position > len(data):
         raise Truncated(
-            f"the header describes {position:,} bytes of tensors, the file has {data_nbytes:,}",
+            f"the header describes {position:,} bytes of tensors, the file has {len(data):,}",
             file=file,
             expected=position,
-            found=data_nbytes,
+            found=len(data),
         )
-    if position < data_nbytes:
-        raise HeaderError(
-            f"{data_nbytes - position:,} bytes follow the last tensor", file=file, expected=position, found=data_nbytes
-        )
-    # Every begin was compared with its end, which is a place in a file.
-    return HeaderColumns(outlines, lengths, array("q", outline), array("q", begins))
+    if position < len(data):
+        raise HeaderError(f"{len(data) - position:,} bytes follow the last tensor", file=file, expected=position, found=len(data))
+    return HeaderColumns(outlines, array("q", outline), array("q", starts), array("q", map(lengths.__getitem__, outline)))
 
 
 def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:

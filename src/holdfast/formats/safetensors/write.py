@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice, pairwise, starmap
 from json.encoder import encode_basestring
@@ -29,23 +29,24 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
+from holdfast.core.documents import BLANK, OPENING
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
+from holdfast.core.strict_json import as_keys
 from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, dotted
+from holdfast.core.tree import name_at, walk
 from holdfast.core.value import Value
+from holdfast.engine.saves import BATCH, FilePlan, Hashing, Late, Literal, SavePlan
+from holdfast.engine.table import segments
 from holdfast.errors import CannotHold
 from holdfast.formats.index_file import FILES
 from holdfast.formats.recorded import PAIRS, Shared, share, sharing_fields
 from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, RecordText, checksum_digits, fingerprint
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry
-from holdfast.formats.strict_json import BLANK, OPENING, as_keys
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
-from holdfast.plan.saves import BATCH, FilePlan, Hashing, Late, Literal, SavePlan
-from holdfast.plan.table import segments
 
 METADATA = "__metadata__"
 
@@ -81,10 +82,13 @@ class FileLayout(Value, frozen=True, eq=False):
     """Its tensors, in the order of the file."""
     rows: Ints
     """Those of its table, in that order."""
-    stops: Ints
-    """The byte of the file after each tensor, in that order."""
     nbytes: Ints
     """Of each tensor, in that order."""
+
+    @property
+    def stops(self) -> Ints:
+        """The byte of the file after each tensor, in that order."""
+        return self.nbytes.cumsum() + (PREFIX_NBYTES + self.header_nbytes)
 
     @property
     def starts(self) -> Ints:
@@ -118,13 +122,14 @@ def plan_file(
     each kind, a batch of tensors at a time.
     """
     order = array("q", _ordered(table, rows, kinds))
-    placed = np.asarray(order, np.int64)
+    placed = np.asarray(order)
     named = [table.names[row] for row in order]
-    nbytes = table.nbytes_of(placed)
+    numbers = table.kind_numbers[placed]
+    nbytes = table.kind_nbytes[numbers]
     stops = nbytes.cumsum()
     quote, keys = as_keys(named)
     openings = [quote + _opening(*kind) for kind in kinds]
-    kind = table.kind_numbers[placed].tolist()
+    kind = numbers.tolist()
     listed: list[bytes] = []
     for first in range(0, len(named), BATCH):
         stop = first + BATCH
@@ -137,8 +142,8 @@ def plan_file(
     hollow = {number for number, one in enumerate(table.kinds) if not one.nbytes}
     empty = [labels[at] for at, number in enumerate(kind) if number in hollow] if hollow else []
     framed = frame(listed, labels, metadata, fields=fields, empty=empty)
-    plan = FilePlan(key, (*framed.segments, *segments(table, order, nbytes, labels, hashed)))
-    return FileLayout(plan, framed.header_nbytes, named, placed, stops + (PREFIX_NBYTES + framed.header_nbytes), nbytes)
+    plan = FilePlan(key, (*framed.segments, *segments(table, order, nbytes, labels, hashed, stops=stops)))
+    return FileLayout(plan, framed.header_nbytes, named, placed, nbytes)
 
 
 @lru_cache(1024)
@@ -252,16 +257,21 @@ def size_problem(tensor: LazyTensor) -> str | None:
 HINT = "safetensors holds tensors only (keep_tree=True records it in __metadata__)"
 
 
+SHARD_NBYTES = 5_000_000_000
+"""Bytes of tensors in a file of a directory, unless told otherwise, as Hugging Face has it."""
+
+
 def lay_out_safetensors(
     state: State,
     *,
     keep_tree: bool = False,
+    directory: bool = False,
     max_shard_size: int | None = None,
     index: bool = False,
     stem: str = STEM,
     save: str = "",
 ) -> SavePlan:
-    """The plan of a single file or, with `max_shard_size` (bytes of tensors in a file), of a directory.
+    """The plan of a single file or of a directory, which `max_shard_size` (bytes of tensors in a file) asks for as well.
 
     `index` asks for an index even where there is one file: other safetensors files in the directory are then no part of it. `stem`
     is what the names of its files begin with. `save` is the id of a save to an object store: the data has it in its names, and an
@@ -292,10 +302,11 @@ def lay_out_safetensors(
             fields["tree"] = encoded.value
     if not problems:
         laid = _Laying(state, table, sharing, kinds, fields, notes)
-        if max_shard_size is None:
+        if max_shard_size is None and not directory:
             plan = laid.one_file()
         else:
-            shards = [[sharing.rows[at] for at in part] for part in fill_shards(table.nbytes_of(sharing.rows), max_shard_size)]
+            parts = fill_shards(table.nbytes_of(sharing.rows), max_shard_size or SHARD_NBYTES)
+            shards = [[sharing.rows[at] for at in part] for part in parts]
             alone = len(shards) == 1 and not index and not save
             plan = laid.one_file(f"{stem}.safetensors") if alone else laid.directory(shards, stem, save)
         if plan is not None:
@@ -422,6 +433,7 @@ def metadata_problems(state: State, table: Table) -> list[str]:
     return problems + [f"{name}: {problem}" for name, problem in found if problem is not None]
 
 
+@lru_cache(1024)
 def _header_kind(kind: Kind) -> HeaderKind | str:
     """What the format says of tensors of a kind, or why it cannot."""
     dtype, shape = kind.dtype, kind.shape
@@ -438,36 +450,38 @@ def _header_kind(kind: Kind) -> HeaderKind | str:
 def _not_tensors(state: State) -> list[str]:
     """Everything that is no tensor and no dict of them, without looking inside of what is listed."""
     problems: list[str] = []
-    seen: set[int] = set()
-    waiting: list[tuple[Path, object]] = [((), state.tree)]
     leaves = state.leaves
     plain, more = {kind for kind in leaves.kinds if not issubclass(kind, LazyTensor)}, {*leaves.odd, *leaves.converted}
-    while waiting:
-        path, value = waiting.pop()
-        place = dotted(path) or "the state itself"
-        value = leaves.described(value)
-        match value:
-            case LazyTensor():
-                if value.traits.meta:
-                    problems.append(f"{place}: a tensor without data, on the meta device; {HINT}")
+
+    def inside(value: object) -> Iterable[tuple[object, object]] | None:
+        # No function is called for a plain tensor: there may be very many.
+        if not isinstance(value, dict) or not _has_texts(value):
+            return None
+        few = more or not {*map(type, value.values())} <= plain
+        return [item for item in value.items() if type(item[1]) not in plain or id(item[1]) in more] if few else ()
+
+    for way, given in walk(state.tree, inside):
+        match leaves.described(given):
+            case LazyTensor(traits=traits):
+                problem = f"a tensor without data, on the meta device; {HINT}" if traits.meta else ""
             case Composite():
-                pass
-            case _ if leaves.is_tensor(value):
-                pass
-            case dict() if type(value) in (dict, OrderedDict) and {*map(type, value)} <= {str}:
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    # No function is called for a plain tensor: there may be very many.
-                    if more or not {*map(type, value.values())} <= plain:
-                        inner = [item for item in value.items() if type(item[1]) not in plain or id(item[1]) in more]
-                        waiting += [((*path, key), inside) for key, inside in reversed(inner)]
-            case dict() if type(value) in (dict, OrderedDict):
-                problems.append(f"{place}: a dict with keys that are not text; {HINT}")
-            case Opaque():
-                problems.append(f"{place}: an object of class {value.module}.{value.name}; safetensors holds tensors only")
-            case _:
-                problems.append(f"{place}: {_kind(value)}; {HINT}")
+                problem = ""
+            case value if leaves.is_tensor(value):
+                problem = ""
+            case dict() as value if type(value) in (dict, OrderedDict):
+                problem = "" if _has_texts(value) else f"a dict with keys that are not text; {HINT}"
+            case Opaque() as value:
+                problem = f"an object of class {value.module}.{value.name}; safetensors holds tensors only"
+            case value:
+                problem = f"{_kind(value)}; {HINT}"
+        if problem:
+            problems.append(f"{name_at(way) or 'the state itself'}: {problem}")
     return problems
+
+
+def _has_texts(value: object) -> bool:
+    """Whether this is a plain dict whose keys are texts."""
+    return isinstance(value, dict) and type(value) in (dict, OrderedDict) and {*map(type, value)} <= {str}
 
 
 def _kind(value: object) -> str:

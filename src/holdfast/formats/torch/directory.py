@@ -21,93 +21,61 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from msgspec import field
-
+from holdfast.core.leaves import name_tensors
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Foreign, Source
-from holdfast.core.tree import name_tensors, step
-from holdfast.core.value import Value, replace
+from holdfast.core.tree import step
+from holdfast.core.value import replace
+from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, StoreError, Unsupported, located
 from holdfast.formats.detect import unknown
-from holdfast.formats.index_file import (
-    INDEX,
-    TORCH_WEIGHTS,
-    check_mapped,
-    choose_index,
-    claimed_twice,
-    other_copies,
-    read_index,
-    some,
-)
-from holdfast.formats.torch.legacy import TorchLegacy, TorchTar
-from holdfast.formats.torch.zip import SavedFile, SavedFormat, TorchZip
-from holdfast.plan.files import ViewTable
-
-FORMAT = "torch-dir"
+from holdfast.formats.index_file import INDEX, TORCH_WEIGHTS, WeightFiles, by_index, check_mapped, claimed_twice, other_copies, some
+from holdfast.formats.rank_files.recognise import begins_like_torch
+from holdfast.formats.torch.legacy import begins_like_legacy, begins_like_torch_tar, read_legacy, read_torch_tar
+from holdfast.formats.torch.zip import SavedFile, read_torch_zip
 
 SUFFIX = ".bin"
 USUAL = "pytorch_model.bin"
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.bin")
 
-READERS: tuple[SavedFormat, ...] = (TorchZip(), TorchLegacy(), TorchTar())
+READERS = ((begins_like_torch, read_torch_zip), (begins_like_legacy, read_legacy), (begins_like_torch_tar, read_torch_tar))
+"""Of each container: whether a file begins like it, and what it holds."""
 
 
-class TorchDirectory:
-    """The format of a folder."""
-
-    name = FORMAT
-
-    def matches(self, source: Source) -> bool:
-        """Whether several files were opened, with weights of torch or an index of them at the top."""
-        keys = source.store.list()
-        return len(keys) > 1 and any(TORCH_WEIGHTS.fullmatch(key.removesuffix(INDEX)) for key in keys)
-
-    def describe(self, source: Source) -> Description:
-        """Read the index and the pickle of every file that counts, and check that they agree."""
-        chosen = weight_files(source)
-        saved = _read_all(source, chosen.files)
-        notes = [f"{key}: {note}" if len(saved) > 1 else note for key, one in saved.items() for note in one.notes]
-        alone = chosen.index is None and len(saved) == 1
-        tree = saved[chosen.files[0]].tree if alone else _joined(saved, chosen, notes)
-        notes += other_copies(source.store.list(), chosen.files)
-        named = name_tensors(tree, source.limits, sum(one.nbytes for one in saved.values()))
-        archives = tuple(key for key, one in saved.items() if one.format in ("torch-zip", "torchscript"))
-        return Description(self.name, ViewTable(named.tensors), tree, _foreign(saved), (*notes, *named.notes), archives=archives)
+def is_directory(source: Source) -> bool:
+    """Whether several files were opened, with weights of torch or an index of them at the top."""
+    keys = source.store.list()
+    return len(keys) > 1 and any(TORCH_WEIGHTS.fullmatch(key.removesuffix(INDEX)) for key in keys)
 
 
-class Chosen(Value, frozen=True):
-    """The files of a folder that count."""
-
-    files: list[str]
-    index: str | None = None
-    weight_map: Mapping[str, str] = field(default_factory=dict)
-    """What the index says, where there is one."""
-
-    @property
-    def stem(self) -> str:
-        """What the weights are called, without number and suffix."""
-        name = (self.index or self.files[0]).removesuffix(INDEX)
-        shard = SHARD.fullmatch(name)
-        return shard["stem"] if shard else name.removesuffix(SUFFIX)
+def describe(source: Source) -> Description:
+    """Read the index and the pickle of every file that counts, and check that they agree."""
+    chosen = weight_files(source)
+    saved = _read_all(source, chosen.files)
+    notes = [f"{key}: {note}" if len(saved) > 1 else note for key, one in saved.items() for note in one.notes]
+    alone = chosen.index is None and len(saved) == 1
+    tree = saved[chosen.files[0]].tree if alone else _joined(saved, chosen, notes)
+    notes += other_copies(source.store.list(), chosen.files)
+    named = name_tensors(tree, source.limits, sum(one.nbytes for one in saved.values()))
+    archives = tuple(key for key, one in saved.items() if one.format in ("torch-zip", "torchscript"))
+    return Description("torch-dir", ViewTable(named.tensors), tree, _foreign(saved), (*notes, *named.notes), archives=archives)
 
 
-def weight_files(source: Source) -> Chosen:
+def weight_files(source: Source) -> WeightFiles:
     """Which files of a folder count.
 
     Raises `Unsupported` where there are several checkpoints and none has the usual name, and `StoreError` where a shard is missing.
     """
     keys = [key for key in source.store.list() if TORCH_WEIGHTS.fullmatch(key.removesuffix(INDEX))]
     place = source.store.name
-    index = choose_index(keys, place, SUFFIX)
-    if index is not None:
-        listed = read_index(source, index)
-        return Chosen(listed.files, index, listed.weight_map)
+    if (indexed := by_index(source, keys, SUFFIX)) is not None:
+        return indexed
     found: dict[tuple[str, int], list[str]] = {}
     for key in keys:
         shard = SHARD.fullmatch(key)
         found.setdefault((shard["stem"], int(shard["count"])) if shard else (key, 1), []).append(key)
     if (USUAL, 1) in found:
-        return Chosen([USUAL])
+        return WeightFiles([USUAL])
     if len(found) > 1:
         names = [names[0] for names in found.values()]
         message = f"this folder has {len(found):,} checkpoints of torch ({some(names)}): open the file that you mean"
@@ -116,7 +84,7 @@ def weight_files(source: Source) -> Chosen:
     if len(files) != count:
         message = f"{len(files):,} of {count:,} shards are here, and no index: get all files of the model into one folder"
         raise StoreError(message, file=place, expected=count, found=tuple(files))
-    return Chosen(files)
+    return WeightFiles(files)
 
 
 def _read_all(source: Source, files: Sequence[str]) -> dict[str, SavedFile]:
@@ -125,10 +93,10 @@ def _read_all(source: Source, files: Sequence[str]) -> dict[str, SavedFile]:
     left = source.limits.pickle_nbytes
     for key in files:
         with located(file=key):
-            reader = next((reader for reader in READERS if reader.begins(source, key)), None)
-            if reader is None:
+            read = next((read for begins, read in READERS if begins(source, key)), None)
+            if read is None:
                 raise unknown(source, key)
-            saved[key] = reader.read(source, key)
+            saved[key] = read(source, key)
             left -= saved[key].nbytes
             if left < 0:
                 most = source.limits.pickle_nbytes
@@ -136,7 +104,7 @@ def _read_all(source: Source, files: Sequence[str]) -> dict[str, SavedFile]:
     return saved
 
 
-def _joined(saved: Mapping[str, SavedFile], chosen: Chosen, notes: list[str]) -> dict[object, object]:
+def _joined(saved: Mapping[str, SavedFile], chosen: WeightFiles, notes: list[str]) -> dict[object, object]:
     """One dict of what the dicts of all files have, in the order of the index."""
     trees: dict[str, dict[object, object]] = {}
     for key, one in saved.items():
@@ -154,9 +122,10 @@ def _joined(saved: Mapping[str, SavedFile], chosen: Chosen, notes: list[str]) ->
         for name, value in vars(tree).items() if isinstance(tree, OrderedDict) else ():
             before = vars(made).get(name)
             vars(made)[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
-    names: dict[object, None] = dict.fromkeys(chosen.weight_map)
-    if chosen.index is not None:
-        check_mapped(chosen.weight_map, trees, chosen.index)
+    names: dict[object, None] = {}
+    if chosen.index is not None and chosen.listed is not None:
+        names |= dict.fromkeys(chosen.listed.weight_map)
+        check_mapped(chosen.listed.weight_map, trees, chosen.index)
         more = [str(step(name)) for name in holding if name not in names]
         if more:
             # transformers loads all that a shard has, whatever the index says.

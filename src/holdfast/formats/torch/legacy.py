@@ -1,5 +1,5 @@
 """What torch wrote before the zip: the stream of `torch.save` before 1.6 (and today on request), and the tar of torch 0.1
-(`TorchTar`).
+(`read_torch_tar`).
 
     pickle 1   the magic number                     pickle 4   the object
     pickle 2   the protocol, 1001                   pickle 5   the list of storage keys
@@ -11,17 +11,21 @@ first to collect the storage ids, from which with pickle 5 every position follow
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from holdfast.core.chunk import Storage
 from holdfast.core.opaque import Global
-from holdfast.core.protocols import Source
-from holdfast.core.tensor import PLAIN, LazyTensor
-from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated
+from holdfast.core.protocols import Description, Source
+from holdfast.core.value import Value
+from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Refused, Truncated
 from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
 from holdfast.formats.pickle.table import ReducerTable
-from holdfast.formats.torch.storages import FoundStorages, StorageId, parse_storage_id, storage_dtype
-from holdfast.formats.torch.table import TorchTable
-from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, strided_view
-from holdfast.formats.torch.zip import SavedFile, SavedFormat
+from holdfast.formats.torch.reducers import Builder
+from holdfast.formats.torch.storages import FoundStorages, StorageId, Storages, parse_storage_id, storage_dtype
+from holdfast.formats.torch.table import LazyBuilder, TorchTable
+from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief
+from holdfast.formats.torch.zip import SavedFile, describe_saved
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
@@ -30,45 +34,72 @@ WINDOW_NBYTES = 1 << 20
 """Bytes read at first; most objects pickle to less. It grows fourfold while a stream asks for more."""
 
 
-class TorchLegacy(SavedFormat):
-    """The stream container."""
+def begins_like_legacy(source: Source, key: str) -> bool:
+    """The magic number, whatever protocol wrote it, is among the first bytes."""
+    head = source.first(key, 64)
+    return MAGIC_BYTES in head or MAGIC_TEXT in head
 
-    name = "torch-legacy"
 
-    def begins(self, source: Source, key: str) -> bool:
-        """The magic number, whatever protocol wrote it, is among the first bytes."""
-        head = source.first(key, 64)
-        return MAGIC_BYTES in head or MAGIC_TEXT in head
+def describe_legacy(source: Source) -> Description:
+    return describe_saved(source, read_legacy)
 
-    def read(self, source: Source, key: str) -> SavedFile:
-        refuse_tar(source, key, self.name)
-        window = Window(source, key)
-        magic, at = window.stream(0, ReducerTable(), "pickle 1")
-        if magic.value != MAGIC:
-            raise FormatError("the stream does not begin with torch's magic number")
-        protocol, at = window.stream(at, ReducerTable(), "pickle 2")
-        if protocol.value != PROTOCOL:
-            raise FormatError(f"protocol {PROTOCOL} is the only one that torch ever wrote", found=brief(protocol.value))
-        _, begin = window.stream(at, ReducerTable(), "pickle 3")
 
-        ids = StorageIds()
-        _, at = window.stream(begin, ids, "pickle 4")
-        keys, at = window.stream(at, ReducerTable(), "pickle 5")
-        places, end = locate_storages(source, key, ids.storages, keys.value, at)
-        if end != source.store.size(key):
-            raise FormatError(f"{source.store.size(key) - end:,} bytes after the last storage", offset=end)
+def read_legacy(source: Source, key: str) -> SavedFile:
+    refuse_tar(source, key, "torch-legacy")
+    stream = read_stream(source, key)
+    if stream.end != source.store.size(key):
+        raise FormatError(f"{source.store.size(key) - stream.end:,} bytes after the last storage", offset=stream.end)
+    storages = FoundStorages(source, lambda asked: stream.places[asked.key], lengths=(6,))
 
-        def find(asked: StorageId) -> Storage:
-            return places[asked.key]
+    def persistent(pid: object) -> object:
+        return pid[1] if _is_module(pid) else storages.persistent(pid)  # type: ignore[index]  # _is_module checked it
 
-        storages = FoundStorages(source, find, lengths=(6,))
+    built, _ = stream.window.stream(stream.begin, TorchTable(source, persistent), OBJECT)
+    notes = (f"the file carries the source text of {stream.modules} classes",) if stream.modules else ()
+    return SavedFile("torch-legacy", built.value, stream.stop - stream.begin, built.foreign, notes)
 
-        def persistent(pid: object) -> object:
-            return pid[1] if _is_module(pid) else storages.persistent(pid)  # type: ignore[index]  # _is_module checked it
 
-        built, stop = window.stream(begin, TorchTable(source, persistent), "pickle 4")
-        notes = (f"the file carries the source text of {len(ids.modules)} classes",) if ids.modules else ()
-        return SavedFile(self.name, built.value, stop - begin, built.foreign, notes)
+OBJECT = "pickle 4"
+
+
+class NotTorch(PickleError, Refused):
+    """The pickles at the head are not those that torch writes; a RuntimeError as well, which torch raises there."""
+
+
+class CutShort(Truncated, Refused):
+    """The file ends inside of a storage; a RuntimeError as well, which torch raises there."""
+
+
+class LegacyStream(Value, frozen=True):
+    """A stream whose storages are found, and whose object is not built yet."""
+
+    window: Window
+    begin: int
+    stop: int
+    """Where the object begins in the window, and ends."""
+    places: Mapping[str, Storage]
+    """Its storages, by their keys."""
+    modules: int
+    """How many classes it has the source text of."""
+    end: int
+    """Where the last storage ends in the file."""
+
+
+def read_stream(source: Source, key: str, start: int = 0) -> LegacyStream:
+    """The pickles around the object, and the storages that it asks for, of a stream that begins at a byte of its file."""
+    window = Window(source, key, begin=start)
+    magic, at = window.stream(0, ReducerTable(), "pickle 1")
+    if magic.value != MAGIC:
+        raise NotTorch("Invalid magic number; corrupt file? It is not torch's")
+    protocol, at = window.stream(at, ReducerTable(), "pickle 2")
+    if protocol.value != PROTOCOL:
+        raise NotTorch(f"Invalid protocol version: {brief(protocol.value)}; torch only ever wrote {PROTOCOL}")
+    _, begin = window.stream(at, ReducerTable(), "pickle 3")
+    ids = StorageIds()
+    _, stop = window.stream(begin, ids, OBJECT)
+    keys, at = window.stream(stop, ReducerTable(), "pickle 5")
+    places, end = locate_storages(source, key, ids.storages, keys.value, start + at)
+    return LegacyStream(window, begin, stop, places, len(ids.modules), end)
 
 
 class Window:
@@ -79,7 +110,7 @@ class Window:
         self._key = key
         self._begin = begin
         self._size = source.store.size(key) - begin
-        self._data = source.bytes(key, begin, begin + min(self._size, WINDOW_NBYTES))
+        self.data = source.bytes(key, begin, begin + min(self._size, WINDOW_NBYTES))
 
     def stream(self, start: int, table: ReducerTable, name: str) -> tuple[Interpreted, int]:
         """Interpret the stream at `start`, counted from `begin`; grow the window while it ends too early.
@@ -89,17 +120,15 @@ class Window:
         limit = self._source.limits.pickle_nbytes
         while True:
             try:
-                done = interpret(
-                    self._data, table, limits=self._source.limits, stream=name, start=start, max_nbytes=len(self._data)
-                )
+                done = interpret(self.data, table, limits=self._source.limits, stream=name, start=start, max_nbytes=len(self.data))
             except Truncated as error:
-                have = len(self._data)
+                have = len(self.data)
                 if have == self._size:
                     raise
                 if have - start > limit:
                     raise LimitExceeded(f"{name} is longer than Limits(pickle_nbytes={limit:,})", found=have) from error
                 # Tables keep nothing from a pass that broke off but ids that the next pass meets again.
-                self._data = self._source.bytes(self._key, self._begin, self._begin + min(self._size, have * 4))
+                self.data = self._source.bytes(self._key, self._begin, self._begin + min(self._size, have * 4))
             else:
                 return done, done.stop
 
@@ -128,7 +157,7 @@ def _is_module(pid: object) -> bool:
 
 
 def locate_storages(
-    source: Source, key: str, ids: dict[str, StorageId], listed: object, start: int
+    source: Source, key: str, ids: Mapping[str, StorageId], listed: object, start: int
 ) -> tuple[dict[str, Storage], int]:
     """Where each storage lies, with the file's own counts checked against the ids; and where the last one ends."""
     if not isinstance(listed, list) or not all(isinstance(k, str) for k in listed):
@@ -144,7 +173,7 @@ def locate_storages(
         asked = ids[name]
         if start + 8 + asked.nbytes > size:
             missing = start + 8 + asked.nbytes - size
-            raise Truncated(
+            raise CutShort(
                 f"unexpected EOF, expected {missing} more bytes of storage {name!r}. The file might be corrupted",
                 offset=size,
             )
@@ -167,8 +196,19 @@ SMALL_PICKLE_NBYTES = 4096
 """The pickles between the numbers hold a count or three short texts."""
 
 
-class TorchTar(SavedFormat):
-    """The tar container.
+def begins_like_torch_tar(source: Source, key: str) -> bool:
+    head = source.first(key, BLOCK_NBYTES)
+    if len(head) < BLOCK_NBYTES:
+        return False
+    return head[257:262] == b"ustar" or (head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head))
+
+
+def describe_tar(source: Source) -> Description:
+    return describe_saved(source, read_torch_tar)
+
+
+def read_torch_tar(source: Source, key: str) -> SavedFile:
+    """What a tar holds.
 
         storages   pickle(count); for each: pickle((key, location, storage class)), int64 element count, elements;
                    at the end pickle(list of (view key, root key, element offset, element count))
@@ -179,47 +219,44 @@ class TorchTar(SavedFormat):
     All numbers are little-endian. The tar itself is read by a few lines of our own that know plain members only: links, devices,
     extended headers (which can rename or resize what follows) and paths are refused.
     """
+    places: dict[str, Storage] = {}
+    storages = FoundStorages(source, lambda asked: places[asked.key])
+    known, (start, stop) = read_tar(source, key, places, storages=storages, builder=LazyBuilder(source))
 
-    name = "torch-tar"
+    def persistent(pid: object) -> object:
+        if isinstance(pid, tuple) and len(pid) == 3:
+            return pid[0]
+        number = int(pid) if isinstance(pid, str) and pid.isascii() and pid.isdecimal() and len(pid) < 40 else pid
+        if type(number) is not int or number not in known:
+            raise PickleError("a persistent id that names no tensor and no storage", found=brief(pid))
+        return known[number]
 
-    def begins(self, source: Source, key: str) -> bool:
-        head = source.first(key, BLOCK_NBYTES)
-        if len(head) < BLOCK_NBYTES:
-            return False
-        return head[257:262] == b"ustar" or (head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head))
-
-    def read(self, source: Source, key: str) -> SavedFile:
-        members = read_members(source, key)
-        missing = [name for name in MEMBERS if name not in members]
-        if missing:
-            raise FormatError(f"a tar without {', '.join(missing)}: not a checkpoint that torch wrote")
-        storages = _storages(Cursor(source, key, *members["storages"]), source)
-        tensors = _tensors(Cursor(source, key, *members["tensors"]), storages)
-        known = {**storages, **tensors}
-
-        def persistent(pid: object) -> object:
-            if isinstance(pid, tuple) and len(pid) == 3:
-                return pid[0]
-            number = int(pid) if isinstance(pid, str) and pid.isascii() and pid.isdecimal() and len(pid) < 40 else pid
-            if type(number) is not int or number not in known:
-                raise PickleError("a persistent id that names no tensor and no storage", found=brief(pid))
-            return known[number]
-
-        start, stop = members["pickle"]
-        limit = source.limits.pickle_nbytes
-        if stop - start > limit:
-            raise LimitExceeded(f"the pickle is {stop - start:,} bytes, above Limits(pickle_nbytes={limit:,})", found=stop - start)
-        done = interpret_whole(
-            source.bytes(key, start, stop), TorchTable(source, persistent), limits=source.limits, stream="pickle"
-        )
-        return SavedFile(self.name, done.value, stop - start, done.foreign)
+    limit = source.limits.pickle_nbytes
+    if stop - start > limit:
+        raise LimitExceeded(f"the pickle is {stop - start:,} bytes, above Limits(pickle_nbytes={limit:,})", found=stop - start)
+    done = interpret_whole(source.bytes(key, start, stop), TorchTable(source, persistent), limits=source.limits, stream="pickle")
+    return SavedFile("torch-tar", done.value, stop - start, done.foreign)
 
 
-def read_members(source: Source, key: str) -> dict[str, tuple[int, int]]:
+W = TypeVar("W")
+
+
+def read_tar(
+    source: Source, key: str, places: dict[str, Storage], *, storages: Storages[W], builder: Builder, begin: int = 0
+) -> tuple[dict[int, object], tuple[int, int]]:
+    """The storages and tensors of a tar by their keys, and where its pickle begins and ends. `places` gets those of storages."""
+    members = read_members(source, key, begin)
+    missing = [name for name in MEMBERS if name not in members]
+    if missing:
+        raise FormatError(f"a tar without {', '.join(missing)}: not a checkpoint that torch wrote")
+    made = _storages(Cursor(source, key, *members["storages"]), places, storages)
+    return made | _tensors(Cursor(source, key, *members["tensors"]), made, builder), members["pickle"]
+
+
+def read_members(source: Source, key: str, at: int = 0) -> dict[str, tuple[int, int]]:
     """First byte and the byte after the last one of each member."""
     size = source.store.size(key)
     members: dict[str, tuple[int, int]] = {}
-    at = 0
     while True:
         if at + BLOCK_NBYTES > size:
             raise Truncated("the tar ends without its closing blocks", offset=size)
@@ -337,8 +374,8 @@ def _triple(value: object) -> tuple[int, object, object]:
     return value[0], value[1], value[2]
 
 
-def _storages(cursor: Cursor, source: Source) -> dict[int, LazyTensor]:
-    found: dict[int, LazyTensor] = {}
+def _storages(cursor: Cursor, places: dict[str, Storage], storages: Storages[W]) -> dict[int, object]:
+    found: dict[int, tuple[W, int]] = {}
     for _ in range(_count(cursor.pickle())):
         name, location, kind = _triple(cursor.pickle())
         dtype = storage_dtype(kind)
@@ -347,11 +384,10 @@ def _storages(cursor: Cursor, source: Source) -> dict[int, LazyTensor]:
         (count,) = cursor.ints(1)
         if not 0 <= count < MAX_ELEMENTS:
             raise MetadataError("a storage with a negative number of elements", found=count, offset=cursor.at)
-        nbytes = count * max(dtype.bits // 8, 1)
-        place = str(location) if isinstance(location, str) else ""
-        at = cursor.skip(nbytes)
-        storage = Storage(cursor.key, at, nbytes, "little", None, place, f"storage {name}", home=source.store)
-        found[name] = LazyTensor.contiguous("", dtype, (count,), storage, source)
+        asked = StorageId(dtype, str(name), location if isinstance(location, str) else "", count)
+        at, home = cursor.skip(asked.nbytes), cursor.source.store
+        places[asked.key] = Storage(cursor.key, at, asked.nbytes, "little", None, asked.location, f"storage {name}", home=home)
+        found[name] = storages.whole(asked), count
     views = cursor.pickle()
     if not isinstance(views, list):
         raise PickleError("the list of storage views is no list", found=type(views).__name__)
@@ -359,25 +395,25 @@ def _storages(cursor: Cursor, source: Source) -> dict[int, LazyTensor]:
         if not isinstance(view, tuple) or len(view) != 4 or any(type(v) is not int for v in view):
             raise PickleError("a storage view must be four integers")
         target, root, offset, count = view
-        if root not in found or target in found or offset < 0 or count < 0 or offset + count > found[root].size:
+        if root not in found or target in found or offset < 0 or count < 0 or offset + count > found[root][1]:
             raise MetadataError("a storage view that does not fit its root", found=brief(view))
-        found[target] = found[root][offset : offset + count]
+        found[target] = storages.part(found[root][0], str(target), offset, count), count
     cursor.finish()
-    return found
+    return {name: storage for name, (storage, _) in found.items()}
 
 
-def _tensors(cursor: Cursor, storages: dict[int, LazyTensor]) -> dict[int, LazyTensor]:
-    found: dict[int, LazyTensor] = {}
+def _tensors(cursor: Cursor, storages: Mapping[int, object], builder: Builder) -> dict[int, object]:
+    found: dict[int, object] = {}
+    limits = cursor.source.limits
     for _ in range(_count(cursor.pickle())):
         name, owner, _ = _triple(cursor.pickle())
         (rank,) = cursor.ints(1, 4)
         cursor.skip(4)
         if type(owner) is not int or owner not in storages or name in storages or name in found:
             raise MetadataError("a tensor that names no storage, or a key that is used twice", found=brief(owner))
-        limits = storages[owner].source.limits
         if not 0 <= rank <= limits.rank:
             raise LimitExceeded(f"a tensor with {rank} dimensions, above Limits(rank={limits.rank})", found=rank)
         size, stride, (offset,) = cursor.ints(rank), cursor.ints(rank), cursor.ints(1)
-        found[name] = strided_view(storages[owner], storages[owner].dtype, offset, size=size, stride=stride, traits=PLAIN)
+        found[name] = builder.view(storages[owner], None, (offset, size, stride))
     cursor.finish()
     return found

@@ -194,6 +194,9 @@ def _swapped(storage: Storage, dtype: DType) -> bool:
     return storage.byteorder != "little" and dtype.swap_nbytes > 1
 
 
+SHORT, MAX32 = 0xFF, 0xFFFFFFFF
+"""The last number of the memo that takes one byte, and the last that takes four."""
+
 KEY_TEXTS = [TEXT(b"X", length) for length in range(20)]
 """How a text of so many bytes begins."""
 
@@ -217,6 +220,8 @@ class Template(Value, frozen=True, eq=False):
     """How long that is."""
     count: int
     """How many numbers of the memo a tensor takes."""
+    last: int
+    """The highest number that a tensor may begin with, so that all of its numbers are as wide as these."""
 
 
 REMEMBER, RECORD_KEY = object(), object()
@@ -286,7 +291,7 @@ def template_of(
             step += bytes(len(cast("bytes", one)))
     lead = (before + KEY_TEXTS[digits]).replace(b"%", b"%%") + b"%d" if digits else before
     numbers = int.from_bytes(behind, "little"), int.from_bytes(step, "little")
-    return Template(lead, 10**digits if digits else math.inf, *numbers, len(behind), count)
+    return Template(lead, 10**digits if digits else math.inf, *numbers, len(behind), count, (MAX32 if wide else SHORT) + 1 - count)
 
 
 def integers(values: tuple[int, ...]) -> bytes:
@@ -312,11 +317,14 @@ class PickledKind(Struct, eq=False):
 
     @classmethod
     def of(cls, kind: Kind) -> PickledKind | None:
-        """None for tensors that are more than their elements, or none of torch's: each is written, or refused, by itself."""
-        dtype = kind.dtype
-        if not is_simple(kind.traits) or dtype.torch is None or dtype.packed or dtype.kind == "quantized":
-            return None
-        return cls(*kind_opcodes(kind))
+        """None for those of which each is written, or refused, by itself."""
+        return cls(*kind_opcodes(kind)) if is_usual(kind) else None
+
+
+def is_usual(kind: Kind) -> bool:
+    """Whether tensors of a kind are torch's, and nothing more than their elements."""
+    dtype = kind.dtype
+    return is_simple(kind.traits) and dtype.torch is not None and not dtype.packed and dtype.kind != "quantized"
 
 
 def is_simple(traits: Traits) -> bool:

@@ -7,9 +7,11 @@ opcode, or a template, many together.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
@@ -18,11 +20,11 @@ from holdfast.core.protocols import Source
 from holdfast.core.table import FileColumns, FilePlace, Kind
 from holdfast.core.tensor import BEYOND, PLAIN, LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.files import FileRow, FileStorages
 from holdfast.errors import HoldfastError, MetadataError, PickleError, ZipError
 from holdfast.formats.pickle.tensor_templates import TensorArguments
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach, strided_kind, view_traits
 from holdfast.formats.zip.layout import STORED, Archive
-from holdfast.plan.files import FileRow, FileStorages
 
 
 def storage_dtype(what: object) -> DType | None:
@@ -54,8 +56,21 @@ class StorageId(Value, frozen=True):
         return self.count * max(self.dtype.bits // 8, 1)
 
 
-def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
-    """Check the shape and types of a persistent id.
+def not_a_storage(pid: object) -> str:
+    """What to say of a persistent id that names no storage, in the words that torch has for each."""
+    if not isinstance(pid, tuple):
+        return f"persistent_load id must be tuple (saved_id must be a tuple), but got {type(pid)}"
+    if not pid or type(pid[0]) is not str:
+        return f"Only persistent_load of storage is allowed, but got {type(pid[0]) if pid else 'an empty tuple'}"
+    if pid[0] != "storage":
+        return f"Unknown typename for persistent_load, expected 'storage' but got {pid[0][:64]!r}"
+    return "Only persistent_load of storage is allowed: its class, key, location and count of elements"
+
+
+def parse_storage_id(
+    pid: object, lengths: tuple[int, ...], dtype_of: Callable[[object], DType | None] = storage_dtype
+) -> StorageId:
+    """Check the shape and types of a persistent id. `dtype_of` knows the classes of storages.
 
         ('storage', storage class, key, location, element count)              zip, since 1.6
         ('storage', storage class, key, location, element count, view)        stream; view = None or (key, offset, count)
@@ -63,9 +78,9 @@ def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
     Every reference to one key must agree in dtype and length, and the length must be that of the record, to the byte.
     """
     if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
-        raise PickleError("a persistent id that is no storage", found=type(pid).__name__)
+        raise PickleError(not_a_storage(pid), found=type(pid).__name__)
     _, kind, key, location, count, *rest = pid
-    dtype = storage_dtype(kind)
+    dtype = dtype_of(kind)
     if dtype is None:
         raise PickleError("a storage of an unknown class", found=brief(kind))
     if not isinstance(key, str) or not isinstance(location, str):
@@ -81,19 +96,24 @@ def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
     return StorageId(dtype, key, location, count, view)
 
 
-class Storages:
+W = TypeVar("W")
+
+
+class Storages(Generic[W]):
     """The storages of one pickle, each made once: `persistent` is what the interpreter calls."""
 
-    def __init__(self, source: Source, lengths: tuple[int, ...] = (5,)) -> None:
-        self.source, self.lengths = source, lengths
+    dtype_of = staticmethod(storage_dtype)
+
+    def __init__(self, lengths: tuple[int, ...] = (5,)) -> None:
+        self.lengths = lengths
         self.known: dict[str, StorageId] = {}
         """What was said first of the storage of each key."""
-        self._wholes: dict[str, LazyTensor] = {}
+        self._wholes: dict[tuple[str, str], W] = {}
         """Storages that were asked for by themselves."""
 
-    def persistent(self, pid: object) -> LazyTensor:
-        """The storage behind a persistent id, as a 1-D tensor."""
-        asked = parse_storage_id(pid, self.lengths)
+    def persistent(self, pid: object) -> W:
+        """The storage behind a persistent id."""
+        asked = parse_storage_id(pid, self.lengths, self.dtype_of)
         first = self.known.get(asked.key, asked)
         # torch saves an empty storage under as many dtypes as it was used with.
         if (first.count or asked.count) and (first.dtype is not asked.dtype or first.count != asked.count):
@@ -103,18 +123,31 @@ class Storages:
                 expected=(first.dtype.name, first.count),
                 found=(asked.dtype.name, asked.count),
             )
-        whole = self._wholes.get(asked.key)
-        if whole is None or whole.dtype is not asked.dtype:
-            whole = self._wholes[asked.key] = self.whole(asked)
+        place = asked.key, asked.dtype.name
+        whole = self._wholes.get(place)
+        if whole is None:
+            whole = self._wholes[place] = self.whole(asked)
             self.known[asked.key] = first
-        if asked.view is None:
-            return whole
-        _, start, count = asked.view
-        return whole[start : start + count]
+        return whole if asked.view is None else self.part(whole, *asked.view)
 
-    def whole(self, asked: StorageId) -> LazyTensor:
+    def whole(self, asked: StorageId) -> W:
         """A storage that was not asked for before. Raises where it is not what the id says."""
         raise NotImplementedError
+
+    def part(self, whole: W, key: str, start: int, count: int) -> W:
+        """Some elements of a storage, which torch before 0.4 knew as an object of its own, with a key."""
+        raise NotImplementedError
+
+
+class DescribedStorages(Storages[LazyTensor]):
+    """Storages that are 1-D lazy tensors."""
+
+    def __init__(self, source: Source, lengths: tuple[int, ...] = (5,)) -> None:
+        super().__init__(lengths)
+        self.source = source
+
+    def part(self, whole: LazyTensor, key: str, start: int, count: int) -> LazyTensor:
+        return whole[start : start + count]
 
 
 def check_nbytes(asked: StorageId, nbytes: int) -> None:
@@ -124,7 +157,7 @@ def check_nbytes(asked: StorageId, nbytes: int) -> None:
         raise MetadataError(message, expected=nbytes, found=asked.nbytes)
 
 
-class FoundStorages(Storages):
+class FoundStorages(DescribedStorages):
     """Storages that a function finds, one by one."""
 
     def __init__(self, source: Source, find: Callable[[StorageId], Storage], lengths: tuple[int, ...] = (5,)) -> None:
@@ -143,7 +176,7 @@ class RecordStorages(FileStorages):
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
         self.archive = archive
         _, starts, packed, crcs, _ = archive.records.columns
-        FileColumns.__init__(self, [FilePlace(source, key, source.store)], array("q", bytes(8 * len(starts))), starts, packed, crcs)
+        FileColumns.__init__(self, [FilePlace(source, key, source.store)], np.zeros(len(starts), np.int64), starts, packed, crcs)
 
     @cached_property
     def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when somebody asks
@@ -166,7 +199,7 @@ class RecordKind(Value, frozen=True, eq=False):
     """Bit of the storage where the first element lies."""
 
 
-class ArchiveStorages(Storages):
+class ArchiveStorages(DescribedStorages):
     """The storages of a pickle in an archive. Each is a record of one folder, and every tensor is a row over one."""
 
     def __init__(self, storages: RecordStorages, folder: str, byteorder: str) -> None:

@@ -18,12 +18,12 @@ storage differs: torch writes all of the storage, this writes what is reached (u
 
 from __future__ import annotations
 
+import os
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress
-from pathlib import PurePath
 
 import numpy as np
 import numpy.typing as npt
@@ -37,15 +37,15 @@ from holdfast.core.protocols import State
 from holdfast.core.runtime import resting_collector
 from holdfast.core.table import ODD, Piece
 from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.engine.saves import BATCH, MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment, text_nbytes
+from holdfast.engine.table import NO_TENSORS, lazy_table
 from holdfast.errors import CannotHold
-from holdfast.formats.torch.composites import NESTED
-from holdfast.formats.torch.pickled import UNTYPED, PickledKind, PickledRows, StorageRecord
-from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
-from holdfast.formats.torch.tensors import QSCHEMES
+from holdfast.formats.torch.composites import NESTED, QSCHEMES
+from holdfast.formats.torch.pickled import UNTYPED, PickledRows, StorageRecord, is_usual
+from holdfast.formats.torch.reducers import REDUCERS
+from holdfast.formats.torch.tensors import TENSOR_CLASSES
 from holdfast.formats.torch.writer import TorchPickle
-from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Records, lay_out_zip
-from holdfast.plan.saves import BATCH, MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
-from holdfast.plan.table import NO_TENSORS, lazy_table
+from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Records, by_digits, lay_out_zip
 
 Words = npt.NDArray[np.uint64]
 
@@ -164,15 +164,6 @@ def fill_names(out: np.ndarray, before: np.ndarray, first: int, *, digits: int) 
     out[:, len(before) : len(before) + digits] = np.arange(first, first + len(out))[:, None] // powers % 10 + ord("0")
 
 
-def by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges of numbers with as many digits, and how many."""
-    while first < stop:
-        digits = len(str(first))
-        end = min(10**digits, stop)
-        yield first, end, digits
-        first = end
-
-
 def _hash_rows(words: Words, length: int) -> Words:
     hashes = np.full(len(words), SEED ^ np.uint64(length * int(MULTIPLIER) & MASK))
     for column in range(length // 8):
@@ -210,9 +201,14 @@ def archive_name(path: str) -> str:
     >>> archive_name("out/model.v2.pt"), archive_name("modèle.pt"), archive_name(".pt")
     ('model.v2', 'archive', '.pt')
     """
-    stem = PurePath(path).stem
-    odd = not stem.isascii() or stem.strip(". ") == "" or any(c in "\\:\0" for c in stem)
-    return "archive" if odd else stem
+    name = os.path.basename(path.rstrip("/"))
+    dot = name.rfind(".")
+    stem = name[:dot] if 0 < dot < len(name) - 1 else name
+    return stem if stem.isascii() and stem.strip(". ") and FORBIDDEN.isdisjoint(stem) else "archive"
+
+
+FORBIDDEN = frozenset("\\:\0")
+"""Characters that names in an archive do not have."""
 
 
 def lay_out_torch_zip(
@@ -241,9 +237,26 @@ def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, 
         raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
     content = pickled.finish()
     storages = state.tensors.storages
-    folder = record_folder(pickled, storages, reads=storages.read_nbytes)
-    segments = lay_out_container(name, content, [folder], alignment=alignment, crc=crc)
-    return SavePlan("torch-zip", (FilePlan("", segments),), (*_notes(pickled), *_unkept(state.metadata)))
+    folder = record_folder(pickled, storages, reads=None if storages.read_nbytes is storages.nbytes else storages.read_nbytes)
+    files = (FilePlan("", lay_out_container(name, content, [folder], alignment=alignment, crc=crc)),)
+    notes = (*_notes(pickled), *_unkept(without_origin(state.metadata)))
+    return SavePlan("torch-zip", files, notes, near_limits=_near_limits(text_nbytes(files), state.tensors.names))
+
+
+DIRECTORY_NBYTES = 256
+"""Of a record in the directory of an archive whose name is of usual length."""
+
+
+def _near_limits(text: int, names: Collection[str]) -> bool:
+    """Whether there are so many records, or so long a pickle, that a reader may refuse it."""
+    # The directory has 46 bytes and a name for each record; names of tensors may take 16 times what the pickle has.
+    directory = len(names) * DIRECTORY_NBYTES > DEFAULTS.zip_directory_nbytes or 2 * len(names) > DEFAULTS.zip_records
+    return directory or text > DEFAULTS.pickle_nbytes or sum(map(len, names)) > text
+
+
+def without_origin(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a safetensors file says about itself, but that it was made of torch's tensors: a torch file need not say so."""
+    return {key: text for key, text in metadata.items() if (key, text) != ("format", "pt")}
 
 
 def pickled_rows(state: State) -> PickledRows:
@@ -251,7 +264,7 @@ def pickled_rows(state: State) -> PickledRows:
     leaves, table = state.leaves, state.tensors
     storage, kinds = table.storage, table.kinds
     classes = [kind.dtype.storage or UNTYPED for kind in kinds]
-    alone = {at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes) or PickledKind.of(kind) is None}
+    alone = {at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes and is_usual(kind))}
     # A record has one dtype, and all that is written by itself asks for its own: lazy tensors say who shares it.
     shared = {number for kind, number in zip(table.kind, storage, strict=True) if kind in alone} if alone else set[int]()
     if len({*storage}) < len(storage):
@@ -282,9 +295,9 @@ def pickled_rows(state: State) -> PickledRows:
 class RecordContents:
     """The bytes of the records of a file: storages of a table, and what lazy tensors by themselves reach."""
 
-    def __init__(self, numbers: Ints, records: Sequence[StorageRecord], storages: RecordBytes) -> None:
+    def __init__(self, numbers: array[int], records: Sequence[StorageRecord], storages: RecordBytes) -> None:
         """`numbers` has that of a storage for each record of the file, `ODD` for those of `records`."""
-        self._numbers, self._storages = array("q", numbers.tobytes()), storages
+        self._numbers, self._storages = numbers, storages
         self._tensors = {record.number: record.tensor() for record in records}
         rest = [*self._tensors]
         self._others = lazy_table([f"data/{at}" for at in rest], [*self._tensors.values()]) if rest else NO_TENSORS
@@ -392,7 +405,7 @@ class Identity:
 
     def _numbered(self, records: RecordFolder, crcs: Mapping[str, int]) -> list[int]:
         """The checksums of numbered records, and what is mistaken for one where a record begins like a descriptor."""
-        alone = {number: records.names[number] for number in records.stands_alone() if records.content.nbytes[number]}
+        alone = {number: records.names[number] for number in records.alone if records.content.nbytes[number]}
         mistaken = {
             label: sum
             for number, label in alone.items()
@@ -402,7 +415,8 @@ class Identity:
             end = len(MISTAKEN_KEY)
             mistaken |= {label[:-end]: sum for label, sum in crcs.items() if label.endswith(MISTAKEN_KEY) and label != MISTAKEN_KEY}
         lengths = records.content.nbytes
-        filled = records.names if lengths.all() else [*compress(records.names, lengths.tolist())]
+        empty = len(lengths) and not lengths.item(lengths.argmin())
+        filled = [*compress(records.names, lengths.tolist())] if empty else records.names
         if self.crc and not mistaken:
             return [*map(crcs.__getitem__, filled)]
         each = ((mistaken.get(label), crcs[label] if self.crc else 0) for label in filled)
@@ -448,7 +462,7 @@ def _unkept(metadata: Mapping[str, str]) -> list[str]:
 
 LOADED = frozenset(
     [
-        *(Global(module, name) for module, name in CALLS if module == "torch._utils"),
+        *(Global(module, name) for module, name in REDUCERS if module == "torch._utils"),
         *(Global("torch", row.torch) for row in DTYPES.rows if row.torch),
         *(Global("torch", row.storage) for row in DTYPES.rows if row.storage),
         *(Global("torch", name) for name in (*QSCHEMES, *TENSOR_CLASSES, "Tensor", "Size", "device")),

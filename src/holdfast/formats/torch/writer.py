@@ -28,12 +28,10 @@ All others (odd rows, composites, lazy tensors that are parts of a storage) are 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
-import numpy as np
-
-from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
@@ -54,13 +52,14 @@ from holdfast.formats.pickle.writer import (
     integer,
     put,
 )
-from holdfast.formats.torch.composites import COMPOSITES
+from holdfast.formats.torch.composites import KINDS
 from holdfast.formats.torch.pickled import (
     KEY_TEXTS,
     NEW,
     NO_ROWS,
     RECORD_KEY,
     REMEMBER,
+    SHORT,
     STORAGE,
     UTILS,
     WIDE,
@@ -77,7 +76,7 @@ from holdfast.formats.torch.pickled import (
     problem_of,
     template_of,
 )
-from holdfast.formats.torch.table import LAYOUTS
+from holdfast.formats.torch.reducers import LAYOUTS
 
 TENSOR = Global("torch", "Tensor")
 BUFFER: dict[str, object] = {"persistent": True, "_is_buffer": True}
@@ -91,14 +90,16 @@ OFFSET = 4
 """From the count of a storage to the offset in it: the tuple's end, its number, BINPERSID."""
 
 
-SHORT = 255
-"""The last number of the memo that takes one byte."""
-
 PIECES = 1024
 """More pieces than this are joined once a batch of items is written: they take memory."""
 
 ONE_DIGIT = 10
 """CPython has a text of one character once, so the key of such a record may be the same object as a text of the state."""
+
+
+def width(number: int) -> int:
+    """Of a template: whether the next number of the memo has four bytes."""
+    return 0 if number <= SHORT else WIDE
 
 
 def _own(record: int) -> int:
@@ -131,7 +132,7 @@ class TorchPickle(PickleWriter):
         """Kinds of lazy tensors."""
         self._identities, self._stop = [*map(id, rows.values)], len(rows.values)
         self._made: list[Template | None] = [None] * len(self._kinds)
-        """Of each kind, the template of tensors with new records, once there is one."""
+        """Of each kind, the template of tensors with new records, once there is one and keys have two digits."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
         """Where in `out` a count and an offset are left open; the record, the first bit, the bits of an element."""
 
@@ -150,9 +151,12 @@ class TorchPickle(PickleWriter):
         }
 
     @property
-    def sources(self) -> Ints:
+    def sources(self) -> array[int]:
         """Of each record: the number of a storage of the table; `ODD` for what tensors by themselves asked for."""
-        return np.maximum(np.fromiter(self._records, np.int64, len(self._records)), ODD)
+        found = array("q", self._records)
+        for record in self.storages.records:
+            found[record.number] = ODD
+        return found
 
     def finish(self) -> bytes:
         out = self.out
@@ -175,13 +179,13 @@ class TorchPickle(PickleWriter):
     def _dict(self, value: dict[object, object]) -> None:
         """As for all values, in fewer steps."""
         identity, number, count = id(value), self.count, len(value)
-        if identity in self.memo or number <= SHORT or not 1 < count < BATCH_ITEMS:
+        if identity in self.memo or not 1 < count < BATCH_ITEMS:
             super()._dict(value)
             return
-        self.out += (b"}", LONG_PUT(b"r", number))
+        self.out += (b"}", LONG_PUT(b"r", number) if number > SHORT else PUT1[number])
         self.memo[identity] = number
         self.count = number + 1
-        if not self.too_deep():
+        if len(self.path) < self.limits.depth or not self.too_deep():
             self._fill(value.items(), b"u")
 
     def _fill(self, items: Collection[tuple[object, object]], opcode: bytes) -> None:
@@ -233,10 +237,10 @@ class TorchPickle(PickleWriter):
                         out += (GET1[known] if known <= SHORT else LONG_GET(b"j", known),)
                         row += 1
                         continue
-                    if made is not None and storage != ODD and storage not in records:
+                    if made is not None and number <= made.last and storage != ODD and storage not in records:
                         record = len(records)
                         if record >= made.stop:
-                            made = self._longer(kind_of[row])
+                            made = self._longer(kind_of[row], number)
                         out += (made.lead % record, (made.behind + number * made.step).to_bytes(made.nbytes, "little"))
                         records[storage] = number
                         number += made.count
@@ -261,11 +265,11 @@ class TorchPickle(PickleWriter):
         if len(out) - begin > PIECES and (not self._open or self._open[-1][0] < begin):
             out[begin:] = [b"".join(out[begin:])]
 
-    def _longer(self, kind: int) -> Template:
+    def _longer(self, kind: int, number: int) -> Template:
         """The template of tensors with new records, for keys of one digit more."""
         known = self._kinds[kind]
         assert known is not None, "its tensors were written by a template"
-        self._made[kind] = made = self._template(known, NEW + WIDE, len(self._records))
+        self._made[kind] = made = self._template(known, NEW + width(number), len(self._records))
         assert made is not None, "there was one for shorter keys"
         return made
 
@@ -297,7 +301,8 @@ class TorchPickle(PickleWriter):
                 self.memo[id(value)] = self.memo[id(made)]
             return
         self._alike_tensor(value, kind, storage)
-        self._made[given.kind[row]] = kind.made[NEW + WIDE]
+        if len(self._records) >= ONE_DIGIT:
+            self._made[given.kind[row]] = kind.made[NEW + width(self.count)]
 
     def _other(self, value: object) -> None:
         """A value for which another is written, where there is one."""
@@ -317,9 +322,9 @@ class TorchPickle(PickleWriter):
     def _alike_tensor(self, value: object, kind: PickledKind, source: int) -> None:
         """A tensor of which the pickle knows all when it comes; `source` is as in `_records`."""
         number, known, record = self.count, self._records.get(source), len(self._records)
-        made = self._template(kind, (0 if number <= SHORT else WIDE) + (NEW if known is None else 0), record)
+        made = self._template(kind, width(number) + (NEW if known is None else 0), record)
         key = str(record) if known is None and record < ONE_DIGIT else ""
-        if made is None or number <= SHORT < number + made.count - 1 or (key and id(key) in self.memo):
+        if made is None or number > made.last or (key and id(key) in self.memo):
             self._by_opcodes(kind, source)
         else:
             lead = made.lead % record if known is None else made.lead + get(known)
@@ -539,19 +544,19 @@ class TorchPickle(PickleWriter):
     def _composite(self, whole: Composite) -> None:
         if self.known(whole):
             return
-        write = COMPOSITES.get(whole.kind)
-        if write is None:
+        kind = KINDS.get(whole.kind)
+        if kind is None:
             self.refuse(f"a tensor of the unknown kind {whole.kind!r}")
             return
         if self.too_deep():
             return
-        if whole.traits.requires_grad and not whole.traits.parameter and whole.kind not in ("quantized", "jagged"):
+        if whole.traits.requires_grad and not whole.traits.parameter and not kind.keeps_grad:
             # torch's own call has no place for it: such a tensor comes back without from torch.save as well (2.13).
             self.notes.append(f"{self.where()}: requires_grad of a {whole.kind} tensor has no place in a torch file; it is lost")
         self.path.append(whole.kind)
         if whole.traits.parameter:
             self._begin_parameter(whole.traits)
-        write(self, whole)
+        kind.write(self, whole)
         if whole.traits.parameter:
             self._end_parameter(whole.traits)
         self.path.pop()

@@ -11,29 +11,35 @@ Reading: the directory of the zip, the small text records, the pickles. Storages
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
+from operator import attrgetter, eq, is_
 
 from msgspec import field
 
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
+from holdfast.core.leaves import name_tensors
 from holdfast.core.protocols import Description, Foreign, Source
-from holdfast.core.tree import name_tensors
+from holdfast.core.runtime import copied_together
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.files import ViewTable
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, MetadataError, PickleError, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.storages import ArchiveStorages, FoundStorages, RecordStorages, StorageId
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
-from holdfast.plan.files import ViewTable
 
 TEXT_NBYTES = 64
 """The longest of the small text records is the serialization id with 40 digits."""
 
 VERSIONS = range(1, 11)
 """What torch's reader accepts; `torch.save` writes 3."""
+
+
+TRAITS = attrgetter("traits")
 
 
 class SavedFile(Value, frozen=True):
@@ -48,52 +54,45 @@ class SavedFile(Value, frozen=True):
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-class SavedFormat:
-    """A container of `torch.save`, in a store of its own or as one file of a folder."""
-
-    name: str
-
-    def begins(self, source: Source, key: str) -> bool:
-        """Whether a file begins like this container."""
-        raise NotImplementedError
-
-    def read(self, source: Source, key: str) -> SavedFile:
-        """What a file holds. Its tensors lie in the store of the source, under the key of the file."""
-        raise NotImplementedError
-
-    def matches(self, source: Source) -> bool:
-        key = source.store.single
-        return key is not None and self.begins(source, key)
-
-    def describe(self, source: Source) -> Description:
-        (key,) = source.store.list()
-        saved = self.read(source, key)
-        named = name_tensors(saved.tree, source.limits, saved.nbytes)
-        notes = (*saved.notes, *named.notes)
-        return Description(saved.format, ViewTable(named.tensors), saved.tree, saved.foreign, notes, saved.metadata)
+def describe_saved(source: Source, read: Callable[[Source, str], SavedFile]) -> Description:
+    """What the one file of a store holds, by the function that reads its container."""
+    (key,) = source.store.list()
+    saved = read(source, key)
+    named = name_tensors(saved.tree, source.limits, saved.nbytes)
+    table, notes = ViewTable(named.tensors), (*saved.notes, *named.notes)
+    tree = table if is_flat(saved.tree, named.tensors) else saved.tree
+    return Description(saved.format, table, tree, saved.foreign, notes, saved.metadata)
 
 
-class TorchZip(SavedFormat):
-    """`torch.save`'s container."""
+def is_flat(tree: object, tensors: Mapping[str, LazyTensor]) -> bool:
+    """Whether a tree is a plain dict of these tensors under their names, each of which is nothing but a tensor and there once."""
+    if type(tree) is not dict or len(tree) != len(tensors):
+        return False
+    if not all(map(eq, tree, tensors)) or not all(map(is_, tree.values(), tensors.values())):
+        return False
+    traits = [*map(TRAITS, tensors.values())]
+    each = dict(zip(map(id, traits), traits, strict=True)).values()
+    return not any(one.subclass is not None or one.state is not None for one in each)
 
-    name = "torch-zip"
 
-    def begins(self, source: Source, key: str) -> bool:
-        return source.first(key, 4) == b"PK\3\4"
+def describe(source: Source) -> Description:
+    return describe_saved(source, read_torch_zip)
 
-    def read(self, source: Source, key: str) -> SavedFile:
-        archive = saved_archive(source, key)
-        reader = PickleReader(source, key, archive)
-        tree, nbytes = reader.read("data.pkl", "data/")
-        if archive.get("constants.pkl") is None:
-            archive.records.fold()
-            return SavedFile(self.name, tree, nbytes, reader.foreign(), tuple(reader.notes), reader.metadata)
-        # The attributes of a scripted module have the names that its `state_dict()` has; its constants stand beside them.
-        constants, more = reader.read("constants.pkl", "constants/")
-        whole = tree if isinstance(constants, tuple) and not constants else {"module": tree, "constants": constants}
-        code = sum(1 for name in archive.records if "/code/" in name)
-        note = f"a TorchScript archive: its {code} code records are listed and never run; the tensors are read as data"
-        return SavedFile(TorchScript.name, whole, nbytes + more, reader.foreign(), (note, *reader.notes), reader.metadata)
+
+def read_torch_zip(source: Source, key: str) -> SavedFile:
+    """What a file holds. Its tensors lie in the store of the source, under the key of the file."""
+    archive = saved_archive(source, key)
+    reader = PickleReader(source, key, archive)
+    tree, nbytes = reader.read("data.pkl", "data/")
+    if archive.get("constants.pkl") is None:
+        archive.records.fold()
+        return SavedFile("torch-zip", tree, nbytes, reader.foreign(), tuple(reader.notes), reader.metadata)
+    # The attributes of a scripted module have the names that its `state_dict()` has; its constants stand beside them.
+    constants, more = reader.read("constants.pkl", "constants/")
+    whole = tree if isinstance(constants, tuple) and not constants else {"module": tree, "constants": constants}
+    code = sum(1 for name in archive.records if "/code/" in name)
+    note = f"a TorchScript archive: its {code} code records are listed and never run; the tensors are read as data"
+    return SavedFile("torchscript", whole, nbytes + more, reader.foreign(), (note, *reader.notes), reader.metadata)
 
 
 def saved_archive(source: Source, key: str) -> Archive:
@@ -105,12 +104,6 @@ def saved_archive(source: Source, key: str) -> Archive:
     if archive.get("data.pkl") is None:
         raise FormatError("a zip archive without data.pkl: not a checkpoint that torch wrote")
     return archive
-
-
-class TorchScript(TorchZip):
-    """A TorchScript archive, read as data: named for those who list formats; `TorchZip` recognises it."""
-
-    name = "torchscript"
 
 
 def record_bytes(source: Source, key: str, record: ZipRecord, most: int | None = None) -> bytes:
@@ -169,12 +162,20 @@ class PickleReader:
         record = self._archive.get(name)
         if record is None:
             raise FormatError(f"the archive has no {name}")
-        content = record_bytes(self._source, self._key, record, self._source.limits.pickle_nbytes)
-        storages = ArchiveStorages(self._storages, folder, self.byteorder)
-        table = TorchTable(self._source, storages.persistent, storages)
-        done = interpret_whole(content, table, limits=self._source.limits, stream=name)
+        source, storages = self._source, ArchiveStorages(self._storages, folder, self.byteorder)
+        table = TorchTable(source, storages.persistent, storages)
+        # The content has no name here: it goes when it is read.
+        most = source.limits.pickle_nbytes
+        done = interpret_whole(record_bytes(source, self._key, record, most), table, limits=source.limits, stream=name)
         self._foreign += done.foreign
-        return done.value, record.nbytes
+        value = done.value
+        if type(value) is dict and {*map(type, value)} == {str}:
+            # Names lie between the tensors that were made with them. Copied now, while all of that is there, they do not hold its
+            # memory when it goes. It stays the same dict, which may be inside of itself.
+            names, values = copied_together([*value]), [*value.values()]
+            value.clear()
+            value.update(zip(names, values, strict=True))
+        return value, record.nbytes
 
     def foreign(self) -> tuple[Foreign, ...]:
         return tuple(self._foreign)

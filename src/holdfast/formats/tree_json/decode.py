@@ -17,26 +17,25 @@ from typing import NoReturn, cast
 
 import numpy as np
 
-from holdfast.core.blocks import BLOCKS
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.protocols import Source
+from holdfast.core.strict_json import kind, pointer, quoted
 from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.tree import Way, path_to
 from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.safetensors.schema import addressable
-from holdfast.formats.strict_json import kind, pointer, quoted
-from holdfast.formats.torch.tensors import check_composite
+from holdfast.formats.torch.composites import Apart, check_composite
 from holdfast.formats.tree_json import scalars
 from holdfast.formats.tree_json.encode import TAG
 from holdfast.formats.tree_json.scalars import SAFE_INTEGER
+from holdfast.numeric.dequantize import BLOCKS
 
 Fields = dict[str, object]
-At = tuple["At", str | int] | None
-"""Where a value is, innermost step last, as a linked list: a step costs the same at any depth."""
 
 FLAGS = ("requires_grad", "parameter", "buffer")
 TRAITS = (*FLAGS, "subclass", "state")
@@ -46,7 +45,7 @@ LEVELS_BELOW = 8
 """Levels of tagged objects that a value may take below the deepest container that `Limits.depth` allows."""
 
 
-Reader = Callable[["Decoder", Fields, At], object]
+Reader = Callable[["Decoder", Fields, Way], object]
 """What reads a tagged object: its fields and its place."""
 
 
@@ -55,8 +54,6 @@ PLAIN = frozenset({str, float, bool, type(None)})
 
 
 class Decoder:
-    """One document."""
-
     def __init__(self, tensor: Callable[[str], LazyTensor], source: Source) -> None:
         self.find = tensor
         self.source = source
@@ -67,8 +64,7 @@ class Decoder:
         """Containers and tagged objects around the value that is read."""
         self.deepest = source.limits.depth + LEVELS_BELOW
 
-    def node(self, value: object, at: At) -> object:
-        """One value and everything in it."""
+    def node(self, value: object, at: Way) -> object:
         made: object
         if isinstance(value, dict):
             if self.depth > self.deepest:
@@ -103,10 +99,10 @@ class Decoder:
             refuse("an integer that not every reader of JSON can hold, and no tag", at)
         return value
 
-    def too_deep(self, at: At) -> NoReturn:
+    def too_deep(self, at: Way) -> NoReturn:
         raise LimitExceeded(f"at {shown(at)}: nested deeper than Limits(depth={self.limits.depth})", expected=self.limits.depth)
 
-    def entries(self, target: dict[object, object], fields: Fields, at: At) -> None:
+    def entries(self, target: dict[object, object], fields: Fields, at: Way) -> None:
         """Fill a dict from `entries`, an object, or from `items`, a list of pairs."""
         entries = fields.get("entries")
         if entries is not None:
@@ -115,7 +111,7 @@ class Decoder:
             for key, inside in entries.items():
                 target[key] = self.node(inside, ((at, "entries"), key))
             return
-        place: At = (at, "items")
+        place: Way = (at, "items")
         items = self.many(fields, "items", at)
         for i, pair in enumerate(items):
             if not isinstance(pair, list) or len(pair) != 2:
@@ -125,7 +121,7 @@ class Decoder:
                 refuse("a key that was there before", ((place, i), 0))
             target[key] = self.node(pair[1], ((place, i), 1))
 
-    def members(self, fields: Fields, at: At) -> set[object]:
+    def members(self, fields: Fields, at: Way) -> set[object]:
         made: set[object] = set()
         for i, item in enumerate(self.many(fields, "items", at)):
             member = self.key(item, len(made), ((at, "items"), i))
@@ -134,7 +130,7 @@ class Decoder:
             made.add(member)
         return made
 
-    def key(self, value: object, size: int, at: At) -> object:
+    def key(self, value: object, size: int, at: Way) -> object:
         """A dict key or a set member; looked at before it is hashed."""
         key = self.node(value, at)
         try:
@@ -143,45 +139,45 @@ class Decoder:
             refuse(error.message, at)
         return key
 
-    def many(self, fields: Fields, field: str, at: At) -> list[object]:
+    def many(self, fields: Fields, field: str, at: Way) -> list[object]:
         values = fields.get(field)
         if not isinstance(values, list):
             refuse(f"expected a list, found {kind(values)}", (at, field))
         return values
 
-    def text(self, fields: Fields, field: str, at: At) -> str:
+    def text(self, fields: Fields, field: str, at: Way) -> str:
         value = fields.get(field)
         if not isinstance(value, str):
             refuse(f"expected text, found {kind(value)}", (at, field))
         return value
 
-    def any_text(self, fields: Fields, field: str, at: At) -> str:
+    def any_text(self, fields: Fields, field: str, at: Way) -> str:
         """Text that may have been tagged because it is not Unicode."""
         value = self.node(fields.get(field), (at, field))
         if not isinstance(value, str):
             refuse(f"expected text, found {kind(fields.get(field))}", (at, field))
         return value
 
-    def integer(self, fields: Fields, field: str, at: At) -> int:
+    def integer(self, fields: Fields, field: str, at: Way) -> int:
         value = self.optional_integer(fields, field, at)
         if value is None:
             refuse("expected an integer, found null", (at, field))
         return value
 
-    def optional_integer(self, fields: Fields, field: str, at: At) -> int | None:
+    def optional_integer(self, fields: Fields, field: str, at: Way) -> int | None:
         value = self.node(fields.get(field), (at, field))
         if value is not None and type(value) is not int:
             refuse(f"expected an integer, found {kind(fields.get(field))}", (at, field))
         return value
 
-    def shape(self, fields: Fields, at: At) -> tuple[int, ...]:
+    def shape(self, fields: Fields, at: Way) -> tuple[int, ...]:
         lengths = self.many(fields, "shape", at)
         checked = tuple(n for n in lengths if type(n) is int and n >= 0)
         if len(checked) != len(lengths) or len(checked) > self.limits.rank or not addressable(checked, 8):
             refuse("expected a list of lengths", (at, "shape"))
         return checked
 
-    def traits(self, traits: Traits, fields: Fields, at: At) -> Traits:
+    def traits(self, traits: Traits, fields: Fields, at: Way) -> Traits:
         if fields.keys().isdisjoint(TRAITS):
             return traits
         for flag in FLAGS:
@@ -200,20 +196,16 @@ class Decoder:
         )
 
 
-def shown(at: At) -> str:
+def shown(at: Way) -> str:
     """A place as a JSON pointer."""
-    steps: list[str | int] = []
-    while at is not None:
-        at, step = at
-        steps.append(step)
-    return pointer(*reversed(steps))
+    return pointer(*path_to(at))
 
 
-def refuse(reason: str, at: At) -> NoReturn:
+def refuse(reason: str, at: Way) -> NoReturn:
     raise HeaderError(f"at {shown(at)}: {reason}")
 
 
-def check_fields(fields: Fields, at: At, *expected: str, optional: tuple[str, ...] = ()) -> None:
+def check_fields(fields: Fields, at: Way, *expected: str, optional: tuple[str, ...] = ()) -> None:
     for field in expected:
         if field not in fields:
             refuse(f"the field {field} is missing", at)
@@ -225,7 +217,7 @@ def check_fields(fields: Fields, at: At, *expected: str, optional: tuple[str, ..
 FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
 
 
-def read_tensor(d: Decoder, fields: Fields, at: At) -> object:
+def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
     if len(fields) != 2 or "name" not in fields:  # the usual form needs no further look
         check_fields(fields, at, "name", optional=("dtype", "shape", "blocks", *TRAITS))
     name = d.text(fields, "name", at)
@@ -250,7 +242,7 @@ def read_tensor(d: Decoder, fields: Fields, at: At) -> object:
     return tensor
 
 
-def _blocks(name: str, tensor: LazyTensor, at: At) -> str:
+def _blocks(name: str, tensor: LazyTensor, at: Way) -> str:
     """The type of blocks that the bytes of a tensor can be."""
     blocks = BLOCKS.get(name)
     if blocks is None or tensor.dtype != "uint8" or blocks.shape(tensor.shape) is None:
@@ -258,7 +250,7 @@ def _blocks(name: str, tensor: LazyTensor, at: At) -> str:
     return blocks.name
 
 
-def read_composite(d: Decoder, fields: Fields, at: At) -> object:
+def read_composite(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "kind", "shape", "parts", "attributes", optional=TRAITS)
     objects: dict[str, dict[str, object]] = {}
     for field in ("parts", "attributes"):
@@ -271,20 +263,20 @@ def read_composite(d: Decoder, fields: Fields, at: At) -> object:
         refuse("a part that is no tensor", (at, "parts"))
     what, shape = d.text(fields, "kind", at), d.shape(fields, at)
     try:
-        check_composite(what, shape, parts, attributes=objects["attributes"])
+        check_composite(what, Apart(shape, parts, objects["attributes"]))
     except MetadataError as error:
         raise MetadataError(f"at {shown(at)}: {error.message}", found=shape) from None
     return Composite(what, shape, parts, objects["attributes"], d.traits(Traits(), fields, at))
 
 
-def read_dict(d: Decoder, fields: Fields, at: At) -> object:
+def read_dict(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, optional=("entries", "items"))
     made: dict[object, object] = {}
     d.entries(made, fields, at)
     return made
 
 
-def read_ordered_dict(d: Decoder, fields: Fields, at: At) -> object:
+def read_ordered_dict(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, optional=("entries", "items", "metadata"))
     made: OrderedDict[object, object] = OrderedDict()
     d.entries(made, fields, at)
@@ -296,14 +288,14 @@ def read_ordered_dict(d: Decoder, fields: Fields, at: At) -> object:
     return made
 
 
-def read_counter(d: Decoder, fields: Fields, at: At) -> object:
+def read_counter(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, optional=("entries", "items"))
     made: Counter[object] = Counter()
     d.entries(cast("dict[object, object]", made), fields, at)
     return made
 
 
-def read_defaultdict(d: Decoder, fields: Fields, at: At) -> object:
+def read_defaultdict(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "filler", optional=("entries", "items"))
     name = fields["filler"]
     fillers: dict[str | None, Callable[[], object] | None] = {None: None, "OrderedDict": OrderedDict}
@@ -315,12 +307,12 @@ def read_defaultdict(d: Decoder, fields: Fields, at: At) -> object:
     return made
 
 
-def read_tuple(d: Decoder, fields: Fields, at: At) -> object:
+def read_tuple(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "items")
     return tuple([d.node(item, ((at, "items"), i)) for i, item in enumerate(d.many(fields, "items", at))])
 
 
-def read_size(d: Decoder, fields: Fields, at: At) -> object:
+def read_size(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "lengths")
     lengths = [d.node(item, ((at, "lengths"), i)) for i, item in enumerate(d.many(fields, "lengths", at))]
     if any(type(n) is not int for n in lengths):
@@ -328,17 +320,17 @@ def read_size(d: Decoder, fields: Fields, at: At) -> object:
     return Size(cast("list[int]", lengths))
 
 
-def read_set(d: Decoder, fields: Fields, at: At) -> object:
+def read_set(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "items")
     return d.members(fields, at)
 
 
-def read_frozenset(d: Decoder, fields: Fields, at: At) -> object:
+def read_frozenset(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "items")
     return frozenset(d.members(fields, at))
 
 
-def read_range(d: Decoder, fields: Fields, at: At) -> object:
+def read_range(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "start", "stop", "step")
     start, stop, step = (d.integer(fields, field, at) for field in ("start", "stop", "step"))
     if not step:
@@ -346,12 +338,12 @@ def read_range(d: Decoder, fields: Fields, at: At) -> object:
     return range(start, stop, step)
 
 
-def read_slice(d: Decoder, fields: Fields, at: At) -> object:
+def read_slice(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "start", "stop", "step")
     return slice(*(d.optional_integer(fields, field, at) for field in ("start", "stop", "step")))
 
 
-def read_complex(d: Decoder, fields: Fields, at: At) -> object:
+def read_complex(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "real", "imag")
     real, imag = (d.node(fields[field], (at, field)) for field in ("real", "imag"))
     if type(real) is not float or type(imag) is not float:
@@ -360,12 +352,12 @@ def read_complex(d: Decoder, fields: Fields, at: At) -> object:
     return complex(real, imag)
 
 
-def read_device(d: Decoder, fields: Fields, at: At) -> object:
+def read_device(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "type", "index")
     return Device(d.any_text(fields, "type", at), d.optional_integer(fields, "index", at))
 
 
-def read_dtype(d: Decoder, fields: Fields, at: At) -> object:
+def read_dtype(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "name")
     dtype = DTYPES.name(d.text(fields, "name", at))
     if dtype is None:
@@ -373,12 +365,12 @@ def read_dtype(d: Decoder, fields: Fields, at: At) -> object:
     return dtype
 
 
-def read_global(d: Decoder, fields: Fields, at: At) -> object:
+def read_global(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "module", "name")
     return Global(d.any_text(fields, "module", at), d.any_text(fields, "name", at))
 
 
-def read_path(d: Decoder, fields: Fields, at: At) -> object:
+def read_path(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "flavour", "path")
     flavour = d.text(fields, "flavour", at)
     text = d.any_text(fields, "path", at)
@@ -387,23 +379,23 @@ def read_path(d: Decoder, fields: Fields, at: At) -> object:
     return FLAVOURS[flavour](text)
 
 
-def read_array(d: Decoder, fields: Fields, at: At) -> object:
+def read_array(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "dtype", "shape", "base64")
     data = scalars.bytes_from(d.text(fields, "base64", at))
     return scalars.array_from(data, scalars.dtype_from(fields["dtype"]), d.many(fields, "shape", at), rank=d.limits.rank)
 
 
-def read_scalar(d: Decoder, fields: Fields, at: At) -> object:
+def read_scalar(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "dtype", "base64")
     return scalars.scalar_from(scalars.bytes_from(d.text(fields, "base64", at)), scalars.dtype_from(fields["dtype"]))
 
 
-def read_numpy_str(d: Decoder, fields: Fields, at: At) -> object:
+def read_numpy_str(d: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "value")
     return np.str_(d.any_text(fields, "value", at))
 
 
-def read_numpy_dtype(_: Decoder, fields: Fields, at: At) -> object:
+def read_numpy_dtype(_: Decoder, fields: Fields, at: Way) -> object:
     check_fields(fields, at, "dtype")
     return scalars.dtype_from(fields["dtype"])
 
@@ -411,7 +403,7 @@ def read_numpy_dtype(_: Decoder, fields: Fields, at: At) -> object:
 def from_text(field: str, make: Callable[[str], object]) -> Reader:
     """The reader of a tag whose only field is a text."""
 
-    def read(d: Decoder, fields: Fields, at: At) -> object:
+    def read(d: Decoder, fields: Fields, at: Way) -> object:
         check_fields(fields, at, field)
         return make(d.text(fields, field, at))
 
@@ -421,7 +413,7 @@ def from_text(field: str, make: Callable[[str], object]) -> Reader:
 def located(read: Reader) -> Reader:
     """The same reader, with a place for the `ValueError`s of `scalars`."""
 
-    def with_place(d: Decoder, fields: Fields, at: At) -> object:
+    def with_place(d: Decoder, fields: Fields, at: Way) -> object:
         try:
             return read(d, fields, at)
         except (HeaderError, LimitExceeded):
@@ -469,8 +461,6 @@ READERS: dict[str, Reader] = {
 
 
 class DecodedTree(Value, frozen=True):
-    """The outcome."""
-
     tree: object
     tensors: dict[str, LazyTensor]
     """The tensors in it by name, in its order; each name once."""
@@ -490,7 +480,7 @@ def decode_tree(
     `tensor` gives the tensor of a name, or raises `KeyError`. `at` is the place of the value in its document. Raises
     `HeaderError`, `MetadataError` for composites that cannot be, or `LimitExceeded`.
     """
-    place: At = None
+    place: Way = None
     for part in at:
         place = (place, part)
     decoder = Decoder(tensor, source)

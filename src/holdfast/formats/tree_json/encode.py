@@ -5,7 +5,7 @@
     everything else                                     {"$": its kind, …}        see docs/formats/native.md
 
 A container that stands in two places is written twice, which a note says; one that contains itself is a problem. The walk goes
-through a tree in the order in which `core.tree.name_tensors` gave the tensors their names.
+through a tree in the order in which `core/leaves.py` gave the tensors their names.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from holdfast.core.leaves import NO_LEAVES, PLAIN, Leaves
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
+from holdfast.core.strict_json import as_keys
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
 from holdfast.core.value import Value
+from holdfast.engine.table import NO_TENSORS
 from holdfast.errors import LimitExceeded, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.strict_json import as_keys
 from holdfast.formats.tree_json import scalars
-from holdfast.plan.table import NO_TENSORS
 
 TAG = "$"
 """The key that makes an object more than a dict. Dicts with a key that begins like this are written as tagged, too."""
@@ -159,8 +159,6 @@ def _traits_text(traits: Traits) -> str:
 
 
 class Encoder:
-    """One walk."""
-
     def __init__(self, texts: LeafTexts) -> None:
         self.texts = texts
         self.limits = DEFAULTS
@@ -192,7 +190,6 @@ class Encoder:
         return None
 
     def node(self, value: object, path: Path) -> object:
-        """One value and everything in it."""
         self.steps += 1
         kind, given = type(value), value
         if kind not in PLAIN and kind not in CONTAINERS:
@@ -541,7 +538,6 @@ class Encoder:
 
 
 def are_texts(values: Collection[object]) -> bool:
-    """Whether all are texts that are Unicode."""
     return {*map(type, values)} <= {str} and scalars.is_unicode("".join(cast("Collection[str]", values)))
 
 
@@ -572,7 +568,6 @@ LEAVES = frozenset({
 
 
 def _described(value: object) -> str:
-    """What a value is, for a list of problems."""
     if isinstance(value, Opaque):
         return f"an object of class {value.module}.{value.name}"
     kind = type(value)

@@ -29,6 +29,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import NO_CRC
+from holdfast.engine.coalesce import HEADERS, coalesce
 from holdfast.errors import Truncated
 from holdfast.formats.zip.directory import Entries, read_entries, read_tail, unsafe
 from holdfast.formats.zip.layout import (
@@ -59,7 +60,6 @@ from holdfast.formats.zip.writer import (
     header,
     tail,
 )
-from holdfast.plan.coalesce import HEADERS, coalesce
 
 TAIL = ZIP64_END.size + LOCATOR.size + END.size
 TAIL_NBYTES = 4096

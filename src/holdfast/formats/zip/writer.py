@@ -21,8 +21,8 @@ A record that is laid out by itself costs a header, an entry, a descriptor and t
 each other are laid out by arithmetic on columns of lengths (`_Stretch`):
 
 1. Every payload begins at a multiple of the alignment, and every header where the descriptor before it ends.
-2. Names of as many digits are one range of numbers. Their headers are the same but for the number and the padding. Their
-   directory entries are made when the checksums are known, and packed by one call of C each.
+2. Headers of names with as many digits are the same but for the number and the padding. Entries of the directory are made when
+   the checksums are known, and packed by one call of C each.
 3. A few megabytes of them are one `Gathered` segment. When it is written, its pieces are asked for together, summed, and joined
    with headers and descriptors. A longer record, or one that is read by itself, stays where it lies.
 """
@@ -43,6 +43,8 @@ from msgspec.structs import force_setattr
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32, crc32_each
 from holdfast.core.value import Value
+from holdfast.engine import saves as blocks
+from holdfast.engine.saves import MISTAKEN_KEY, Data, Gathered, Hole, Late, Literal, Memory, Segment, put_together
 from holdfast.formats.zip.layout import (
     DESCRIBED,
     DESCRIPTOR_SIGNATURE,
@@ -52,8 +54,6 @@ from holdfast.formats.zip.layout import (
     MAX32,
     UTF8,
 )
-from holdfast.plan import saves as blocks
-from holdfast.plan.saves import MISTAKEN_KEY, Data, Gathered, Hole, Late, Literal, Memory, Segment, put_together
 
 Payload = bytes | Data | Memory | Hole | Late
 """What a record holds. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
@@ -94,20 +94,18 @@ class RecordFolder(Value, frozen=True, eq=False):
     """Bytes that are read for each, where these are not its own: of records that are computed."""
     names: Sequence[str] = ()
     """Of the records, whatever is given."""
+    alone: Sequence[int] = ()
+    """The numbers of those that are laid out by themselves, whatever is given."""
 
     def __post_init__(self) -> None:
-        folder = self.folder
-        force_setattr(self, "names", [f"{folder}/{number}" for number in range(len(self))])
-
-    def __len__(self) -> int:
-        return len(self.content.nbytes)
-
-    def stands_alone(self) -> list[int]:
-        """The numbers of records that are laid out by themselves."""
-        alone = self.content.nbytes > blocks.SMALL_NBYTES
+        folder, alone = self.folder, self.content.nbytes > blocks.SMALL_NBYTES
         if self.apart:
             alone[[*self.apart]] = True
-        return alone.nonzero()[0].tolist()
+        force_setattr(self, "names", [f"{folder}/{number}" for number in range(len(alone))])
+        force_setattr(self, "alone", alone.nonzero()[0].tolist())
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 Records = Sequence[tuple[str, Payload] | RecordFolder]
@@ -309,7 +307,7 @@ class _Forward:
     def _folder(self, records: RecordFolder) -> None:
         """Numbered records: each that stands alone by itself, and those between them together."""
         first = 0
-        for single in [*records.stands_alone(), len(records)]:
+        for single in [*records.alone, len(records)]:
             while first < single:
                 first = self._stretch(records, first, single)
             if single < len(records):
@@ -321,15 +319,10 @@ class _Forward:
         """Small records that follow each other, as many as are one stretch; the number of the next one."""
         self._flush()
         laid = _Stretch.lay_out(records, first, stop, self)
-        for segment in laid.segments():
-            last = self.segments.pop() if self.segments else None
-            if isinstance(last, Gathered) and _is_short(last, segment):
-                self.segments.append(_one_behind_other(last, segment))
-            else:
-                self.segments += [segment] if last is None else [last, segment]
+        self.segments += laid.segments()
         count = len(laid.nbytes)
         self.entries.append(laid)
-        self.directory += count * (SHORT_ENTRY.size + laid.name_nbytes + laid.block_nbytes)
+        self.directory += laid.entries_nbytes
         self.at = laid.stops[-1]
         self.count += count
         return first + count
@@ -353,14 +346,17 @@ class _Forward:
             self.segments.append(Literal(data))
 
 
-def _is_short(first: Gathered, second: Gathered) -> bool:
-    """Whether two segments together are no longer than one may be."""
-    count = len(first.labels) + len(second.labels)
-    return count <= blocks.BATCH and first.nbytes + second.nbytes <= blocks.BLOCK_NBYTES
+def by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Ranges of numbers with as many digits, and how many."""
+    while first < stop:
+        digits = len(str(first))
+        end = min(10**digits, stop)
+        yield first, end, digits
+        first = end
 
 
 class _Stretch(Value, frozen=True, eq=False):
-    """Small records that follow each other, laid out: their numbers have as many digits, and all of them are near or far away."""
+    """Small records that follow each other, laid out: all of them are near or far away."""
 
     records: RecordFolder
     first: int
@@ -369,8 +365,8 @@ class _Stretch(Value, frozen=True, eq=False):
     """Whether headers lie where 32 bits cannot say: they have a zip64 block, and 64-bit sizes behind the payload."""
     before: bytes
     """What stands before the number in each name."""
-    digits: int
-    """Of each number."""
+    digits: Sequence[tuple[int, int, int]]
+    """Of their numbers: ranges of these records, the first of which is 0, and how many digits each has."""
     nbytes: array[int]
     filled: bool
     """Whether none of them is empty."""
@@ -385,29 +381,39 @@ class _Stretch(Value, frozen=True, eq=False):
     @classmethod
     def lay_out(cls, records: RecordFolder, first: int, stop: int, archive: _Forward) -> _Stretch:
         """Behind what an archive has so far, as many as are alike."""
-        at, alignment = archive.at, archive.alignment
-        before, digits, far = archive.prefix + records.folder.encode("utf-8") + b"/", len(str(first)), at >= MAX32
-        nbytes: list[int] = records.content.nbytes[first : min(stop, 10**digits, first + AT_ONCE)].tolist()
-        fixed = FIXED + len(before) + digits + (FAR_BLOCK.size if far else 0)
+        at, alignment, far = archive.at, archive.alignment, archive.at >= MAX32
+        before = archive.prefix + records.folder.encode("utf-8") + b"/"
+        nbytes: list[int] = records.content.nbytes[first : min(stop, first + AT_ONCE)].tolist()
         tails = (LONG_DESCRIPTOR if far else SHORT_DESCRIPTOR).size
         # From a payload to the byte after its descriptor. Each begins at a multiple of the alignment, so what is padded behind it
         # depends on its length alone.
         spans = {length: length and length + tails for length in {*nbytes}}
-        padded = {length: -(span + fixed) % alignment for length, span in spans.items()}
-        ways = {length: span + fixed + padded[length] for length, span in spans.items()}
-        pads = [-(at + fixed) % alignment, *map(padded.__getitem__, nbytes[:-1])]
-        starts = accumulate(map(ways.__getitem__, nbytes[:-1]), initial=at + fixed + pads[0])
-        stops = [*map(add, starts, map(spans.__getitem__, nbytes))]
-        headers = [at, *stops[:-1]]
+        pads: list[int] = []
+        stops: list[int] = []
+        ranges: list[tuple[int, int, int]] = []
+        for low, high, digits in by_digits(first, first + len(nbytes)):
+            fixed = FIXED + len(before) + digits + (FAR_BLOCK.size if far else 0)
+            padded = {length: -(span + fixed) % alignment for length, span in spans.items()}
+            ways = {length: span + fixed + padded[length] for length, span in spans.items()}
+            ranges.append((low - first, high - first, digits))
+            own, pad = nbytes[low - first : high - first], -(at + fixed) % alignment
+            pads += (pad, *map(padded.__getitem__, own[:-1]))
+            starts = accumulate(map(ways.__getitem__, own[:-1]), initial=at + fixed + pad)
+            stops += map(add, starts, map(spans.__getitem__, own))
+            at = stops[-1]
+        headers = [archive.at, *stops[:-1]]
         if not far and headers[-1] >= MAX32:
             near = bisect_left(headers, MAX32)
             nbytes, headers, pads, stops = nbytes[:near], headers[:near], pads[:near], stops[:near]
+            ranges = [(low, min(high, near), digits) for low, high, digits in ranges if low < near]
         columns = array("q", nbytes), 0 not in nbytes, array("q", headers), pads, array("q", stops)
-        return cls(records, first, far, before, digits, *columns, archive.crc)
+        return cls(records, first, far, before, ranges, *columns, archive.crc)
 
     @property
-    def name_nbytes(self) -> int:
-        return len(self.before) + self.digits
+    def entries_nbytes(self) -> int:
+        """Of all entries in the directory."""
+        fixed = SHORT_ENTRY.size + len(self.before) + self.block_nbytes
+        return sum([(high - low) * (fixed + digits) for low, high, digits in self.digits])
 
     @property
     def block_nbytes(self) -> int:
@@ -449,50 +455,54 @@ class _Stretch(Value, frozen=True, eq=False):
 
     def entries(self, crcs: Mapping[str, int]) -> Iterator[bytes]:
         """The entries of all in the directory, many at a time."""
-        pack = struct.Struct(f"{SHORT_ENTRY.format}{len(self.before)}s{self.digits + self.block_nbytes}s").pack
-        for low in range(0, len(self.nbytes), blocks.BATCH):
-            nbytes = self.nbytes[low : low + blocks.BATCH]
-            high = low + len(nbytes)
-            begins: Iterable[bytes] = repeat(FILLED)
-            sums: Iterable[int] = map(crcs.__getitem__, self._names(low, high)) if self.crc else repeat(0)
-            if not self.filled:
-                begins = [FILLED if length else EMPTY for length in nbytes]
-                sums = map(crcs.get, self._names(low, high), repeat(0)) if self.crc else sums
-            made = map(
-                pack, begins, sums, nbytes, nbytes, repeat(self.name_nbytes), repeat(self.block_nbytes.to_bytes(2, "little")),
-                repeat(MAX32) if self.far else self.headers[low:high], repeat(self.before),
-                map(mod, repeat(self._place), self._numbers(low, high)),
-            )  # fmt: skip
-            yield b"".join(made)
+        for begin, end, digits in self.digits:
+            pack = struct.Struct(f"{SHORT_ENTRY.format}{len(self.before)}s{digits + self.block_nbytes}s").pack
+            for low in range(begin, end, blocks.BATCH):
+                high = min(low + blocks.BATCH, end)
+                nbytes = self.nbytes[low:high]
+                begins: Iterable[bytes] = repeat(FILLED)
+                sums: Iterable[int] = map(crcs.__getitem__, self._names(low, high)) if self.crc else repeat(0)
+                if not self.filled:
+                    begins = [FILLED if length else EMPTY for length in nbytes]
+                    sums = map(crcs.get, self._names(low, high), repeat(0)) if self.crc else sums
+                made = map(
+                    pack, begins, sums, nbytes, nbytes, repeat(len(self.before) + digits),
+                    repeat(self.block_nbytes.to_bytes(2, "little")), repeat(MAX32) if self.far else self.headers[low:high],
+                    repeat(self.before), map(mod, repeat(self._place), self._numbers(low, high)),
+                )  # fmt: skip
+                yield b"".join(made)
 
     def make(self, low: int, high: int, labels: Sequence[str], *, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
         """The bytes of some and their checksums; of zeros in the place of data, where nothing is to be fetched."""
-        nbytes, pads = self.nbytes[low:high], self.pads[low:high]
+        nbytes = self.nbytes[low:high]
         if zeros:
             blank = memoryview(bytes(max(nbytes)))
             pieces: Sequence[bytes | memoryview] = [blank[:count] for count in nbytes]
         else:
             pieces = self.records.content.read(range(self.first + low, self.first + high))
-        numbers, crcs = self._numbers(low, high), crc32_each(pieces) if self.crc else [0] * len(pieces)
+        crcs = crc32_each(pieces) if self.crc else [0] * len(pieces)
         pack = (LONG_DESCRIPTOR if self.far else SHORT_DESCRIPTOR).pack
-        heads = {pad: self._head(pad, UTF8 | DESCRIBED) for pad in {*pads}}
         joined: list[bytes | memoryview] = [b""] * (3 * len(pieces))
-        joined[0::3] = map(mod, map(heads.__getitem__, pads), numbers)
+        joined[0::3] = heads = self._heads(low, high)
         joined[1::3] = pieces
         joined[2::3] = map(pack, repeat(DESCRIPTOR_SIGNATURE), crcs, nbytes, nbytes)
         if not self.filled:
             for at in [at for at, length in enumerate(nbytes) if not length]:
-                joined[3 * at], joined[3 * at + 2] = self._head(pads[at], UTF8) % numbers[at], b""
+                joined[3 * at], joined[3 * at + 2] = heads[at][:6] + EMPTY[8:10] + heads[at][8:], b""
         content = b"".join(joined)
         found = dict(zip(labels, crcs if self.filled else compress(crcs, nbytes), strict=True)) if self.crc else {}
         signed = [number for number, piece in enumerate(pieces, self.first + low) if piece and piece[0] == SIGNATURE[0]]
         return content, found | self._mistaken(signed, pieces, self.first + low) if signed else found
 
-    def _head(self, pad: int, flags: int) -> bytes:
-        """A header with its padding, and a place for what `_numbers` gives."""
-        extra = 4 + pad + self.block_nbytes
-        begin = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, self.name_nbytes, extra) + self.before
-        return self._place.join([piece.replace(b"%", b"%%") for piece in (begin, padding(pad))])
+    def _heads(self, low: int, high: int) -> list[bytes]:
+        """The headers of some, as of records that are not empty."""
+        before, place, block = self.before, self._place, self.block_nbytes
+        made: list[bytes] = []
+        for begin, end, digits in self.digits:
+            pads, first = self.pads[max(begin, low) : min(end, high)], max(begin, low)
+            heads = {pad: _numbered(before, place, digits, block, pad) for pad in {*pads}}
+            made += map(mod, map(heads.__getitem__, pads), self._numbers(first, first + len(pads)))
+        return made
 
     def _mistaken(self, signed: Sequence[int], pieces: Sequence[bytes | memoryview], first: int) -> dict[str, int]:
         """What torch takes for a checksum more: what follows the signature of a descriptor where data begins with that."""
@@ -503,18 +513,6 @@ class _Stretch(Value, frozen=True, eq=False):
             if len(begin) == 8 and begin.startswith(SIGNATURE)
         }
         return found | {MISTAKEN_KEY: 0} if found else found
-
-
-def _one_behind_other(first: Gathered, second: Gathered) -> Gathered:
-    """Two stretches of a file as one."""
-
-    def make(*, zeros: bool = False) -> tuple[bytes, Mapping[str, int]]:
-        (content, crcs), (more, others) = (one.zeros() if zeros and one.zeros else one.make() for one in (first, second))
-        return content + more, {**crcs, **others}
-
-    labels, between = [*first.labels, *second.labels], first.between + second.between
-    read = first.cost_nbytes + second.cost_nbytes
-    return Gathered(first.nbytes + second.nbytes, labels, make, between=between, read_nbytes=read, zeros=partial(make, zeros=True))
 
 
 FAR_BLOCK = struct.Struct("<HHQ")
@@ -539,6 +537,13 @@ def _padded(raw: bytes, filled: bool, pad: int, block: bytes) -> bytes:
     flags = UTF8 | DESCRIBED if filled else UTF8
     fixed = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(block) + 4 + pad)
     return b"".join((fixed, raw, block, padding(pad)))
+
+
+@lru_cache(256)
+def _numbered(before: bytes, place: bytes, digits: int, block_nbytes: int, pad: int) -> bytes:
+    """A header as a pattern, with a place for the number and what follows it up to the padding."""
+    begin = HEADER.pack(LOCAL_SIGNATURE, 0, UTF8 | DESCRIBED, 0, 0, 0, 0, 0, 0, len(before) + digits, 4 + pad + block_nbytes)
+    return place.join([piece.replace(b"%", b"%%") for piece in (begin + before, padding(pad))])
 
 
 def _descriptor_nbytes(nbytes: int, *, wide: bool) -> int:

@@ -206,8 +206,6 @@ MOST_MEMBERS = 1_000_000
 
 
 class ZipEntry(Value, frozen=True):
-    """One record of a zip."""
-
     name: str
     method: int
     span: Span
@@ -340,8 +338,6 @@ def _until_signature(span: Span, start: int) -> int:
 
 
 class Member(Value, frozen=True):
-    """One member of a tar."""
-
     name: str
     kind: bytes
     span: Span

@@ -6,12 +6,11 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from msgspec import Struct
-
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.patterns import Glob, glob
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import clip
+from holdfast.core.tree import Way, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import NoSuchPath, StoreError
 from holdfast.formats.pickle.recording import Seen
@@ -123,7 +122,6 @@ class Allowed(Value, frozen=True):
         return cls(tuple(glob(text) for text in texts if text))
 
     def mark(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-        """The findings, those that fit marked as allowed."""
         if not self.patterns:
             return findings
         return tuple(replace(f, allowed=True) if f.uses and self._fits(f.what) else f for f in findings)
@@ -150,23 +148,10 @@ KEPT = 3
 
 
 KEY_CHARACTERS = 200
+MOST_KEYS = 100
+"""Of a place, the innermost."""
 
-
-class PathStep(Struct):
-    """A step of a path, linked to the one before it; text is made only for the few that are shown."""
-
-    key: str
-    before: PathStep | None
-
-    def text(self) -> str:
-        parts: list[str] = []
-        step: PathStep | None = self
-        while step is not None and len(parts) < 100:
-            if step.key:
-                # Cut, since many objects may have one long key above them.
-                parts.append(clip(step.key, KEY_CHARACTERS))
-            step = step.before
-        return ".".join(reversed(parts))
+HOLDERS = (dict, list, tuple, set, frozenset, Opaque, Composite, LazyTensor)
 
 
 def places_of(tree: object) -> dict[str, tuple[str, ...]]:
@@ -176,27 +161,22 @@ def places_of(tree: object) -> dict[str, tuple[str, ...]]:
     recursion. A reference to something costs the same whatever that is.
     """
     found: dict[Global, list[str]] = {}
-    seen: set[int] = set()
-    # Values stay referenced by the tree while this runs, so an id belongs to one of them.
-    waiting: list[tuple[object, PathStep]] = [(tree, PathStep("", None))]
-    while waiting:
-        value, place = waiting.pop()
-        if isinstance(value, Global):
-            _note(found.setdefault(value, []), place)
-            continue
-        if not isinstance(value, dict | list | tuple | set | frozenset | Opaque | Composite | LazyTensor) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        root = root_global(value) if isinstance(value, Opaque) else None
-        if root is not None:
-            _note(found.setdefault(root, []), place)
-        waiting += reversed([(inside, PathStep(key, place) if key else place) for key, inside in _inside(value)])
+    for way, value in walk(tree, lambda value: _inside(value) if isinstance(value, HOLDERS) else None):
+        what = value if isinstance(value, Global) else root_global(value) if isinstance(value, Opaque) else None
+        if what is not None:
+            _note(found.setdefault(what, []), way)
     return {str(what): tuple(paths) for what, paths in found.items()}
 
 
-def _note(paths: list[str], place: PathStep) -> None:
+def _note(paths: list[str], way: Way) -> None:
     if len(paths) < KEPT:
-        text = place.text()
+        keys: list[str] = []
+        while way is not None and len(keys) < MOST_KEYS:
+            way, key = way
+            if key:
+                # Cut, since many objects may have one long key above them.
+                keys.append(clip(str(key), KEY_CHARACTERS))
+        text = ".".join(reversed(keys))
         if text and text not in paths:
             paths.append(text)
 

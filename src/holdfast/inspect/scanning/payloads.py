@@ -64,11 +64,8 @@ class PickleRow(Struct):
     def counts(self, nbytes: int) -> bool:
         """Whether this is a pickle, as said above."""
         everything = [*self.streams, *([self.broken] if self.broken else [])]
-        plainly = bool(self.streams) and self.stop == nbytes and not self._odd()
+        plainly = bool(self.streams) and self.stop == nbytes and not any(s.last.table.notes for s in self.streams)
         return self.declared or self.more or plainly or any(s.acts for s in everything)
-
-    def _odd(self) -> bool:
-        return any(s.last.table.notes for s in self.streams)
 
 
 def read_row(span: Span, limits: Limits) -> PickleRow:

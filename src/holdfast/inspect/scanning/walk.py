@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError
 from holdfast.formats.pt2.archive import OLD_PROGRAM
-from holdfast.formats.torch.legacy import MAGIC, TorchLegacy, begins_like_tar
+from holdfast.formats.torch.legacy import MAGIC, begins_like_tar, describe_legacy
 from holdfast.formats.torch.storages import storage_dtype
 from holdfast.inspect.scanning.archives import (
     UNREADABLE,
@@ -136,7 +136,7 @@ class FileScan:
     def _old_container(self, span: Span) -> bool:
         """Whether what is behind the pickles are the storages of torch's old container, each with its length."""
         try:
-            TorchLegacy().describe(span_of(span.read(0, span.nbytes), self.limits).source)
+            describe_legacy(span_of(span.read(0, span.nbytes), self.limits).source)
         except HoldfastError:
             return False
         return True

@@ -35,17 +35,17 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Source, Store
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tiling import covers
-from holdfast.core.tree import levels
+from holdfast.core.tree import rebuild
 from holdfast.engine.source import OpenSource
+from holdfast.engine.table import value_state
 from holdfast.errors import BadPath, DoesNotFit, HeaderError, MetadataError, Unsupported, located
-from holdfast.formats.dcp.index import SavedChunk, SavedTensor, compare_metadata, ranks_alone, read_index
+from holdfast.formats.dcp.index import METADATA, SavedChunk, SavedTensor, compare_metadata, ranks_alone, read_index
 from holdfast.formats.dcp.lazy import ZSTD, Items, ItemStorage
-from holdfast.formats.dcp.read import DcpDirectory, read_values, tensor_of
+from holdfast.formats.dcp.read import read_values, tensor_of
 from holdfast.formats.dcp.schema import Item
 from holdfast.formats.detect import detect
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import steady
-from holdfast.plan.table import value_state
 from holdfast.stores.paths import place_of
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import Value, flatten
@@ -71,21 +71,6 @@ class Extensions(Protocol):
     def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Extension]: ...
 
 
-class Stored(Protocol):
-    """A checkpoint that is open."""
-
-    def metadata(self) -> m.Metadata:
-        """Every tensor with its chunks, and every value. The path is for whoever gives it out."""
-
-    def part(self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]) -> LazyTensor:
-        """A box of one chunk; `starts` are counted from the chunk's own corner."""
-
-    def values(self, names: Sequence[str]) -> Mapping[str, object]:
-        """Values that are no tensors, perhaps still unread."""
-
-    def close(self) -> None: ...
-
-
 def open_stored(
     path: str, *, rank: int | None, verify: bool, threads: int | None, limits: Limits | None, extensions: Extensions | None
 ) -> Stored:
@@ -95,7 +80,7 @@ def open_stored(
     def look(store: Store) -> Directory | None:
         source = OpenSource(store, limits=limits, threads=threads, mapped=False, verify=verify)
         with located(file=store.name), store.reading():
-            if isinstance(detect(source), DcpDirectory):
+            if detect(source).index == METADATA:
                 return Directory(source, rank, extensions)
         store.close()
         return None
@@ -105,13 +90,12 @@ def open_stored(
 
 
 class Tree:
-    """A checkpoint of any other format."""
-
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._flat = flatten(value_state(checkpoint.tree), checkpoint.tree)
 
     def metadata(self) -> m.Metadata:
+        """Every tensor with its chunks, and every value. The path is for whoever gives it out."""
         entries: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
         for name in self._flat.paths:
             if name in self._flat.values:
@@ -124,10 +108,12 @@ class Tree:
         return m.Metadata(entries, dict(self._flat.paths))
 
     def part(self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]) -> LazyTensor:
+        """A box of one chunk; `starts` are counted from the chunk's own corner."""
         corner = index.offset or [0] * len(lengths)
         return _box(self._checkpoint[index.fqn], [a + b for a, b in zip(corner, starts, strict=True)], lengths)
 
     def values(self, names: Sequence[str]) -> Mapping[str, object]:
+        """Values that are no tensors, perhaps still unread."""
         return {name: self._flat.values[name].described for name in names}
 
     def close(self) -> None:
@@ -135,8 +121,6 @@ class Tree:
 
 
 class Directory:
-    """A directory of torch's format."""
-
     def __init__(self, source: Source, rank: int | None, extensions: Extensions | None) -> None:
         compare_metadata(source)
         alone = ranks_alone(source)
@@ -242,6 +226,10 @@ class Directory:
         return open_checkpoint(stream.read(), limits=source.limits).tree
 
 
+Stored = Tree | Directory
+"""A checkpoint that is open."""
+
+
 def _is_foreign(item: Item) -> bool:
     return bool(item.transforms) and item.transforms != (ZSTD,)
 
@@ -282,36 +270,14 @@ def archived(value: object, name: str, path: str) -> bytes:
 
 def _with_buffers(value: object) -> object:
     """A value with `io.BytesIO` built where one was pickled, as an element of lists, tuples and mappings."""
-    if not any(_is_buffer(inner) for inner, _ in levels(value)) or any(depth > DEEPEST for _, depth in levels(value)):
-        return value
-    return _Buffers().walk(value)
+    return rebuild(value, lambda one, _: _buffer(one) if _is_buffer(one) else one)
 
 
-class _Buffers:
-    """One walk of `_with_buffers`."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, object] = {}
-
-    def walk(self, one: object) -> object:
-        if id(one) not in self._made:
-            self._made[id(one)] = one  # a container may be in itself; it is then as it was, and refused
-            self._made[id(one)] = self._built(one)
-        return self._made[id(one)]
-
-    def _built(self, one: object) -> object:
-        if _is_buffer(one):
-            content, at, _ = cast("tuple[bytes, int, object]", cast(Opaque, one).state)
-            buffer = io.BytesIO(content)
-            buffer.seek(at)
-            return buffer
-        if isinstance(one, dict):
-            copy = one.copy()
-            copy.update({key: self.walk(inner) for key, inner in one.items()})
-            return copy
-        if type(one) is list or type(one) is tuple:
-            return type(one)([self.walk(inner) for inner in one])
-        return one
+def _buffer(pickled: object) -> io.BytesIO:
+    content, at, _ = cast("tuple[bytes, int, object]", cast(Opaque, pickled).state)
+    buffer = io.BytesIO(content)
+    buffer.seek(at)
+    return buffer
 
 
 def _is_buffer(value: object) -> bool:
@@ -475,7 +441,6 @@ class FillBatch:
 
 
 def named(path: str | None, what: str) -> str:
-    """A path that somebody has given."""
     if path is None:
         raise BadPath(f"this {what} has no path yet: give it one, or pass checkpoint_id to torch's save and load")
     return path
@@ -491,7 +456,6 @@ def is_place(where: Where) -> bool:
 
 
 def finished(value: T) -> Future[T]:
-    """A future that is done."""
     future: Future[T] = Future()
     future.set_result(value)
     return future

@@ -34,21 +34,22 @@ from torch.futures import Future
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import unfinished
 from holdfast.engine.commit.transactions import FileTransaction
+from holdfast.engine.saves import FilePlan, Literal
 from holdfast.engine.stream import Writer as Output
 from holdfast.engine.stream import write_all, write_stream
 from holdfast.engine.targets.target import Saving, Target, join_target
 from holdfast.engine.threads import default_threads
 from holdfast.engine.write import write_file
 from holdfast.errors import Unsupported
+from holdfast.formats import format_of
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
-from holdfast.formats.seal import SEAL
 from holdfast.integrations.dcp.reader import Where, finished, is_place, named
-from holdfast.plan.saves import FilePlan, Literal
-from holdfast.ranks.files import is_part
 from holdfast.ranks.write import open_together
-from holdfast.rewrite.renewal import NOTHING
-from holdfast.rewrite.state import tabulate_state
+from holdfast.saving.formats import is_part
+from holdfast.saving.state import tabulate_state
+from holdfast.seals.document import SEAL
+from holdfast.seals.renew import NOTHING
 from holdfast.stores.files import make_parents
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import place_of
@@ -160,7 +161,7 @@ class Writer(StorageWriter):
             raise refusal(EXISTS, self.path, errno.EEXIST)
         self._target = target = open_together(
             self.path,
-            "dcp",
+            format_of("dcp"),
             durable=self.durable,
             overwrite=self.overwrite or found is not None,
             replaceable=lambda name: name in kept or (self.overwrite and is_part(name)),

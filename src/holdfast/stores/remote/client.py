@@ -7,7 +7,7 @@
    and for three minutes. obstore repeats most of these by itself, and says how often: that counts.
 3. What is not repeated: a put with a condition, and the beginning and the end of an upload in parts. Such a put may succeed and
    lose its answer; sent again, it is told that something is there already. So nobody concludes anything from such an answer;
-   whoever puts with a condition, or ends an upload, looks what is there (engine/commit/remote).
+   whoever puts with a condition, or ends an upload, looks what is there (engine/targets/bucket_commit).
 4. A request that takes much longer than others of its size is sent a second time (`patience`); the first answer counts.
 5. Messages have the URL of the object, what the server meant, and how often it was asked. Never what obstore says, which may have
    signed URLs in it.
@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import threading
 import time
@@ -29,7 +28,7 @@ from holdfast.core.runtime import at_fork, renewed
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, NotCommitted, StoreError, Truncated, Unsupported
 from holdfast.stores.remote import loop
-from holdfast.stores.remote.failures import may_pass, reason, refused, repeated
+from holdfast.stores.remote.failures import if_there, may_pass, reason, refused, repeated
 from holdfast.stores.remote.loop import answered, given_back, lent, until, waited
 from holdfast.stores.remote.patience import AGAIN_S, FIRST_S, LONGEST_S, Patience, pauses
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
@@ -60,8 +59,6 @@ ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
 
 
 class RemoteObject(Value, frozen=True):
-    """What a store says of an object."""
-
     key: str
     nbytes: int
     etag: str | None
@@ -69,8 +66,6 @@ class RemoteObject(Value, frozen=True):
 
 
 class Got(Value, frozen=True):
-    """A part of an object."""
-
     data: memoryview
     start: int
     found: RemoteObject
@@ -114,8 +109,6 @@ class Upload:
 
 
 class Bucket:
-    """One bucket, or one client that a caller has made."""
-
     def __init__(self, root: str, client: ObjectStore) -> None:
         self.root = root
         self.client = client
@@ -150,7 +143,6 @@ class Bucket:
         return self._asked(key, {}, None, nbytes=1 << 20, most=most)
 
     def head(self, key: str) -> RemoteObject:
-        """What there is to say of an object."""
         import obstore
 
         return _found(self._run(lambda: answered(obstore.head_async(self.client, key)), key, "looking at it"))
@@ -273,11 +265,7 @@ class Bucket:
             def ask(some: list[str] = some) -> Awaitable[None]:
                 return answered(obstore.delete_async(self.client, some))
 
-            try:
-                self._run(ask, some[0], "deleting it")
-            except StoreError as error:
-                if error.errno != errno.ENOENT:
-                    raise
+            if_there(self._run, ask, some[0], "deleting it")
 
     def copy(self, key: str, to: str) -> None:
         """Copy an object inside the bucket, by the store itself."""

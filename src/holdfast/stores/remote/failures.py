@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from holdfast.errors import HoldfastError, NoSuchPath, Replaced, StoreError, Truncated, Unsupported
+
+T = TypeVar("T")
 
 
 class Taken(StoreError):
@@ -13,7 +17,6 @@ class Taken(StoreError):
 
 
 def refused(error: BaseException, url: str, doing: str) -> BaseException:
-    """What a failure of obstore means."""
     import obstore.exceptions as theirs
 
     if isinstance(error, HoldfastError) or not isinstance(error, Exception):
@@ -96,3 +99,13 @@ def repeated(error: Exception, doing: str, most: int) -> int:
     text = str(error)
     told = re.search(r"after (\d+) retries", text)
     return int(told[1]) if told else most if doing == "reading it" and "response body" in text else 0
+
+
+def if_there(ask: Callable[..., T], *given: object) -> T | None:
+    """What a request for an object answers; None where there is none."""
+    try:
+        return ask(*given)
+    except StoreError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return None

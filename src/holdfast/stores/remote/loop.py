@@ -37,8 +37,6 @@ PARKED_S = 60.0
 
 
 class RequestFuture(asyncio.Future[Any]):
-    """What a request gives."""
-
     left = False
     """Whether the thread that answers has left the interpreter."""
 
@@ -258,7 +256,6 @@ def is_forked() -> bool:
 
 
 def left_behind(file: str) -> Unsupported:
-    """What is said in such a process."""
     told = "this process was forked from one that had used object stores, and their client does not survive that"
     return Unsupported(f"{told}; start processes by 'spawn' or 'forkserver', or fork before the first URL", file=file)
 

@@ -21,12 +21,13 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from holdfast.core.keys import beside, check_key
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import Stamp, Store
+from holdfast.core.protocols import Medium, Stamp, Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, LimitExceeded, MetadataError, NoSuchPath, Replaced, StoreError, Truncated
 from holdfast.stores.files import is_temporary
 from holdfast.stores.remote.client import Bucket, Got, RemoteObject, bucket_of
-from holdfast.stores.remote.url import FILES, Url
+from holdfast.stores.remote.failures import if_there
+from holdfast.stores.remote.url import Url
 
 WINDOW_NBYTES = 128 << 10
 """Of headers, what is fetched at a time: nine in ten safetensors headers are shorter."""
@@ -46,7 +47,7 @@ MANIFEST = "holdfast.json"
 class RemoteStore(Store):
     """An object, or all objects below a prefix and one folder down."""
 
-    requests, block_nbytes = REQUESTS, PIECE_NBYTES
+    medium = Medium(requests=REQUESTS, block_nbytes=PIECE_NBYTES)
 
     def __init__(
         self, url: Url, *, limits: Limits | None = None, expected: Mapping[str, tuple[int, str | None]] | None = None
@@ -69,18 +70,15 @@ class RemoteStore(Store):
 
     def _find(self) -> None:
         """Find out what is there: an object, a native checkpoint, or a prefix."""
-        ways = [self._is_object, self._is_native] if self._url.key.lower().endswith(FILES) else [self._is_native, self._is_object]
+        ways = [self._is_object, self._is_native] if self._url.says_file else [self._is_native, self._is_object]
         for way in (*ways, self._is_prefix):
             if way():
                 return
         raise NoSuchPath("no such object, and nothing below it", file=self.name)
 
     def _is_native(self) -> bool:
-        try:
-            got = self.bucket.whole(self._key(MANIFEST), self._limits.index_nbytes)
-        except StoreError as error:
-            if error.errno != errno.ENOENT:
-                raise
+        got = if_there(self.bucket.whole, self._key(MANIFEST), self._limits.index_nbytes)
+        if got is None:
             return False
         self._remember(MANIFEST, got)
         for start in range(0, got.data.nbytes, WINDOW_NBYTES):

@@ -11,7 +11,6 @@ the caller has made.
 
 from __future__ import annotations
 
-import errno
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
@@ -19,15 +18,16 @@ from urllib.parse import quote
 
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
-from holdfast.errors import BadPath, HoldfastError, StoreError
+from holdfast.errors import BadPath, HoldfastError
+from holdfast.stores.remote.failures import if_there
 
 if TYPE_CHECKING:
     from holdfast.stores.remote.client import Bucket
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"})
 
-FILES = (".pt", ".pth", ".pt2", ".bin", ".ckpt", ".safetensors", ".npz", ".npy", ".gguf", ".pkl", ".tar", ".distcp")
-"""What ends so is an object, unless there is none."""
+SUFFIX = re.compile(r"\.[a-z]\w*\Z", re.IGNORECASE)
+"""What the name of an object ends with. The numbers in `step-1.5` and `Llama-3.1-8B` are no suffixes."""
 
 PART_NBYTES = 16 << 20
 """Bytes of one part of an upload: S3 takes 10,000 parts of at least 5 MiB."""
@@ -72,7 +72,6 @@ class Url(str):
 
     @property
     def root(self) -> str:
-        """The bucket: `s3://bucket`."""
         scheme, _, rest = self.partition("://")
         return f"{scheme}://{rest.partition('/')[0]}"
 
@@ -114,6 +113,11 @@ class Url(str):
     @property
     def says_folder(self) -> bool:
         return self.folder
+
+    @property
+    def says_file(self) -> bool:
+        """Whether its name has a suffix, so that it is an object, unless there is none."""
+        return SUFFIX.search(self.name) is not None
 
     is_folder = says_folder
     may_be_file = True
@@ -162,12 +166,8 @@ class Url(str):
 
     def stamps(self) -> Stamps | None:
         found = self._bucket.below(f"{self.key}/", MOST_OBJECTS)
-        try:
-            single = self._bucket.head(self.key)
+        if single := if_there(self._bucket.head, self.key):
             found = [single, *(one for one in found if one.key != single.key)]
-        except StoreError as error:
-            if error.errno != errno.ENOENT:
-                raise
         # Without etags nobody can tell.
         if not found or any(one.etag is None for one in found):
             return None

@@ -25,13 +25,13 @@ from holdfast.core.arrays import Ints, byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Request
+from holdfast.core.protocols import Medium, Request
 from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_bytes, slabs
+from holdfast.engine.saves import Data
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Unsupported
-from holdfast.plan.saves import Data
 from holdfast.stores.virtual import Virtual, VirtualFile
 from holdfast.torch.cuda.gather import SHORT_NBYTES, gather
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
@@ -50,16 +50,13 @@ MOST_BLOCKS = 16
 class GpuMemory(Virtual):
     """A store whose bytes are in the memory of GPUs. Each device is read on its side stream, behind what its storages wait for."""
 
+    medium = Medium(block_nbytes=BLOCK_NBYTES)
+
     def __init__(self, lane: Callable[[torch.device], Lane] = Side) -> None:
         super().__init__("<GPU memory>")
         self._make_lane = lane
         self._bytes: dict[str, torch.Tensor] = {}
         self._lanes: dict[torch.device, Lane] = {}
-
-    @property
-    def block_nbytes(self) -> int | None:
-        """A block of page-locked memory."""
-        return BLOCK_NBYTES
 
     def add(self, storage: torch.UntypedStorage) -> Storage:
         """The storage as one of ours; the same one for the same memory."""

@@ -6,7 +6,7 @@
 
 1. A row is a range of a file and a destination: a fresh tensor of a kind, a tensor that is there and takes the bytes as they are,
    or one that takes elements by a copy of its own (another dtype or order, conjugated, negated).
-2. Rows are sorted by their place in the file and joined (plan/coalesce.py: small gaps are read as well, because a read costs more
+2. Rows are sorted by their place in the file and joined (engine/coalesce.py: small gaps are read as well, because a read costs more
    than their bytes), and laid into blocks one behind the other. A task is numbers alone: readers make the next one themselves.
 3. Short rows are never cut. A long one may be cut anywhere, or between elements where these are copied as such.
 4. Elements that do not lie in one piece in the file (columns, another byte order, packed types) are read by the engine, a block of
@@ -32,10 +32,10 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.checks import Checks, damage, whole_storages
+from holdfast.engine.coalesce import PAGE_LOCKED, Ranges, coalesce
 from holdfast.engine.memory_sink import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted
-from holdfast.plan.coalesce import PAGE_LOCKED, Ranges, coalesce
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import Fill, ScratchPiece, flat, in_file_order, parts_of
 

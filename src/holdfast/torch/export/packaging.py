@@ -23,7 +23,7 @@ from msgspec import Struct, field
 from torch._export.serde.serialize import _dataclass_to_dict, serialize_tensor_meta
 from torch.export import ExportedProgram
 
-from holdfast.core.arguments import understood
+from holdfast.core.options import validated
 from holdfast.core.quantities import Size, shown
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
@@ -33,11 +33,11 @@ from holdfast.formats.pt2.program import summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, WEIGHT
 from holdfast.formats.pt2.write import MODEL, ModelWeights, Pickled, lay_out_pt2
 from holdfast.formats.torch.write import archive_name
-from holdfast.rewrite.formats import check_archive_name
-from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields
-from holdfast.rewrite.rows import lazy_tree
-from holdfast.rewrite.state import tabulate_state
-from holdfast.rewrite.writing import Writing
+from holdfast.saving.formats import check_archive_name
+from holdfast.saving.planned import Planned, Saved, check_target, planned_fields
+from holdfast.saving.rows import lazy_tree
+from holdfast.saving.state import tabulate_state
+from holdfast.saving.writing import Writing
 from holdfast.stores.paths import local_path
 from holdfast.torch import versions
 
@@ -45,7 +45,7 @@ PROTOCOL = 2
 """Of the pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
 
 
-@understood
+@validated
 def package_program(
     exported_programs: ExportedProgram | Mapping[str, ExportedProgram],
     dst: str | os.PathLike[str],
@@ -76,7 +76,11 @@ def package_program(
         given = shown(exported_programs)
         raise BadArgumentType(f"exported_programs= takes what torch.export.export gives, or a dict of such, not {given}")
     programs = {MODEL: exported_programs} if isinstance(exported_programs, ExportedProgram) else dict(exported_programs)
-    wrong = [f"{name!r}: a {type(p).__name__}, and no exported program" for name, p in programs.items() if not _is_program(p)]
+    wrong = [
+        f"{name!r}: a {type(p).__name__}, and no exported program"
+        for name, p in programs.items()
+        if not isinstance(p, ExportedProgram)
+    ]
     if wrong or not programs:
         raise CannotHold("a package holds exported programs by their names", wrong or ["there is no program"])
     writing = Writing(
@@ -89,10 +93,6 @@ def package_program(
     extra = {name: text.encode() if isinstance(text, str) else bytes(text) for name, text in (extra_files or {}).items()}
     plan = lay_out_pt2(parts, name=archive_name(target), extra=extra, trim=trim)
     return Planned(plan, Saved(**planned_fields(plan, target)), writing).carry_out(progress)
-
-
-def _is_program(value: object) -> bool:
-    return isinstance(value, ExportedProgram)
 
 
 class _Values(Struct):

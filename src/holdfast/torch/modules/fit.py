@@ -24,7 +24,7 @@ from holdfast.core.chunk import repeats
 from holdfast.core.quantities import shown
 from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, dotted, step
+from holdfast.core.tree import Unrolled, Way, mapped_children, name_at, unroll
 from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType
 from holdfast.torch.modules.match import Match, Names, Outcome, PlaceKind, match_places, plain_problem, short, tied_note
@@ -98,7 +98,7 @@ def find_targets(into: nn.Module | Mapping[str, object], is_current: IsCurrent, 
         else:
             _walk_module(into, "", "", targets=targets, is_current=is_current)
     elif isinstance(into, Mapping):
-        targets.slots += _walk_values(into, (), frozenset())
+        unroll(_slots_in(into, None, targets.slots, set()))
     else:
         raise BadArgumentType(f"load_into fills an nn.Module or a mapping of tensors, not {shown(into)}", found=into)
     seen: set[str] = set()
@@ -150,20 +150,17 @@ def _loads_itself(module: nn.Module, prefix: str, is_current: IsCurrent) -> bool
     return not (own.__module__.startswith(OWN) and is_current(prefix, module))
 
 
-def _walk_values(value: object, path: Path, above: frozenset[int]) -> Iterator[Slot]:
+def _slots_in(value: object, way: Way, found: list[Slot], above: set[int]) -> Unrolled[None]:
+    """Add the tensors in mappings, lists and tuples, each with the place to put another."""
     if id(value) in above:
-        raise ValueError(f"{dotted(path)} contains itself")
-    children: list[tuple[object, object]] = []
-    if isinstance(value, Mapping):
-        children = list(value.items())
-    elif isinstance(value, list | tuple):
-        children = list(enumerate(value))
-    for key, inner in children:
-        place = (*path, step(key))
+        raise ValueError(f"{name_at(way)} contains itself")
+    above.add(id(value))
+    for key, inner in mapped_children(value) or ():
         if isinstance(inner, torch.Tensor):
-            yield Slot(dotted(place), inner, value, key)
-        else:
-            yield from _walk_values(inner, place, above | {id(value)})
+            found.append(Slot(name_at((way, key)), inner, value, key))
+        elif isinstance(inner, Mapping | list | tuple):
+            yield _slots_in(inner, (way, key), found, above)
+    above.remove(id(value))
 
 
 class Choice(Value, frozen=True):
@@ -193,8 +190,6 @@ class Choice(Value, frozen=True):
 
 
 class Fit(Outcome):
-    """What goes where, and what does not."""
-
     matches: list[Match[Slot]] = field(default_factory=list)
     extras: dict[nn.Module, object] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)

@@ -24,11 +24,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.notebook import Shown
+from holdfast.core.options import validated
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import DoesNotFit, HoldfastError
@@ -101,7 +101,7 @@ class Loaded(Shown):
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-@understood(dtype=float_dtype, device=device_given)
+@validated(dtype=float_dtype, device=device_given)
 def load_into(
     module_or_state: nn.Module | Mapping[str, object],
     path: Openable | Checkpoint | TorchCheckpoint,
@@ -258,7 +258,6 @@ class Load:
         return ordered and kind.shape == target.shape and choice.dtype_for(target, kind.dtype) == kind.dtype
 
     def _want(self, match: Match[Slot]) -> Want:
-        """The fresh tensor that takes the place of some slots."""
         choice, target = self._choice, match.places[0].tensor
         lazy = shaped(match, self._names.table, tuple(target.shape))
         # A tensor on meta is given in the order of elements that it has; a replaced one takes the file's.
@@ -266,7 +265,6 @@ class Load:
         return Want(lazy, choice.dtype_for(target, torch_dtype(lazy.dtype)), choice.device_for(target), strides)
 
     def _place(self, match: Match[Slot], value: torch.Tensor) -> None:
-        """Put a tensor that was built by itself into its slots."""
         choice, target = self._choice, match.places[0].tensor
         if not choice.fresh(target):
             with torch.no_grad():

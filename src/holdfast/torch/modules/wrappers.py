@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 
 from torch import nn
 
-from holdfast.rewrite.state import Stateful
+from holdfast.saving.state import Stateful
 
 WAYS = (frozenset({"module", "_orig_mod"}), frozenset({"module"}), frozenset({"_orig_mod"}), frozenset[str]())
 """Which names are taken off; of equally good ways the first."""
@@ -84,7 +84,6 @@ def names_put_back(module: nn.Module, there: There) -> dict[str, str]:
 
 
 def has_wrappers(module: nn.Module) -> bool:
-    """Whether a module is a wrapper, or has one in it."""
     return any(wrapped_child(one) for one in module.modules())
 
 
@@ -108,7 +107,6 @@ class PlainlyNamed:
         """By the plain name: that of the module's own state dict."""
 
     def state_dict(self) -> object:
-        """The state dict of the module, with plain names."""
         state = self._ask(cast(Stateful, self._module))
         if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
             return state

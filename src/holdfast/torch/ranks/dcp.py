@@ -17,7 +17,7 @@ import io
 import pickle
 import struct
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -36,17 +36,17 @@ from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, dotted, levels, values_inside
+from holdfast.core.tree import Path, Unrolled, dotted, every_child, unroll, values_inside, walk
 from holdfast.engine.stream import write_stream
+from holdfast.engine.table import value_state
 from holdfast.formats.native.manifest import as_column
 from holdfast.formats.pickle.writer import ENDS_IN_NUL, ends_in_nul
+from holdfast.formats.sharded import Contents, Delivered
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.formats.tree_json.encode import encode_value
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
-from holdfast.plan.table import value_state
-from holdfast.ranks.files import Contents, Delivered
-from holdfast.rewrite.rows import lazy_tree
-from holdfast.rewrite.state import tabulate_state
+from holdfast.saving.rows import lazy_tree
+from holdfast.saving.state import tabulate_state
 from holdfast.torch import versions
 from holdfast.torch.serialization.pickling import StorageIds, pickle_object
 from holdfast.torch.serialization.save import plan_object
@@ -73,7 +73,7 @@ class Value(values.Value, frozen=True):
         encoded = encode_value(self.described)
         # A pickle of equal values may differ: it tells whether two equal strings in them are one object.
         content = self._pickled() if encoded.problems else msgspec.json.encode(encoded.value)
-        if NUMPY_TAG in content and any(ends_in_nul(value) for value, _ in levels(self.described)):
+        if NUMPY_TAG in content and any(ends_in_nul(one) for _, one in walk(self.described, every_child)):
             raise ValueError(ENDS_IN_NUL)
         return hashlib.blake2b(content, digest_size=16).digest()
 
@@ -121,7 +121,7 @@ class FlatState(Struct):
 def flatten(state: State, raw: object) -> FlatState:
     """Flatten a described state. `raw` is what it describes."""
     flat = FlatState()
-    _Flattening(flat, state.leaves).walk(state.tree, raw, ())
+    unroll(_Flattening(flat, state.leaves).take(state.tree, raw, ()))
     for name in [name for name in state.tensors if name not in flat.paths]:
         path = tuple(name.split("."))
         above = (flat.values.get(dotted(path[:i])) for i in range(len(path)))
@@ -157,16 +157,26 @@ class _Flattening:
         self._plain = not leaves.odd and not leaves.composites()
         """Whether all tensors are plain ones."""
 
-    def walk(self, value: object, raw: object, path: Path) -> None:
+    def take(self, value: object, raw: object, path: Path) -> Unrolled[None]:
+        inside = self._pairs(value, raw, path)
+        if inside is None:
+            self._add(value, raw, path)
+        for key, inner, own in inside or ():
+            if isinstance(inner, Mapping | list):
+                yield self.take(inner, own, (*path, key))
+            else:
+                self._add(inner, own, (*path, key))
+
+    def _pairs(self, value: object, raw: object, path: Path) -> Iterable[tuple[str | int, object, object]] | None:
+        """What is in a mapping or a list that is entered, each with its key and with what it describes; None for a leaf."""
         if isinstance(value, Mapping) and isinstance(raw, Mapping) and (value or not path):
-            if not self._all_tensors(value, path):
-                for (key, inner), own in zip(value.items(), raw.values(), strict=True):
-                    self.walk(inner, own, (*path, str(key)))
-            return
+            return () if self._all_tensors(value, path) else zip(map(str, value), value.values(), raw.values(), strict=True)
         if isinstance(value, list) and isinstance(raw, list) and self._is_entered(value):
-            for i, (inner, own) in enumerate(zip(value, raw, strict=True)):
-                self.walk(inner, own, (*path, i))
-            return
+            return zip(range(len(value)), value, raw, strict=True)
+        return None
+
+    def _add(self, value: object, raw: object, path: Path) -> None:
+        """Take a leaf under its name."""
         flat, made = self._flat, self._described(value)
         name = ".".join(map(str, path))
         if name in flat.paths:
@@ -202,24 +212,14 @@ class _Flattening:
 
     def _is_entered(self, value: object) -> bool:
         """Whether there is a tensor or a mapping in a list."""
-        if isinstance(value, list):
-            return any(map(self._is_entered, value))
-        made = self._leaves.described(value)
-        return isinstance(made, LazyTensor | Composite | Mapping) or self._leaves.is_tensor(value)
+        leaves = self._leaves
+        inside = (inner for _, inner in walk(value, lambda one: enumerate(one) if isinstance(one, list) else None))
+        return any(isinstance(leaves.described(one), LazyTensor | Composite | Mapping) or leaves.is_tensor(one) for one in inside)
 
 
 def _is_opened(value: object) -> bool:
     """Whether values of an open checkpoint are in it, which stand for torch's own and are written as those."""
-    waiting, seen = [value], set()
-    while waiting:
-        one = waiting.pop()
-        if type(one).__module__.split(".")[0] == "holdfast":
-            return True
-        if isinstance(one, list | tuple | set | frozenset | dict) and id(one) not in seen:
-            seen.add(id(one))
-            waiting += one
-            waiting += one.values() if isinstance(one, dict) else ()
-    return False
+    return any(type(one).__module__.split(".")[0] == "holdfast" for _, one in walk(value, every_child))
 
 
 def dcp_index(contents: Contents, delivered: Delivered, *, path: str) -> bytes:

@@ -32,13 +32,11 @@ from typing import cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from holdfast.core.options import DEADLINE
 from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.engine.threads import default_threads
 from holdfast.errors import CannotHold, DurabilityUncertain, NoSuchPath, RankLost, RanksFailed, RanksFoundNothing, RanksRefused
 from holdfast.ranks.merge import say_ranks
-
-DEADLINE = 60.0
-"""Seconds without a sign of life after which a rank is given up."""
 
 BEAT = 1.0
 """Seconds between two beats of a pulse, or two looks at one, at most; a tenth of the deadline where that is less."""

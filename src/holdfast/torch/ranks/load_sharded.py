@@ -44,11 +44,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.core.arguments import one_of, understood
+from holdfast.core.arguments import one_of
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.crc import crc32
+from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.notebook import Shown
 from holdfast.core.opaque import AnyValue
+from holdfast.core.options import DEADLINE, validated
 from holdfast.core.protocols import Request
 from holdfast.core.runtime import resting_collector
 from holdfast.core.value import Value
@@ -57,13 +59,13 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import Replaced
 from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.rewrite.state import Stateful, state_and_path
+from holdfast.saving.state import Stateful, state_and_path
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
-from holdfast.torch.ranks.group import DEADLINE, UNCHANGED, Ranks, ranks_of
+from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of
 from holdfast.torch.ranks.wanted import PerRank, Wanted, match_state
 from holdfast.torch.tensors.fill import NO_ARRAY, Fills, fill
 
@@ -123,7 +125,7 @@ class Verdict(msgspec.Struct):
     """What is read for all, and the rank that reads it."""
 
 
-@understood(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
+@validated(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
 def load_sharded(
     path: str | os.PathLike[str],
     state: Stateful | Mapping[str, object],
@@ -273,11 +275,11 @@ def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> Agreed:
             fits = not wanted.mismatched and not (strict and wanted.missing)
             # One rank alone has nobody to hand anything on to.
             message = RankMatch(seen, _bits(names), fits, strict, offers(wanted, asked.group) if ranks.size > 1 else [])
-            local = marked(checkpoint, msgspec.msgpack.encode(message), alone=ranks.size == 1)
+            local = marked(checkpoint, write_document(RANK_MATCH, message), alone=ranks.size == 1)
     except Exception as error:
         local = error
     answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), asked.replicated, far=far or ranks.apart()))
-    verdict = VERDICTS.decode(answer)
+    verdict = read_document(VERDICT, answer)
     used = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
     assert names is not None  # or this rank would have failed, and with it all of them
     unexpected = [name for name, one in zip(names.offered, used.tolist(), strict=False) if not one]
@@ -287,7 +289,7 @@ def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> Agreed:
     return Agreed(wanted, unexpected, verdict.shares)
 
 
-@understood(device=device_given)
+@validated(device=device_given)
 def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None = None, store: object | None = None) -> AnyValue:
     """The whole state of a checkpoint in one process: its tree, with every tensor in one piece."""
     from holdfast.torch.tensors.open import open as open_torch
@@ -299,7 +301,7 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
 def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> list[bytes]:
     """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
     with resting_collector():
-        told = [RANK_MATCHES.decode(message) for message in messages]
+        told = [read_document(RANK_MATCH, message) for message in messages]
     used: dict[bytes, np.ndarray] = {}
     for one in told:
         bits = np.frombuffer(one.used, np.uint8)
@@ -307,7 +309,7 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> l
     all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
     fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in told)
     shares = spread([one.offers for one in told], replicated, far=far)
-    verdicts = {seen: msgspec.msgpack.encode(Verdict(fits, bits.tobytes(), shares)) for seen, bits in used.items()}
+    verdicts = {seen: write_document(VERDICT, Verdict(fits, bits.tobytes(), shares)) for seen, bits in used.items()}
     return [verdicts[one.checkpoint] for one in told]
 
 
@@ -363,7 +365,7 @@ class Offer(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-RANK_MATCHES, VERDICTS = msgspec.msgpack.Decoder(RankMatch), msgspec.msgpack.Decoder(Verdict)
+RANK_MATCH, VERDICT = message_kind("match of a rank", RankMatch), message_kind("verdict on a load", Verdict)
 
 
 def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:

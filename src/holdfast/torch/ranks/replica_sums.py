@@ -15,14 +15,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 
-import msgspec
 import torch
 
 from holdfast.core.crc import crc32_each
+from holdfast.core.documents import write_document
 from holdfast.core.table import ODD, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import slabs
 from holdfast.engine.digest import tensor_crcs
+from holdfast.ranks.merge import SUMS
 from holdfast.torch.cuda.host import BLOCK_NBYTES
 from holdfast.torch.cuda.memory import GpuSource
 
@@ -44,12 +45,12 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
     """The sums of all tensors of which this rank has all elements, in memory or on a GPU, by name."""
     host: dict[str, LazyTensor] = {}
     gpu: dict[str, torch.Tensor] = {}
-    told: dict[str, list[int | bytes]] = {}
+    told: dict[str, tuple[int | bytes]] = {}
     small, others = _small_rows(table), table.names
     if small:
         for first in range(0, len(small), TOGETHER):
             rows = small[first : first + TOGETHER]
-            told |= {table.names[row]: [crc] for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)}
+            told |= {table.names[row]: (crc,) for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)}
         others = [name for name in others if name not in told]
     for name in others:
         tensor = table[name]
@@ -58,13 +59,13 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
         source = tensor.source
         if isinstance(source, GpuSource) and tensor.nbytes > SMALL_ROW_NBYTES:
             gpu[name] = _on_gpu(tensor, source)
-        elif isinstance(source, GpuSource) or source.store.resident:
+        elif isinstance(source, GpuSource) or source.store.medium.resident:
             host[name] = tensor
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
     crcs = tensor_crcs(list(host.values()), threads=threads if some else 1, expand=True)
-    told |= {name: [crc] for name, crc in zip(host, crcs, strict=True)}
-    told |= {name: [hashlib.blake2b(sums, digest_size=16).digest()] for name, sums in _fetched(gpu)}
-    return msgspec.msgpack.encode(told)
+    told |= {name: (crc,) for name, crc in zip(host, crcs, strict=True)}
+    told |= {name: (hashlib.blake2b(sums, digest_size=16).digest(),) for name, sums in _fetched(gpu)}
+    return write_document(SUMS, told)
 
 
 def _small_rows(table: Table) -> list[int]:

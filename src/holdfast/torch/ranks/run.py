@@ -14,34 +14,31 @@ A background save that failed is raised by the next call on this run, on every r
 from __future__ import annotations
 
 import os
-import signal
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeVar, overload
+from typing import Literal, TypeVar, Unpack, overload
 
 import msgspec
 import torch.distributed as dist
 
-from holdfast.core.arguments import one_of, patterns, understood
+from holdfast.core.arguments import one_of
+from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.opaque import AnyValue
-from holdfast.core.quantities import Size, byte_count, seconds
+from holdfast.core.options import DEADLINE, AsyncRankStepOptions, RankStepOptions, pick, validated
 from holdfast.errors import Corrupted, FormatError, HoldfastError, HoldfastWarning, RanksFailed
 from holdfast.ranks.write import AsStep
-from holdfast.rewrite.state import Stateful
-from holdfast.rewrite.step_seal import stamp
-from holdfast.runs.export import Export
 from holdfast.runs.fill import unharmed
-from holdfast.runs.rules import Rule, read_rules
-from holdfast.runs.run import Coming, WhenFull, read_metrics
+from holdfast.runs.run import Coming, RunOptions
 from holdfast.runs.run import Run as PlainRun
-from holdfast.runs.signals import read_run_signals
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.view import read_step
+from holdfast.saving.state import Stateful
+from holdfast.seals.document import stamp
 from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle
-from holdfast.torch.ranks.group import DEADLINE, ranks_of
+from holdfast.torch.ranks.group import ranks_of
 from holdfast.torch.ranks.load_sharded import ShardedLoad, load_full, load_together
 from holdfast.torch.ranks.save_sharded import begin_asked, save_asked
 from holdfast.torch.ranks.saving import Asked, SavedShards
@@ -73,7 +70,7 @@ class FoundAnswer(msgspec.Struct):
     nbytes: int
 
 
-ASKED, ANSWERS = msgspec.msgpack.Decoder(Asking), msgspec.msgpack.Decoder(list[FoundAnswer])
+ASKED, ANSWERS = message_kind("question for signals", Asking), message_kind("list of found steps", list[FoundAnswer])
 
 
 class Run(PlainRun):
@@ -82,59 +79,32 @@ class Run(PlainRun):
     As `holdfast.Run`; `group` and `deadline` are those of `save_sharded`.
     """
 
-    @understood(
-        keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count,
-        signals=lambda value, name: read_run_signals(value), grace=seconds,
-    )  # fmt: skip
+    @validated
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
-        keep: Rule | str | Collection[Rule | str] = (),
-        budget: Size | None = None,
-        when_full: WhenFull = "error",
-        export: Export | Sequence[Export] = (),
-        share: bool = True,
-        durable: bool = True,
-        store: object | None = None,
-        signals: bool | signal.Signals | Iterable[signal.Signals] = False,
-        grace: float | str | None = None,
         group: dist.ProcessGroup | None = None,
         deadline: float = DEADLINE,
+        **options: Unpack[RunOptions],
     ) -> None:
-        super().__init__(
-            path, keep=keep, budget=budget, when_full=when_full, export=export, share=share, durable=durable, store=store,
-            signals=signals, grace=grace,
-        )  # fmt: skip
+        super().__init__(path, **options)
         self.group = group
         self.deadline = deadline
         self._handle: SaveHandle | None = None
         self._new_nbytes: int | None = None
         """What the last step took."""
+        self._base: str | None = None
+        """The name of the step whose files the last one may share."""
         self._linked_nbytes = 0
         """Bytes of the last step that are those of its base."""
         self._stops = False
         self._calls_left = self._calls_asked = 1
         self._asked_s: float | None = None
 
-    @understood(
-        step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value),
-        values=one_of("agree", "first"), per_rank=patterns,
-    )  # fmt: skip
+    @validated(step=lambda value, name: read_step(value))
     def save(  # type: ignore[override]  # what several ranks need to say in addition, and no shards by size
-        self,
-        step: int,
-        state: Stateful | Mapping[str, object],
-        *,
-        metrics: Mapping[str, float] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        overwrite: bool = False,
-        values: Literal["agree", "first"] = "agree",
-        per_rank: str | Sequence[str] = (),
-        check_replicas: bool = True,
-        sparse: str = "never",
-        threads: int | None = None,
-        progress: Callable[[int], None] | None = None,
+        self, step: int, state: Stateful | Mapping[str, object], **options: Unpack[RankStepOptions]
     ) -> Step:
         """Save the state of all ranks as a step; every rank calls it. The first rank then deletes what no rule keeps.
 
@@ -143,10 +113,7 @@ class Run(PlainRun):
         """
         began = time.perf_counter()
         self._settle()
-        asked = self._asked(
-            step, metrics, metadata=metadata, overwrite=overwrite, values=values, per_rank=tuple(per_rank),
-            check_replicas=check_replicas, sparse=sparse, threads=threads, progress=progress,
-        )  # fmt: skip
+        asked = self._asked(step, options)
         try:
             done = save_asked(state, asked, group=self.group, deadline=self.deadline)
         except HoldfastError:
@@ -157,36 +124,15 @@ class Run(PlainRun):
         self._note(saved, stalled_s=time.perf_counter() - began, took_s=took)
         return saved
 
-    @understood(
-        step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value),
-        values=one_of("agree", "first"), per_rank=patterns,
-    )  # fmt: skip
-    def async_save(
-        self,
-        step: int,
-        state: Stateful | Mapping[str, object],
-        *,
-        metrics: Mapping[str, float] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        overwrite: bool = False,
-        values: Literal["agree", "first"] = "agree",
-        per_rank: str | Sequence[str] = (),
-        check_replicas: bool = True,
-        sparse: str = "never",
-        threads: int | None = None,
-        progress: Callable[[int], None] | None = None,
-        max_host_memory: int | None = None,
-    ) -> SaveHandle:
+    @validated(step=lambda value, name: read_step(value))
+    def async_save(self, step: int, state: Stateful | Mapping[str, object], **options: Unpack[AsyncRankStepOptions]) -> SaveHandle:
         """As `save`, and the caller trains on while the step is written: returns when what this rank has has been copied.
 
         The next call on this run waits for the save before it. What went wrong is raised there, and by `wait`.
         """
         began = time.perf_counter()
         self._settle()
-        asked = self._asked(
-            step, metrics, metadata=metadata, overwrite=overwrite, values=values, per_rank=tuple(per_rank),
-            check_replicas=check_replicas, sparse=sparse, threads=threads, progress=progress,
-        )  # fmt: skip
+        asked = self._asked(step, options)
         stalled: list[float] = []
 
         def after(done: SavedShards) -> None:
@@ -196,7 +142,7 @@ class Run(PlainRun):
 
         try:
             self._handle = begin_asked(
-                state, asked, group=self.group, deadline=self.deadline, max_host_memory=max_host_memory, after=after
+                state, asked, group=self.group, deadline=self.deadline, max_host_memory=options["max_host_memory"], after=after
             )
         except HoldfastError:
             self._failed += 1
@@ -242,14 +188,14 @@ class Run(PlainRun):
             # A tenth of the grace time is the most that may pass before all ranks know.
             after = int(calls * min(ASK_S, guard.grace_s / 10) / between)
             answer = Asking(stops, stops and self._is_worth_saving(step), max(1, min(after, 2 * calls, MOST_CALLS)))
-            return [msgspec.msgpack.encode(answer)] * len(messages)
+            return [write_document(ASKED, answer)] * len(messages)
 
         ranks = ranks_of(self.group, doing=f"ask for signals in {self.path!r}", deadline=self.deadline)
         try:
             raw = ranks.agree(b"0" if guard.came_s is None else b"1", decide)
         finally:
             ranks.close()
-        answer = ASKED.decode(raw)
+        answer = read_document(ASKED, raw)
         self._asked_s, self._calls_asked = now, answer.calls
         return answer
 
@@ -275,7 +221,7 @@ class Run(PlainRun):
         self, into: T, *, deep: bool = ..., strict: bool = ..., per_rank: PerRank = ..., cast: bool = ...,
         threads: int | None = ...,
     ) -> T | None: ...  # fmt: skip
-    @understood(per_rank=one_of("own", "keep"))
+    @validated(per_rank=one_of("own", "keep"))
     def resume(
         self,
         into: Stateful | Mapping[str, object] | None = None,
@@ -379,7 +325,7 @@ class Run(PlainRun):
                 )
                 for one in work()
             ]
-            return [msgspec.msgpack.encode(told)] * len(messages)
+            return [write_document(ANSWERS, told)] * len(messages)
 
         try:
             raw = ranks.agree(b"", decide)
@@ -390,52 +336,37 @@ class Run(PlainRun):
                 one.step, join(self._folder.path, one.name), one.saved,
                 {name: float(value) for name, value in one.metrics.items()}, one.nbytes, one.name,
             )
-            for one in ANSWERS.decode(raw)
+            for one in read_document(ANSWERS, raw)
         )  # fmt: skip
 
-    def _asked(
-        self,
-        step: int,
-        metrics: Mapping[str, float] | None,
-        *,
-        metadata: Mapping[str, str] | None,
-        overwrite: bool,
-        values: Literal["agree", "first"],
-        per_rank: tuple[str, ...],
-        check_replicas: bool,
-        sparse: str,
-        threads: int | None,
-        progress: Callable[[int], None] | None,
-    ) -> Asked:
+    def _asked(self, step: int, options: RankStepOptions) -> Asked:
         with self._folder.asking():
-            base = self._base(step)
-            says = stamp(step, metrics, self._ran())
+            says = stamp(step, options["metrics"], self._ran())
 
-        def begin(nbytes: int) -> bool:
+        def begin(nbytes: int) -> tuple[bool, str | None]:
             with self._folder.asking():
                 self._begin()
-                _, replaced = self._place(step, overwrite=overwrite)
+                _, replaced, base = self._place(step, overwrite=bool(options["overwrite"]))
                 self._make_room(self._expected(nbytes), Coming(step, says.saved, says.metrics, says.ran))
-            return replaced
+            self._base = None if base is None else os.path.basename(base)
+            return replaced, self._base
 
         def linked(nbytes: int) -> None:
             self._linked_nbytes = nbytes
 
-        return Asked(
+        return pick(
+            Asked,
+            {
+                **options,
+                "metadata": self._folder.noted(options["metadata"], says),
+            },  # of the stamps of all ranks, the first one's is kept
             path=self._step_path(step),
             format="native",
-            overwrite=overwrite,
             durable=self.durable,
-            metadata=self._folder.noted(metadata, says),  # of the stamps of all ranks, the first one's is kept
-            values=values,
-            per_rank=per_rank,
-            check_replicas=check_replicas,
-            threads=threads,
-            progress=progress,
-            sparse=sparse,
-            base=base,
             hashes=self.share,
-            step=AsStep(says, begin, partial(self._folder.attributes, says), self._folder.check, linked),
+            step=AsStep(
+                says, begin, partial(join, self._folder.path), partial(self._folder.attributes, says), self._folder.check, linked
+            ),
         )
 
     def _expected(self, nbytes: int) -> int:
@@ -457,7 +388,7 @@ class Run(PlainRun):
         self._new_nbytes = saved.nbytes - self._linked_nbytes if self.share else None
         self._exports.add(saved)
         shares = self._new_nbytes is not None and self._new_nbytes < saved.nbytes
-        self._follow(saved, asked.base, shares=shares, steps=steps)
+        self._follow(saved, self._base, shares=shares, steps=steps)
         return saved
 
     def _settle(self) -> None:

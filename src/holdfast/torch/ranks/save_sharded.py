@@ -4,45 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch.distributed as dist
 
-from holdfast.core.arguments import one_of, patterns, understood
+from holdfast.core.arguments import one_of
+from holdfast.core.options import AsyncShardedOptions, ShardedOptions, pick, validated
 from holdfast.core.table import Table
-from holdfast.ranks.files import FORMATS
-from holdfast.rewrite.base import check_shares
-from holdfast.rewrite.formats import check_sparse
-from holdfast.rewrite.state import Stateful, state_and_path, state_dicts
+from holdfast.formats import chosen, rank_formats, titles
+from holdfast.saving.base import check_shares
+from holdfast.saving.formats import check_sparse
+from holdfast.saving.state import Stateful, state_and_path, state_dicts
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch.ranks.background import Course, SaveHandle, begin
-from holdfast.torch.ranks.group import DEADLINE, ranks_of
+from holdfast.torch.ranks.group import ranks_of
 from holdfast.torch.ranks.saving import Asked, Job, SavedShards, describe, plan, stage_described, stage_planned, write
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 
+FORMATS = one_of(*titles(rank_formats()))
 
-@understood(format=one_of(*FORMATS), values=one_of("agree", "first"), per_rank=patterns, when_busy=one_of("wait", "refuse"))
+
+@validated(format=FORMATS)
 def save_sharded(
     state: Stateful | Mapping[str, object],
     path: str | os.PathLike[str],
     *,
     group: dist.ProcessGroup | None = None,
-    format: Literal["native", "dcp", "safetensors"] = "native",
-    overwrite: bool = False,
-    durable: bool = True,
-    metadata: Mapping[str, str] | None = None,
-    values: Literal["agree", "first"] = "agree",
-    per_rank: str | Sequence[str] = (),
-    check_replicas: bool = True,
-    threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
-    deadline: float = DEADLINE,
-    when_busy: Literal["wait", "refuse"] = "wait",
-    sparse: str = "never",
-    base: str | os.PathLike[str] | None = None,
-    hashes: bool = False,
-    store: object | None = None,
+    **options: Unpack[ShardedOptions],
 ) -> SavedShards:
     """Save the state of all ranks of a group as one checkpoint, which any number of ranks can load. Every rank calls it.
 
@@ -66,47 +55,17 @@ def save_sharded(
     A URL (`s3://bucket/step-1000`) is a place in an object store, and so is a key with a `store` that the caller has made. Every
     rank uploads its part, and the first one publishes by one conditional put: native or DCP.
     """
-    state, path = state_and_path(state, path)
-    asked = Asked(
-        path=place_of(path, store),
-        format=format,
-        overwrite=overwrite,
-        durable=durable,
-        metadata=metadata,
-        values=values,
-        per_rank=tuple(per_rank),
-        check_replicas=check_replicas,
-        threads=threads,
-        progress=progress,
-        sparse=sparse,
-        base=None if base is None else place_at(place_of(base)).rooted,
-        hashes=hashes,
-    )
-    return save_asked(state, asked, group=group, deadline=deadline, when_busy=when_busy)
+    state, asked = _asked(state, path, options)
+    return save_asked(state, asked, group=group, deadline=options["deadline"], when_busy=options["when_busy"])
 
 
-@understood(format=one_of(*FORMATS), values=one_of("agree", "first"), per_rank=patterns, when_busy=one_of("wait", "refuse"))
+@validated(format=FORMATS)
 def async_save_sharded(
     state: Stateful | Mapping[str, object],
     path: str | os.PathLike[str],
     *,
     group: dist.ProcessGroup | None = None,
-    format: Literal["native", "dcp", "safetensors"] = "native",
-    overwrite: bool = False,
-    durable: bool = True,
-    metadata: Mapping[str, str] | None = None,
-    values: Literal["agree", "first"] = "agree",
-    per_rank: str | Sequence[str] = (),
-    check_replicas: bool = True,
-    threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
-    deadline: float = DEADLINE,
-    max_host_memory: int | None = None,
-    when_busy: Literal["wait", "refuse"] = "wait",
-    sparse: str = "never",
-    base: str | os.PathLike[str] | None = None,
-    hashes: bool = False,
-    store: object | None = None,
+    **options: Unpack[AsyncShardedOptions],
 ) -> SaveHandle:
     """As `save_sharded`, and the caller trains on while it is written.
 
@@ -116,23 +75,20 @@ def async_save_sharded(
     up to `max_host_memory` bytes of it, or half of what the machine has to give. This returns when the copies are under way: what
     the current stream is asked to do from then on comes behind them.
     """
+    state, asked = _asked(state, path, options)
+    return begin_asked(
+        state, asked, group=group, deadline=options["deadline"], when_busy=options["when_busy"],
+        max_host_memory=options["max_host_memory"],
+    )  # fmt: skip
+
+
+def _asked(
+    state: Stateful | Mapping[str, object], path: str | os.PathLike[str], options: ShardedOptions
+) -> tuple[Stateful | Mapping[str, object], Asked]:
     state, path = state_and_path(state, path)
-    asked = Asked(
-        path=place_of(path, store),
-        format=format,
-        overwrite=overwrite,
-        durable=durable,
-        metadata=metadata,
-        values=values,
-        per_rank=tuple(per_rank),
-        check_replicas=check_replicas,
-        threads=threads,
-        progress=progress,
-        sparse=sparse,
-        base=None if base is None else place_at(place_of(base)).rooted,
-        hashes=hashes,
-    )
-    return begin_asked(state, asked, group=group, deadline=deadline, when_busy=when_busy, max_host_memory=max_host_memory)
+    base = options["base"]
+    given = {**options, "base": None if base is None else place_at(place_of(base)).rooted}
+    return state, pick(Asked, given, path=place_of(path, options["store"]))
 
 
 def save_asked(
@@ -216,4 +172,6 @@ def _job(asked: Asked, course: Course, *, group: dist.ProcessGroup | None, deadl
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {asked.format} to {asked.path!r}", deadline=deadline)
     course.open.callback(ranks.close)
-    return Job(asked, ranks, place_at(asked.path).rooted, course.open)
+    format = chosen(asked.format, rank_formats())
+    assert format is not None  # it was looked at when it was given
+    return Job(asked, ranks, format, place_at(asked.path).rooted, course.open)

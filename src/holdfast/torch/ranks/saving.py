@@ -28,22 +28,25 @@ import numpy as np
 from msgspec import field
 
 from holdfast.core.arrays import Ints
+from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
 from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import tied
 from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
-from holdfast.engine.sparse_choice import choose, parse_wanted
+from holdfast.engine.packed import choose
+from holdfast.engine.table import NO_TENSORS, value_state
 from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, RankLost, RanksFailed
+from holdfast.formats import Format
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
 from holdfast.formats.safetensors.write import is_flat
+from holdfast.formats.sharded import NOTHING, RankOutput, Receipt, Storing, spread
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.plan.table import NO_TENSORS, value_state
-from holdfast.ranks.files import NOTHING, RankOutput, Receipt, rank_files, unkept_notes
+from holdfast.numeric.pack_choice import parse_wanted
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, message, put_together, with_sums
@@ -57,8 +60,8 @@ from holdfast.ranks.write import (
     publish,
     write_files,
 )
-from holdfast.rewrite.base import open_base
-from holdfast.rewrite.state import tabulate_tree
+from holdfast.saving.base import open_base
+from holdfast.saving.state import tabulate_tree
 from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flatten
 from holdfast.torch.ranks.group import Ranks
@@ -107,6 +110,7 @@ class Job(Value, frozen=True):
 
     asked: Asked
     ranks: Ranks
+    format: Format
     place: str
     """A URL, or the path from the root on: while it is written, the program may go to another folder."""
     open: ExitStack
@@ -194,11 +198,11 @@ class RankTask(msgspec.Struct):
     """What it writes: the numbers of boxes in the columns of its own `RankState`, 64-bit integers."""
     values: list[str]
     notes: list[str]
-    whole: bool
-    """Whether the first rank knows of a run that none of its steps is a base."""
+    base: str | None
+    """Of a step of a run, the name of the one whose files it may share: the first rank knows which are sound."""
 
 
-TASKS, RECEIPTS = msgspec.msgpack.Decoder(RankTask), msgspec.msgpack.Decoder(list[Receipt])
+TASK, RECEIPTS = message_kind("task of a rank", RankTask), message_kind("list of receipts of a rank", list[Receipt])
 
 
 # Described.
@@ -210,32 +214,34 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
         raw, matched = mark(state(), job.asked.per_rank, rank_key(job.ranks.rank, job.ranks.size))
         with resting_collector():
             found = tabulate_tree(raw, metadata=job.asked.metadata, arrays="tensors")
-            flat = flatten(found, raw) if job.asked.format != "native" else FlatState()
+            format = job.format
+            flat = FlatState() if format.keeps == "state" else flatten(found, raw)
             table = found.tensors
             if flat.pickled:
                 table = table.with_entries([row for row, name in enumerate(table.names) if name not in flat.pickled], {})
-            found, format = replace(found, tensors=table), job.asked.format
-            digests = flat.digests() if format == "dcp" else {}
+            found = replace(found, tensors=table)
+            digests = flat.digests() if format.keeps == "items" else {}
             told = _description(found, table, flat, matched, format=format)
-            aliases = _aliases(table) if format != "safetensors" else []
-            return Described(job, told, found, digests, aliases, flat, unkept_notes(found, format))
+            aliases = [] if format.keeps == "tensors" else _aliases(table)
+            notes = (*found.notes, *format.sharded.unkept(found))
+            return Described(job, told, found, digests, aliases, flat, notes)
     except Exception as error:
         return Described(job, error)
 
 
-def _description(state: State, table: Table, flat: FlatState, matched: list[str], *, format: str) -> Description:
+def _description(state: State, table: Table, flat: FlatState, matched: list[str], *, format: Format) -> Description:
     """What is said of a state beside its tensors. Raises `CannotHold` with everything that stands in the way."""
     tree = None
     problems = list(flat.problems)
-    if format == "native" and not is_flat(state):
+    if format.keeps == "state" and not is_flat(state):
         encoded = encode_state(state)
         problems += encoded.problems
         tree = msgspec.json.encode(encoded.value)
         if not problems:
             check_containers(state)
-    if format == "safetensors":
+    if format.keeps == "tensors":
         kinds = ((name, type(value.raw).__name__) for name, value in flat.values.items())
-        problems += [f"{name}: a {kind}; safetensors files hold tensors alone" for name, kind in kinds]
+        problems += [f"{name}: a {kind}; {format.title} files hold tensors alone" for name, kind in kinds]
     problems += common_problems(state, table, flat)
     if problems:
         raise CannotHold("this state cannot be saved so", problems)
@@ -277,22 +283,20 @@ def plan(described: Described) -> Planned:
     def decide(messages: list[bytes]) -> list[bytes]:
         with resting_collector():
             together = put_together(messages, values=asked.values, per_rank=asked.per_rank, own=columns)
-            check_opens(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
-        opened = open_publishing(
-            job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step
-        )
+            check_opens(job.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
+        opened = open_publishing(job.place, job.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step)
         job.open.callback(opened.target.give_up)
         publishing.append(opened)
         told, notes = opened.target.told if len(messages) > 1 else "", list(together.notes)
-        whole = asked.step is not None and asked.base is None
-        tasks = (RankTask(told, as_bytes(writes.boxes), list(writes.values), notes, whole) for writes in together.writes)
-        return [msgspec.msgpack.encode(task) for task in tasks]
+        base = opened.base
+        tasks = (RankTask(told, as_bytes(writes.boxes), list(writes.values), notes, base) for writes in together.writes)
+        return [write_document(TASK, task) for task in tasks]
 
     answer = job.ranks.agree(said, decide)
     part = RankOutput(job.ranks.rank, job.ranks.size, NO_BOXES, described.state.metadata)
     planned = Planned(job, part, publishing[0] if publishing else None, described.notes, staged=described.staged)
     try:
-        task = TASKS.decode(answer)
+        task = read_document(TASK, answer)
         numbers = as_column(task.boxes)
         boxes = _boxes(described.state.tensors, columns, numbers)
         given = described.values
@@ -302,7 +306,8 @@ def plan(described: Described) -> Planned:
             check_value(name, archive)
         part = replace(part, boxes=boxes, values=values)
         into = publishing[0].target if publishing else join_target(task.told, job.place, durable=asked.durable)
-        job = replace(job, asked=replace(asked, base=None if task.whole else asked.base))
+        if asked.step is not None and task.base is not None:
+            job = replace(job, asked=replace(asked, base=asked.step.named(task.base)))
         return replace(planned, job=job, part=part, target=into, notes=(*planned.notes, *task.notes), values=own)
     except Exception as error:
         return replace(planned, failed=error)
@@ -310,10 +315,10 @@ def plan(described: Described) -> Planned:
 
 def _boxes(table: Table, columns: RankState, numbers: Ints) -> Boxes:
     """The boxes of this rank that have these numbers. A tensor without elements is written as a whole."""
-    tensors, starts, sizes = columns.tensors[numbers], columns.offsets[:, numbers], columns.sizes[:, numbers]
-    extents = columns.catalogue.extents[:, tensors]
-    empty = (extents == 0).any(axis=0)
-    if empty.any():
+    tensors, starts, sizes = (one.take(numbers, axis=-1) for one in (columns.tensors, columns.offsets, columns.sizes))
+    extents = columns.catalogue.extents.take(tensors, axis=1)
+    if np.count_nonzero(extents) < extents.size:
+        empty = np.logical_or.reduce(extents == 0)
         starts, sizes = np.where(empty, 0, starts), np.where(empty, extents, sizes)
     return Boxes.cut(table, tensors.tolist(), starts, sizes)
 
@@ -362,13 +367,13 @@ def write(planned: Planned) -> SavedShards:
         if planned.failed is not None:
             raise planned.failed
         receipts = _written(planned, copies, more)
-        local = msgspec.msgpack.encode(receipts)
+        local = write_document(RECEIPTS, receipts)
     except Exception as error:
         local = error
 
     def decide(messages: list[bytes]) -> list[bytes]:
         assert planned.publishing is not None  # it is the first rank that decides
-        delivered = [RECEIPTS.decode(told) for told in messages]
+        delivered = [read_document(RECEIPTS, told) for told in messages]
         with resting_collector():
             publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.asked.path))
         return [b""] * len(messages)
@@ -407,14 +412,9 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     # Of an object several parts are on their way at once, and each takes memory.
     each = THREADS_A_FILE if copies is None else THREADS_A_FILE_BEHIND
     count = 1 if into.save else max(1, min(threads // each, planned.part.nbytes // FILE_NBYTES))
-    receipts = write_files(
-        rank_files(asked.format, planned.part, files=count, pack=pack, hashes=hashes, reuse=reuse, save=into.save),
-        into,
-        threads=threads,
-        progress=asked.progress,
-        block=block,
-        reuse=reuse,
-    )
+    shares, how = spread(planned.part.boxes, count, reuse), Storing(pack, hashes, reuse)
+    files = planned.job.format.sharded.files(planned.part, shares, how, into.save)
+    receipts = write_files(files, into, threads=threads, progress=asked.progress, block=block, reuse=reuse)
     copied = len(reuse.linked) - sum(receipt.linked for receipt in receipts)
     if copied:
         notes.append(f"the file system gave no second name to {copied:,} files of the base: they were copied")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, ne
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,15 +24,15 @@ from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.protocols import Request, Store, by_source
 from holdfast.core.table import ODD, Kind, Storages, Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import Path, dotted, step
+from holdfast.core.tree import mapped_children, name_at, walk
 from holdfast.core.value import Value, replace
 from holdfast.engine.arrays import Resident
 from holdfast.engine.blocks import mapped_bytes
+from holdfast.engine.saves import SMALL_NBYTES, Memory
 from holdfast.engine.source import OpenSource
+from holdfast.engine.table import segment_runs
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
-from holdfast.plan.saves import SMALL_NBYTES, Memory
-from holdfast.plan.table import segment_runs
 from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.stage import ROOM, Copies
@@ -62,32 +62,38 @@ def versions(state: object) -> Versions:
     kernel for many (`foreach`, `fused`) is not counted: a thread that steps such an optimizer while another saves is not noticed.
     """
     found = Versions()
-    _note_versions(state, (), found)
+    for way, value in walk(state, _inside):
+        tensors: list[torch.Tensor] = []
+        if isinstance(value, torch.Tensor) or is_sharded(value):
+            parts = [part.tensor for part in shards_of(value, name_at(way)).parts] if is_sharded(value) else []
+            tensors = [one for one in (value, *parts) if isinstance(one, torch.Tensor)]
+        elif _all_plain(value):
+            tensors = [*_values(value)]
+        try:
+            counts = [*map(VERSION, tensors)]
+        except RuntimeError:
+            # Those of inference mode have no count.
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+            counts = [*map(VERSION, tensors)]
+        found.tensors.extend(tensors)
+        found.counts.extend(counts)
     return found
 
 
-def _note_versions(value: object, path: Path, found: Versions) -> None:
+def _inside(value: object) -> Iterable[tuple[object, object]] | None:
     if isinstance(value, torch.Tensor) or is_sharded(value):
-        parts = [part.tensor for part in shards_of(value, dotted(path)).parts] if is_sharded(value) else []
-        tensors = [t for t in (value, *parts) if isinstance(t, torch.Tensor) and not t.is_inference()]
-        found.tensors.extend(tensors)
-        found.counts.extend(map(VERSION, tensors))
-    elif isinstance(value, Mapping | list | tuple):
-        inside = [*value.values()] if isinstance(value, Mapping) else value
-        if PLAIN.issuperset(map(type, inside)):
-            # Nearly all are, and there may be very many. One that is marked as sharded is its own part.
-            tensors = cast("list[torch.Tensor]", inside)
-            try:
-                counts = [*map(VERSION, tensors)]
-            except RuntimeError:
-                # Those of inference mode have no count.
-                tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-                counts = [*map(VERSION, tensors)]
-            found.tensors.extend(tensors)
-            found.counts.extend(counts)
-            return
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            _note_versions(inner, (*path, step(key)), found)
+        return None
+    return () if _all_plain(value) else mapped_children(value)
+
+
+def _all_plain(value: object) -> bool:
+    """Whether this is a container of plain tensors. Nearly all are, and there may be very many; one that is marked as sharded is
+    its own part."""
+    return isinstance(value, Mapping | list | tuple) and PLAIN.issuperset(map(type, _values(value)))
+
+
+def _values(value: Any) -> Iterable[Any]:  # noqa: ANN401  # a container of anything
+    return value.values() if isinstance(value, Mapping) else value
 
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -261,8 +267,8 @@ def _stage_pieces(
     for gpu_source, wanted in gpus.items():
         copies.begin(gpu_source, wanted)
     for source, own in by_source(requests).items():
-        others = _copied(own, threads) if source.store.resident else own
-        if isinstance(source, OpenSource) and source.store.resident:
+        others = _copied(own, threads) if source.store.medium.resident else own
+        if isinstance(source, OpenSource) and source.store.medium.resident:
             source = source.over(source.store, threads=threads)  # this rank shares the machine with others
         if others:
             source.read(others)

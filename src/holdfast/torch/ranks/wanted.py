@@ -1,6 +1,6 @@
 """What one rank asks of a checkpoint: every leaf of its state, what the checkpoint has for it, and what speaks against it.
 
-1. The state is walked. Objects with a state (`rewrite/state`) are asked for their state dict, which is filled like any other and
+1. The state is walked. Objects with a state (`saving/state`) are asked for their state dict, which is filled like any other and
    handed to them in the end; an optimizer that has not made its tensors yet gets them here (`make_state`).
 2. Leaves are matched with the checkpoint as `load_into` matches the places of a module (`modules/match`).
 3. A name that the checkpoint has once for each rank stands for this rank's (`ranks/per_rank`).
@@ -14,7 +14,8 @@ has them: like their parameter where they have its shape, sharded as it is; else
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Literal, cast
 
 import numpy as np
@@ -27,12 +28,25 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
 from holdfast.core.table import Kind
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, dotted, rebuilt, values_inside
+from holdfast.core.tree import (
+    Path,
+    Unrolled,
+    Way,
+    children,
+    dotted,
+    mapped_children,
+    name_ends,
+    plainly,
+    rebuild,
+    rebuilt,
+    unroll,
+    values_inside,
+)
 from holdfast.core.value import Value
 from holdfast.engine.arrays import Resident
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
-from holdfast.rewrite.state import Stateful, is_stateful, stateful_keys
+from holdfast.saving.state import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import Names, Outcome, PlaceKind, match_places, meet_places, plain_problem, short
 from holdfast.torch.modules.wrappers import plainly_named
 from holdfast.torch.ranks.shards import PLAIN, Shards, is_sharded, shards_of
@@ -104,10 +118,15 @@ class Matching:
         self._cast, self._strict, self._per_rank = cast, strict, per_rank
         self._others: dict[str, list[tuple[int, str]]] | None = None
         self._wanted = Wanted()
+        self._held: dict[int, tuple[object, bool]] = {}
+        """By identity: containers, and whether there are tensors in them."""
+        self._asked: set[int] = set()
+        self._around: set[int] = set()
+        """Objects that were asked for their state, and containers, around the value at work."""
 
     def run(self, state: object) -> Wanted:
         wanted, names, tensors = self._wanted, self._names, list[Leaf]()
-        self._walk(state, (), frozenset(), found=(leaves := list[Leaf]()))
+        unroll(self._walk(state, (), found=(leaves := list[Leaf]())))
         wanted.looked_for += [leaf.name for leaf in leaves]
         for leaf in leaves:
             if leaf.shards is not None or isinstance(leaf.tensor, torch.Tensor):
@@ -134,25 +153,29 @@ class Matching:
 
     # Every leaf of a nested state. Lists and tuples without tensors are leaves; an array is a tensor over its memory.
 
-    def _enter(self, value: Stateful, at: Path, above: frozenset[int], *, found: list[Leaf]) -> None:
+    def _enter(self, value: Stateful, at: Path, *, found: list[Leaf]) -> Unrolled[None]:
         under = dotted((*at, ""))
         named = plainly_named(value, ask=_ask, there=lambda name: under + name in self._names)
         inner = _ask(named)
         if isinstance(value, torch.optim.Optimizer):
             make_state(value, inner, self._names.checkpoint, under=self._names.prefix + under)
         self._wanted.stateful.append((at, named, inner))
-        self._walk(inner, at, above, found=found)
+        return self._walk(inner, at, found=found)
 
-    def _walk(self, inner: object, at: Path, above: frozenset[int], *, found: list[Leaf], put: Put | None = None) -> None:
-        inside = above | {id(inner)}
-        if is_stateful(inner) and id(inner) not in above:
-            self._enter(cast(Stateful, inner), at, inside, found=found)
+    def _walk(self, inner: object, at: Path, *, found: list[Leaf], put: Put | None = None) -> Unrolled[None]:
+        if is_stateful(inner) and id(inner) not in self._asked:
+            self._asked.add(id(inner))
+            yield self._enter(cast(Stateful, inner), at, found=found)
+            self._asked.remove(id(inner))
+        elif id(inner) in self._around:
+            raise ValueError(f"{dotted(at)} contains itself")
         elif isinstance(inner, Mapping):
+            self._around.add(id(inner))
             others = {key: item for key, item in inner.items() if type(item) not in PLAIN}
             asked = dict.fromkeys(stateful_keys(others))
             for key in asked:
-                self._walk(inner[key], (*at, _step(key)), inside, found=found)
-            under = dotted((*at, ""))
+                yield self._walk(inner[key], (*at, _step(key)), found=found)
+            under = dotted((*at, "")) if len(others) < len(inner) else ""
             for key, item in inner.items():
                 if key not in others:
                     step = _step(key)
@@ -161,25 +184,44 @@ class Matching:
                     found.append(Leaf((*at, step), name, item, None, parts))
                 elif key not in asked:
                     setter = _setter(inner, key) if hasattr(inner, "__setitem__") else None
-                    self._walk(item, (*at, _step(key)), inside, found=found, put=setter)
-        elif isinstance(inner, list | tuple) and _entered(inner):
+                    yield self._walk(item, (*at, _step(key)), found=found, put=setter)
+            self._around.remove(id(inner))
+        elif isinstance(inner, list | tuple) and self._has_tensors(inner):
+            self._around.add(id(inner))
             items = inner if isinstance(inner, list) else list(inner)
             for i, item in enumerate(inner):
-                self._walk(item, (*at, i), inside, found=found, put=_setter(items, i))
+                yield self._walk(item, (*at, i), found=found, put=_setter(items, i))
             if type(inner) is tuple and put is not None:
                 self._wanted.tuples.append((put, inner, items))
+            self._around.remove(id(inner))
         elif isinstance(inner, np.ndarray) and (tensor := _over(inner)) is not None:
             found.append(Leaf(at, dotted(at), tensor, put))
         else:
             parts = shards_of(inner, dotted(at)) if is_sharded(inner) else None
             found.append(Leaf(at, dotted(at), cast(torch.Tensor, inner), put, parts))
 
+    def _has_tensors(self, value: object) -> bool:
+        """Whether there is a tensor or an array in a list or tuple, or an object with a state. Each container is asked once."""
+        tensors = (np.ndarray, torch.Tensor, LazyTensor, Composite)
+
+        def made(container: object, children: list[object], _: Way) -> bool:
+            self._held[id(container)] = container, any(children)
+            return any(children)
+
+        if id(value) not in self._held:
+            rebuild(
+                value,
+                lambda one, _: isinstance(one, tensors) or is_sharded(one) or is_stateful(one),
+                inside=_looked_into,
+                make=made,
+            )
+        return self._held[id(value)][1]
+
     # The checkpoint.
 
     def _find(self, path: Path) -> tuple[str, object]:
         """What stands at a path, or at the one of this rank; and the name of it, without the prefix."""
-        for place in (path, *marked(path, self._key)):
-            name = dotted(place)
+        for name, place in chain([(dotted(path), path)], marked(path, self._key)):
             found = self._names.find(name, place)
             if found is not ABSENT and not _by_rank(found):
                 return name, found
@@ -192,8 +234,8 @@ class Matching:
     def _absent(self, leaf: Leaf) -> None:
         """There is nothing for a leaf; perhaps there is for other numbers of ranks."""
         sizes = set[int]()
-        for i in range(1, len(leaf.path) + 1):
-            above = dotted(leaf.path[:i])
+        for i, end in enumerate(name_ends(leaf.path), 1):
+            above = leaf.name[:end]
             node = self._names.value(above, leaf.path[:i])
             sizes |= {size for key in (node if isinstance(node, Mapping) else ()) if (size := size_in(key)) is not None}
             told = self._of_others().get(above, ())
@@ -304,23 +346,8 @@ def _over(array: np.ndarray) -> torch.Tensor | None:
 
 
 def read_value(value: object) -> object:
-    """A value of a tree; those of a DCP directory that were too many to be read when it was opened are read now.
-
-    They are leaves of the tree: what has none of them inside is not gone through, however deep it is.
-    """
-    if isinstance(value, Unread):
-        return value.read()
-    if not any(isinstance(inner, Unread) for inner in values_inside(value)):
-        return value
-    match value:
-        case dict():
-            copy = value.copy()
-            copy.update({key: read_value(inner) for key, inner in value.items()})
-            return copy
-        case list():
-            return [read_value(inner) for inner in value]
-        case _:
-            return value
+    """A value of a tree; those of a DCP directory that were too many to be read when it was opened are read now."""
+    return rebuild(value, lambda inner, _: inner.read() if isinstance(inner, Unread) else inner)
 
 
 def _no_tensor(value: LazyTensor | Composite) -> torch.Tensor:
@@ -338,22 +365,8 @@ def _step(key: object) -> str | int:
     return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)[:64]
 
 
-def _inside(value: object) -> Iterator[object]:
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, list | tuple):
-        yield from value
-
-
-def _entered(value: object) -> bool:
-    """Whether a list or tuple is looked into: there is a tensor or an array in it, or an object with a state."""
-    return isinstance(value, np.ndarray) or is_stateful(value) or _has_tensors(value) or any(map(_entered, _inside(value)))
-
-
-def _has_tensors(value: object) -> bool:
-    if isinstance(value, Mapping | list | tuple):
-        return any(map(_has_tensors, _inside(value)))
-    return isinstance(value, torch.Tensor | LazyTensor | Composite) or is_sharded(value)
+def _looked_into(value: object) -> Iterable[tuple[object, object]] | None:
+    return None if is_stateful(value) else mapped_children(value)
 
 
 def make_state(optimizer: torch.optim.Optimizer, state: object, checkpoint: Checkpoint, *, under: str) -> None:
@@ -386,15 +399,13 @@ def _by_names(checkpoint: Checkpoint, under: str) -> dict[object, object]:
 
 def _room(value: object, parameter: torch.Tensor) -> object:
     """A nested state of the same form, with tensors that are not filled and None for all values."""
-    match value:
-        case LazyTensor():
-            dtype = torch_dtype(value.dtype)
-            if value.shape == tuple(parameter.shape) and value.ndim:
-                return torch.empty_like(parameter.detach(), dtype=dtype)
-            return torch.empty(value.shape, dtype=dtype, device=parameter.device if value.ndim else "cpu")
-        case dict():
-            return {key: _room(inner, parameter) for key, inner in value.items()}
-        case list():
-            return [_room(inner, parameter) for inner in value]
-        case _:
+
+    def empty(inner: object, _: Way) -> torch.Tensor | None:
+        if not isinstance(inner, LazyTensor):
             return None
+        dtype = torch_dtype(inner.dtype)
+        if inner.shape == tuple(parameter.shape) and inner.ndim:
+            return torch.empty_like(parameter.detach(), dtype=dtype)
+        return torch.empty(inner.shape, dtype=dtype, device=parameter.device if inner.ndim else "cpu")
+
+    return rebuild(value, empty, inside=lambda inner: children(inner) if isinstance(inner, dict | list) else None, make=plainly)

@@ -28,17 +28,17 @@ from typing import BinaryIO
 import torch
 from torch.serialization import get_safe_globals as _get_torchs  # now: `install()` puts ours in its place
 
-from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.runtime import renewed
 from holdfast.core.value import Value
-from holdfast.errors import Corrupted, FormatError, ZipError, located
+from holdfast.errors import FormatError, located
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.pickle.table import Name, ReducerTable
-from holdfast.formats.torch.table import TENSOR_CLASSES
-from holdfast.formats.torch.tensors import QSCHEMES
+from holdfast.formats.torch.composites import QSCHEMES
+from holdfast.formats.torch.tensors import TENSOR_CLASSES
+from holdfast.formats.torch.zip import record_bytes
 from holdfast.formats.zip.reader import read_archive
 from holdfast.torch import versions
 from holdfast.torch.serialization.opening import OpenedFile, opened
@@ -200,12 +200,7 @@ def _pickle(file: OpenedFile) -> bytes:
     record = archive.get("data.pkl")
     if record is None or not archive.prefix:
         raise FormatError(f"{expected}: it is a zip archive without a data.pkl in its one top folder")
-    if not record.stored:
-        raise ZipError("data.pkl is compressed; torch stores it plainly", offset=record.header)
-    content = file.source.bytes(file.key, record.start, record.stop)
-    if record.crc32 is not None and crc32(content) != record.crc32:
-        raise Corrupted("data.pkl does not have its checksum", offset=record.start, expected=record.crc32, found=crc32(content))
-    return content
+    return record_bytes(file.source, file.key, record)
 
 
 REBUILDS = (

@@ -23,6 +23,7 @@ from typing import cast
 import torch
 from torch.serialization import LoadEndianness
 
+from holdfast.core.chunk import Extent
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import resting_collector
@@ -30,23 +31,19 @@ from holdfast.core.value import replace
 from holdfast.engine.threads import default_threads
 from holdfast.errors import Corrupted, HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.zip import PICKLE, TorchZip, record_bytes
+from holdfast.formats.torch.storages import StorageId
+from holdfast.formats.torch.zip import PICKLE, describe, record_bytes
 from holdfast.formats.zip.directory import END
-from holdfast.formats.zip.layout import Archive
+from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.platform import MAP_SHARED
-from holdfast.torch.serialization.archives import BrokenArchive, archive_storages, broken_archive, check_stored
 from holdfast.torch.serialization.legacy_load import load_legacy, load_tar, looks_like_tar
 from holdfast.torch.serialization.locations import cuda_device, restorer, stays_on_cpu
-from holdfast.torch.serialization.opening import OpenedFile, opened
+from holdfast.torch.serialization.opening import KEY, OpenedFile, opened
 from holdfast.torch.serialization.pickling import check_pickle_module, unpickler
 from holdfast.torch.serialization.rebuild import located_by_caller
 from holdfast.torch.serialization.refusals import printable, refusal
-from holdfast.torch.serialization.storages import (
-    LazyStorages,
-    Placement,
-    untyped_dtypes,
-)
+from holdfast.torch.serialization.storages import LazyStorages, Placement, as_text, untyped_dtypes
 from holdfast.torch.serialization.weights import WeightsTable
 from holdfast.torch.versions import config, is_faking, local
 
@@ -63,6 +60,7 @@ MMAP_ZIP = (
     "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`, which is the default: please "
     "save the checkpoint again in order to use mmap."
 )
+LIKELY = "there is a high likelihood that your checkpoint file is corrupted: get it or save it again"
 LIMITS = Limits()
 MAX_VERSION = 10
 """Of the archives that torch up to 2.15 writes and reads."""
@@ -239,7 +237,8 @@ def _load_zip(
         max_host_memory=max_host_memory,
     )
     if not weights_only:
-        result = unpickler(pickle_module, io.BytesIO(content), storages.persistent, arguments=arguments).load()
+        found = unpickler(pickle_module, io.BytesIO(content), lambda pid: storages.persistent(as_text(pid)), arguments=arguments)
+        result = found.load()
         storages.fill()
         torch._utils._validate_loaded_sparse_tensors()
         return result
@@ -257,11 +256,49 @@ def _load_zip(
 def _named(error: Corrupted, file: OpenedFile) -> Corrupted:
     """The error about a damaged storage with the name of a tensor over it: storages are loaded before tensors have names."""
     with suppress(HoldfastError):
-        for name, tensor in TorchZip().describe(file.source).tensors.items():
+        for name, tensor in describe(file.source).tensors.items():
             if any(storage.start == error.offset for storage in tensor.storages):
                 error.tensor = name
                 break
     return error
+
+
+class BrokenArchive(ZipError, Refused):
+    """A `ZipError` that is a RuntimeError as well, which is what torch raises for a broken archive."""
+
+
+def broken_archive(message: str, *, file: str | None = None, offset: int | None = None) -> BrokenArchive:
+    """The error for an archive, with what programs look for: whose reader failed, and that the file is likely corrupted."""
+    return BrokenArchive(f"PytorchStreamReader {message} (an internal miniz error in torch); {LIKELY}", file=file, offset=offset)
+
+
+def check_stored(record: ZipRecord) -> None:
+    """Refuse a compressed record."""
+    if not record.stored:
+        raise broken_archive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+
+
+def archive_storages(archive: Archive) -> tuple[Callable[[StorageId], Extent], Callable[[], Mapping[str, Extent]]]:
+    """How the records `data/N` of a zip are found: one by its key, and all of them."""
+
+    def found(record: ZipRecord, key: str) -> Extent:
+        check_stored(record)
+        return Extent(KEY, record.start, record.nbytes, crc32=record.crc32, label=f"data/{key}")
+
+    def find(asked: StorageId) -> Extent:
+        record = archive.get(f"data/{asked.key}")
+        if record is None:
+            raise broken_archive(
+                f"failed locating file data/{asked.key}: file not found; the pickle points at it, and it is not in the archive"
+            )
+        return found(record, asked.key)
+
+    def everything() -> dict[str, Extent]:
+        prefix = f"{archive.prefix}/data/" if archive.prefix else "data/"
+        names = [name for name in archive.records if name.startswith(prefix)]
+        return {name[len(prefix) :]: found(archive.records[name], name[len(prefix) :]) for name in names}
+
+    return find, everything
 
 
 def _archive(file: OpenedFile) -> Archive:

@@ -1,26 +1,35 @@
-"""The calls of torch's pickles that build plain tensors and parameters: their arguments checked, then two torch calls.
+"""`TorchBuilder`: what the reducers of torch's pickles ask for in a `weights_only` load, as torch's own objects.
 
 1. A tensor is an empty one of the storage's dtype and device, set to view the storage. Sizes, strides and offset are compared
    with the storage before (`formats/torch/tensors.py`), because `set_` enlarges one that is too small, with what was in memory.
-2. Nothing here looks at an element, so storages may still be empty: they are filled together when the whole pickle is read.
+2. Nothing here looks at an element of a plain tensor, so storages may still be empty: they are filled together when the whole
+   pickle is read. Those of a composite are filled first, because its indices are looked at, and what is looked at is bounded.
 3. What torch itself refuses (a gradient for integers, an unknown device) becomes a `MetadataError` that says it in torch's words.
-
-Backward hooks are never written to a file, and never taken from one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.storage import TypedStorage, UntypedStorage
 
-from holdfast.core.limits import DEFAULTS, Limits
-from holdfast.errors import HoldfastError, MetadataError, PickleError, Refused, Unsupported
+from holdfast.core.dtype import DTYPES
+from holdfast.core.limits import Limits
+from holdfast.errors import HoldfastError, LimitExceeded, MetadataError, PickleError, Refused, Unsupported
 from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.torch.tensors import Args, arity, beyond, brief, checked_ints, reach
-from holdfast.torch.serialization.storages import QUANTIZED, LoadedStorages
+from holdfast.formats.pickle.table import Args, Name
+from holdfast.formats.torch.composites import KINDS as CHECKS
+from holdfast.formats.torch.composites import Apart
+from holdfast.formats.torch.reducers import Claim
+from holdfast.formats.torch.tensors import beyond, brief, flag, reach
+from holdfast.torch.serialization.refusals import label, printable
+from holdfast.torch.serialization.storages import QUANTIZED, LoadedStorages, row_of
+from holdfast.torch.tensors.composites import KINDS, Elements, check_room, check_rows
 from holdfast.torch.versions import is_faking, local
 
 TORCH_SAYS_NO = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, AssertionError)
@@ -31,6 +40,9 @@ OWN = frozenset(name for kind in torch.Tensor.__mro__ for name, what in vars(kin
 
 Make = tuple[Callable[[], torch.Tensor], int]
 """What makes an empty tensor of one dtype and device, and the bytes of an element."""
+
+INSPECTED_NBYTES = 4 << 30
+"""What may be looked at in all, each tensor counted as often as it is used: two seconds. Masks shared by a few layers are usual."""
 
 
 class RefusedTensor(MetadataError, Refused):
@@ -45,11 +57,13 @@ def no(what: str, error: Exception) -> HoldfastError:
     return RefusedTensor(f"torch refuses {what}: {said}")
 
 
-def flag(value: object, what: str) -> bool:
-    """A bool, and nothing that only counts as one."""
-    if type(value) is not bool:
-        raise PickleError(f"{what} must be true or false", found=type(value).__name__)
-    return value
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """A block in which what torch refuses is a `HoldfastError` about what was to be built."""
+    try:
+        yield
+    except TORCH_SAYS_NO as error:
+        raise no(what, error) from error
 
 
 def located_by_caller(device: object) -> torch.device | str:
@@ -93,25 +107,21 @@ def _is_torchs(kind: type, name: str) -> bool:
     return name in OWN and next(each for each in kind.__mro__ if name in vars(each)) in torch.Tensor.__mro__
 
 
-class PlainTensors:
-    """Rows for tensors that are a view of one storage, for parameters, and for tensors without any storage."""
+class TorchBuilder:
+    """Makes torch's objects over the storages of one file. `is_allowed` says whether the user allowed a class."""
 
-    def __init__(self, storages: LoadedStorages) -> None:
-        self.storages = storages
-        self.limits = DEFAULTS
-        self.spending = Spending(self.limits, 0)
+    storage_class, tensor_class, fewest = TypedStorage, torch.Tensor, 6
+
+    def __init__(self, storages: LoadedStorages, is_allowed: Callable[[object], bool]) -> None:
+        self._storages, self._is_allowed = storages, is_allowed
+
+    def begin(self, limits: Limits, spending: Spending) -> None:
+        self._limits, self._spending = limits, spending
         self._fake: bool | None = None
         self._makes: dict[torch.dtype, dict[torch.device, Make]] = {}
         self._blank: dict[int, torch.Tensor] = {}
         """Tensors that a call announced and BUILD has not filled yet, by identity."""
-
-    def begin(self, limits: Limits, spending: Spending) -> None:
-        """Get ready for a stream."""
-        self.limits = limits
-        self.spending = spending
-        self._fake = None
-        self._makes.clear()
-        self._blank.clear()
+        self._inspected = 0
 
     @property
     def fake(self) -> bool:
@@ -120,22 +130,57 @@ class PlainTensors:
             self._fake = is_faking()
         return self._fake
 
+    def unbuilt(self, what: Name, args: Args, why: str) -> object:
+        raise PickleError(why, found=type(args[0]).__name__)
+
+    # Values.
+
+    def dtype(self, value: object) -> torch.dtype:
+        if not isinstance(value, torch.dtype):
+            raise PickleError("a dtype was expected", found=type(value).__name__)
+        return value
+
+    def named(self, value: object) -> str | None:
+        return str(value).removeprefix("torch.") if type(value) in (torch.layout, torch.qscheme) else None
+
+    def layout(self, name: str) -> torch.layout:
+        made: torch.layout = getattr(torch, name)
+        return made
+
+    def device(self, kind: str, index: int | None) -> torch.device:
+        try:
+            return torch.device(kind) if index is None else torch.device(kind, index)
+        except TORCH_SAYS_NO as error:
+            raise MetadataError(f"torch knows no such device: {printable(brief(kind))}") from error
+
+    def size(self, lengths: tuple[int, ...]) -> torch.Size:
+        return torch.Size(lengths)
+
     # Views of a storage.
 
-    def view(self, untyped: UntypedStorage, dtype: torch.dtype, offset: object, size: object, stride: object) -> torch.Tensor:
-        """The tensor that views a storage; offset and strides are counted in elements."""
-        shape, steps, begin, last = reach(offset, size, stride, self.limits)
+    def view(
+        self, storage: object, dtype: object, claim: Claim, *, grad: bool = False, conj: bool = False, neg: bool = False
+    ) -> torch.Tensor:
+        offset, size, stride = claim
+        shape, steps, begin, last = reach(offset, size, stride, self._limits)
+        of: TypedStorage = storage  # type: ignore[assignment]  # seen by the reducer, as is the dtype
+        untyped, kind = of._untyped_storage, of.dtype if dtype is None else self.dtype(dtype)
         try:
-            make, width = self._makes[dtype][untyped.device]
+            make, width = self._makes[kind][untyped.device]
         except KeyError:
-            make, width = self._make(dtype, untyped)
+            make, width = self._make(kind, untyped)
         room = untyped.nbytes()
         if (last + 1) * width > room:
             raise beyond(last, room // width)
         try:
-            return make().set_(untyped, begin, shape, steps)
+            made = make().set_(untyped, begin, shape, steps)
+            if conj or neg:
+                self._turn(made, conj=conj, neg=neg)
+            if grad:
+                made.requires_grad = True
         except TORCH_SAYS_NO as error:
             raise no("a tensor over its storage", error) from error
+        return made
 
     def _make(self, dtype: torch.dtype, untyped: UntypedStorage) -> Make:
         """How an empty tensor for such a storage is made. Another tensor's `new` takes half the time of `torch.empty`."""
@@ -149,57 +194,35 @@ class PlainTensors:
         self._makes.setdefault(dtype, {})[untyped.device] = made
         return made
 
-    def tensor(self, args: Args) -> torch.Tensor:
-        """(storage, offset, size, stride): torch before 0.4"""
-        storage, offset, size, stride = arity(args, 4, 4, "_rebuild_tensor")
-        return self.view(storage_of(storage), dtype_of(storage), offset, size, stride)
+    def _turn(self, made: torch.Tensor, *, conj: bool, neg: bool) -> None:
+        """Set the bits by which a conjugate or a negative is a view."""
+        if conj:
+            if not made.is_complex():
+                raise MetadataError("a conjugate of numbers that are not complex", found=str(made.dtype))
+            torch._C._set_conj(made, True)
+        if neg:
+            if not (made.is_complex() or made.is_floating_point()):
+                raise MetadataError("a negative view of numbers that have none", found=str(made.dtype))
+            torch._C._set_neg(made, True)
 
-    def tensor_v2(self, args: Args) -> torch.Tensor:
-        """(storage, offset, size, stride, requires_grad, hooks[, flags])"""
-        if not 6 <= len(args) <= 7:
-            arity(args, 6, 7, "_rebuild_tensor_v2")
-        storage = args[0]
-        if type(storage) is not TypedStorage:
-            raise PickleError("a tensor over something that is no storage", found=type(storage).__name__)
-        made = self.view(storage._untyped_storage, storage.dtype, args[1], args[2], args[3])
-        if args[4] is not False or len(args) == 7:
-            self._finish(made, args[4], args[6] if len(args) == 7 else None)
-        return made
-
-    def tensor_v3(self, args: Args) -> torch.Tensor:
-        """(storage, offset, size, stride, requires_grad, hooks, dtype[, flags]): types that torch stores as bytes"""
-        storage, offset, size, stride, grad, _, dtype = arity(args, 7, 8, "_rebuild_tensor_v3")[:7]
-        made = self.view(storage_of(storage), checked_dtype(dtype), offset, size, stride)
-        self._finish(made, grad, args[7] if len(args) == 8 else None)
-        return made
-
-    def _finish(self, made: torch.Tensor, grad: object, flags: object) -> None:
-        """`requires_grad`, and the bits by which a conjugate or a negative is a view."""
-        if flags is not None:
-            if not isinstance(flags, dict):
-                raise PickleError("a tensor's flags must be a dict", found=type(flags).__name__)
-            if flags.get("conj") is True:
-                if not made.is_complex():
-                    raise MetadataError("a conjugate of numbers that are not complex", found=str(made.dtype))
-                torch._C._set_conj(made, True)
-            if flags.get("neg") is True:
-                if not (made.is_complex() or made.is_floating_point()):
-                    raise MetadataError("a negative view of numbers that have none", found=str(made.dtype))
-                torch._C._set_neg(made, True)
-        if flag(grad, "requires_grad"):
-            try:
-                made.requires_grad = True
-            except TORCH_SAYS_NO as error:
-                raise no("the gradient of a tensor", error) from error
+    def elements(self, storage: object, claim: Claim) -> Elements:
+        of: TypedStorage = storage  # type: ignore[assignment]  # seen by the reducer
+        dtype, untyped = row_of(of.dtype), of._untyped_storage
+        if dtype is None or dtype.kind != "quantized":
+            raise MetadataError(f"a quantised tensor of {of.dtype}", found=str(of.dtype))
+        shape, steps, begin, last = reach(*claim, self._limits)
+        if check_room(dtype, shape, last) > untyped.nbytes():
+            raise beyond(last, untyped.nbytes() * 8 // dtype.bits)
+        return Elements(untyped, dtype, shape, steps, begin)
 
     # Tensors made empty and filled by BUILD, as torch 0.1 did.
 
-    def blank(self, kind: type, args: Args) -> torch.Tensor:
-        """`torch.FloatTensor()` and its like. With a size they would give back memory as it was found: refused."""
-        if args:
-            raise MetadataError("a tensor class called with a size or with data; torch writes it without", found=len(args))
-        dtype = getattr(kind, "dtype", None)
-        made = torch.empty(0, dtype=dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype(), device="cpu")
+    def blank(self, name: str) -> torch.Tensor:
+        if name == "Parameter":
+            return torch.nn.Parameter(torch.empty(0, device="cpu"))
+        row = DTYPES.storage(f"{name.removesuffix('Tensor')}Storage")
+        dtype = torch.get_default_dtype() if row is None or row.torch is None else getattr(torch, row.torch)
+        made = torch.empty(0, dtype=dtype, device="cpu")
         self._blank[id(made)] = made
         return made
 
@@ -207,51 +230,35 @@ class PlainTensors:
         """(storage, offset, size, stride)"""
         if self._blank.pop(id(target), None) is None:
             raise PickleError("a BUILD of a tensor that is complete")
-        if not isinstance(state, tuple) or len(state) != 4:
-            raise PickleError("a BUILD of a tensor with other state than torch's", found=type(state).__name__)
-        if dtype_of(state[0]) is not target.dtype:
-            raise MetadataError(f"a storage of {dtype_of(state[0])} for a tensor of {target.dtype}")
-        made = self.tensor(state)
-        try:
+        match state:
+            case (TypedStorage() as storage, offset, size, stride):
+                made = self.view(storage, None, (offset, size, stride))
+            case _:
+                raise PickleError("a BUILD of a tensor with other state than torch's", found=type(state).__name__)
+        if storage.dtype is not target.dtype:
+            raise MetadataError(f"a storage of {storage.dtype} for a tensor of {target.dtype}")
+        with refusing("a tensor over its storage"):
             if made.device == target.device:
                 target.set_(made.untyped_storage(), made.storage_offset(), made.size(), made.stride())
             else:
                 target.data = made
-        except TORCH_SAYS_NO as error:
-            raise no("a tensor over its storage", error) from error
 
     # Parameters.
 
-    def parameter(self, args: Args) -> torch.Tensor:
-        """(data, requires_grad, hooks)"""
-        data, grad = arity(args, 2, 3, "_rebuild_parameter")[:2]
-        return self._parameter(data, grad)
-
-    def parameter_with_state(self, args: Args) -> torch.Tensor:
-        """(data, requires_grad, hooks, attributes)"""
-        data, grad, _, state = arity(args, 4, 4, "_rebuild_parameter_with_state")
-        made = self._parameter(data, grad)
-        assign(made, state, self.spending)
-        return made
-
-    def parameter_class(self, args: Args) -> torch.Tensor:
-        """`Parameter([data[, requires_grad]])`; without data it comes with BUILD."""
-        arity(args, 0, 2, "Parameter")
-        data = args[0] if args else torch.empty(0, device="cpu")
-        return self._parameter(data, args[1] if len(args) > 1 else True)
-
-    def _parameter(self, data: object, grad: object) -> torch.Tensor:
+    def parameter(self, data: object, grad: bool, state: object) -> object:
         if not isinstance(data, torch.Tensor):
-            raise PickleError("a parameter of something that is no tensor", found=type(data).__name__)
-        wanted = flag(grad, "requires_grad")
-        if type(data) is not torch.Tensor and not self.fake:
-            # A subclass: making it a parameter runs its code, whose errors are its own.
-            self.storages.fill()
-            return torch.nn.Parameter(data, wanted)
+            return NotImplemented
+        plain = type(data) is torch.Tensor or self.fake
+        if not plain:
+            self._storages.fill()
         try:
-            return torch.nn.Parameter(data, wanted)
+            made = torch.nn.Parameter(data, grad)
         except TORCH_SAYS_NO as error:
-            raise no("a parameter", error) from error
+            if plain:
+                raise no("a parameter", error) from error
+            raise  # a subclass: making it a parameter runs its code, whose errors are its own
+        assign(made, state, self._spending)
+        return made
 
     def fill_parameter(self, target: torch.nn.Parameter, state: object) -> None:
         """(data, creator, hooks, requires_grad, volatile) of torch 0.1, or (requires_grad, volatile, hooks) of 0.2 and 0.3"""
@@ -263,64 +270,112 @@ class PlainTensors:
                 pass
             case _:
                 raise PickleError("a BUILD of a parameter with other state than torch's", found=type(state).__name__)
-        try:
+        with refusing("a parameter"):
             if data is not None:
                 target.data = data
             target.requires_grad = grad
-        except TORCH_SAYS_NO as error:
-            raise no("a parameter", error) from error
 
     # Tensors without a storage in the file.
 
-    def meta(self, args: Args) -> torch.Tensor:
-        """(dtype, size, stride, requires_grad): a tensor of the meta device"""
-        dtype, size, stride, grad = arity(args, 4, 4, "_rebuild_meta_tensor_no_storage")
-        shape, steps, _, _ = reach(0, size, stride, self.limits)
-        wanted = flag(grad, "requires_grad")
-        try:
-            return torch.empty_strided(shape, steps, dtype=checked_dtype(dtype), device="meta", requires_grad=wanted)
-        except TORCH_SAYS_NO as error:
-            raise no("a tensor of the meta device", error) from error
+    def meta(self, dtype: object, shape: tuple[int, ...], strides: tuple[int, ...], *, grad: bool) -> torch.Tensor:
+        with refusing("a tensor of the meta device"):
+            return torch.empty_strided(shape, strides, dtype=self.dtype(dtype), device="meta", requires_grad=grad)
 
-    def device_tensor(self, args: Args) -> torch.Tensor:
-        """(CPU tensor or array, dtype, device, requires_grad): a tensor of a device that has no storages"""
+    def elsewhere(self, data: object, dtype: object, device: object, *, grad: bool) -> torch.Tensor:
         import numpy as np
 
-        data, dtype, device, grad = arity(args, 4, 4, "_rebuild_device_tensor")
-        wanted, where = flag(grad, "requires_grad"), located_by_caller(device)
+        where = located_by_caller(device)
         if not isinstance(data, np.ndarray) and not (isinstance(data, torch.Tensor) and data.layout is torch.strided):
             raise PickleError("a device tensor of something that is no plain tensor or array", found=type(data).__name__)
-        self.storages.fill()
+        self._storages.fill()
         try:
             plain = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
-            made = plain.to(dtype=checked_dtype(dtype), device=where)
-            made.requires_grad = wanted
+            made = plain.to(dtype=self.dtype(dtype), device=where)
+            made.requires_grad = grad
         except TORCH_SAYS_NO as error:
             raise Refused(f"a tensor cannot be put on the device {where}: {error}") from error
         return made
 
-    def size(self, args: Args) -> torch.Size:
-        (values,) = arity(args, 1, 1, "torch.Size")
-        sizes = checked_ints(values, "size")
-        self.spending.copy(len(sizes))
-        return torch.Size(sizes)
+    # Tensors of several.
+
+    def composite(self, kind: str, whole: Apart, *, grad: bool = False) -> torch.Tensor:
+        looked = [self.inspected(part, name) for name, part in whole.parts.items() if type(part) is not Elements]
+        CHECKS[kind].check(whole)
+        if looked:
+            self._storages.fill()
+        try:
+            made = KINDS[kind].put_together(whole)
+            if grad:
+                made.requires_grad = True
+        except TORCH_SAYS_NO as error:
+            raise no(CHECKS[kind].title, error) from error
+        return made
+
+    def inspected(self, value: object, what: str) -> torch.Tensor:
+        """A plain tensor whose elements may be looked at."""
+        if not isinstance(value, torch.Tensor) or not (type(value) is torch.Tensor or self.fake):
+            raise PickleError(f"the {what} of a tensor must be a plain tensor", found=type(value).__name__)
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            raise PickleError(f"the {what} of a tensor must be a plain tensor", found=str(value.layout))
+        limits, nbytes = self._limits, value.numel() * value.element_size()
+        if nbytes > max(limits.expansion_floor_nbytes, limits.expansion * value.untyped_storage().nbytes()):
+            raise LimitExceeded(
+                f"the {what} of a tensor repeat one number {value.numel():,} times (Limits.expansion)", found=nbytes
+            )
+        self._inspected += nbytes
+        if self._inspected > INSPECTED_NBYTES:
+            raise LimitExceeded("the same numbers are used as indices over and over; no writer does that", found=self._inspected)
+        return value
+
+    def check_jagged(self, made: object) -> None:
+        """Refuse a jagged tensor whose state, or the code of its class, has left it with rows outside of its values."""
+        if isinstance(made, NestedTensor):
+            values, offsets = self.inspected(getattr(made, "_values", None), "values"), getattr(made, "_offsets", None)
+            lengths = getattr(made, "_lengths", None)
+            known = None if lengths is None else self.inspected(lengths, "lengths")
+            self._storages.fill()
+            check_rows(values, self.inspected(offsets, "offsets"), known, axis=getattr(made, "_ragged_idx", None))
+
+    # Subclasses.
+
+    def wrapper(self, args: Args, shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int) -> torch.Tensor:
+        kind, dtype, _, _, _, layout, device, grad = args
+        if not self._is_allowed(kind):
+            raise PickleError(f"a wrapper of a class that is not allowed: {label(kind)}")
+        if not isinstance(kind, type) or not issubclass(kind, torch.Tensor):
+            raise PickleError("a wrapper of a class that is no tensor", found=type(kind).__name__)
+        if type(layout) is not torch.layout:
+            raise PickleError("a wrapper without a layout", found=type(layout).__name__)
+        wanted, where = flag(grad, "requires_grad"), located_by_caller(device)
+        like: dict[str, Any] = {
+            "layout": layout,
+            "dtype": self.dtype(dtype),
+            "device": torch.device(where),
+            "requires_grad": wanted,
+        }
+        with refusing(f"a wrapper of {kind.__name__}"):
+            return torch.Tensor._make_wrapper_subclass(kind, shape, strides=strides, storage_offset=offset, **like)
+
+    def check_class(self, function: object, kind: object) -> None:
+        if not isinstance(kind, type) or not issubclass(kind, torch.Tensor) or not (_is_own(kind) or self._is_allowed(kind)):
+            raise PickleError(f"_rebuild_from_type_v2 for a class that is no allowed tensor: {label(kind)}")
+
+    def as_class(self, made: object, kind: object, state: object) -> torch.Tensor:
+        if not isinstance(made, torch.Tensor) or not isinstance(kind, type):
+            raise PickleError("_rebuild_from_type_v2 of something that is no tensor", found=type(made).__name__)
+        own = _is_own(kind)
+        if not own:
+            self._storages.fill()
+        if type(made) is not kind and not (own and self.fake):
+            with refusing(f"a tensor as {kind.__name__}"):
+                made = made.as_subclass(kind)
+        if type(made).__setstate__ is not torch.Tensor.__setstate__:
+            made.__setstate__(state)
+        else:
+            assign(made, state, self._spending)
+        self.check_jagged(made)
+        return made
 
 
-def storage_of(value: object) -> UntypedStorage:
-    """The bytes under a storage of the stream."""
-    if not isinstance(value, TypedStorage):
-        raise PickleError("a tensor over something that is no storage", found=type(value).__name__)
-    return value._untyped_storage
-
-
-def dtype_of(value: object) -> torch.dtype:
-    """The dtype of a storage of the stream."""
-    if not isinstance(value, TypedStorage):
-        raise PickleError("a tensor over something that is no storage", found=type(value).__name__)
-    return value.dtype
-
-
-def checked_dtype(value: object) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        raise PickleError("a dtype was expected", found=type(value).__name__)
-    return value
+def _is_own(kind: type) -> bool:
+    return kind in (torch.Tensor, torch.nn.Parameter)

@@ -30,13 +30,13 @@ import numpy as np
 import torch
 
 from holdfast.core.runtime import resting_collector
+from holdfast.engine.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
 from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload, RecordFolder, Records
-from holdfast.plan.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
-from holdfast.rewrite.planned import write_plan
-from holdfast.rewrite.writing import Writing
+from holdfast.saving.planned import write_plan
+from holdfast.saving.writing import Writing
 from holdfast.stores.paths import check_binary, found_path
 from holdfast.torch import versions
 from holdfast.torch.cuda.memory import GpuSource

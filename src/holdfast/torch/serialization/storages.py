@@ -11,18 +11,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch.storage import TypedStorage
 
-from holdfast.core.chunk import Storage
+from holdfast.core.chunk import Extent, Storage
+from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
 from holdfast.core.value import Value
 from holdfast.engine.checks import damage
+from holdfast.engine.coalesce import Ranges
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, Place, read_to_memory
 from holdfast.errors import (
@@ -32,30 +36,30 @@ from holdfast.errors import (
     HoldfastWarning,
     LimitExceeded,
     MetadataError,
-    PickleError,
     Unsupported,
 )
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.pickle.tensor_templates import Make, TensorArguments
-from holdfast.formats.torch.tensors import brief, reach
+from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id
+from holdfast.formats.torch.tensors import reach
 from holdfast.formats.zip.layout import Place as RecordPlace
-from holdfast.plan.coalesce import Ranges
 from holdfast.torch.cuda.load import LARGE_NBYTES, load_rows, reserve
 from holdfast.torch.cuda.plan import DeviceRows
 from holdfast.torch.serialization.allowed import Mentions
 from holdfast.torch.serialization.pickling import StorageClass
+from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import flat
 
 CPU = torch.device("cpu")
 
-QUANTIZED = {torch.qint8: 8, torch.quint8: 8, torch.qint32: 32, torch.quint4x2: 4, torch.quint2x4: 2}
-"""Element types that mean nothing without a scale, and the bits of an element."""
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""Element types that mean nothing without a scale."""
 
 
 class LoadedStorages(Protocol):
     """The storages of one file that is being loaded, as the table of a `weights_only` load sees them."""
 
-    def persistent(self, pid: object) -> torch.storage.TypedStorage:
+    def persistent(self, pid: object) -> TypedStorage:
         """The storage of a persistent id. Its bytes may still be missing."""
 
     def kind(self, claim: TensorArguments, limits: Limits) -> Make | None:
@@ -89,52 +93,28 @@ class Placement(Value, frozen=True):
     """Whether that is the same for all tags."""
 
 
-class StorageName(Value, frozen=True):
-    """A persistent id that was looked at."""
-
-    dtype: torch.dtype
-    key: str
-    location: str
-    count: int
-    view: object = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
+def storage_dtype(what: object) -> DType | None:
+    """The dtype of what stands for a class of storages while a file is loaded; uint8 for an untyped one."""
+    if not isinstance(what, StorageClass | type):
+        return None
+    found = torch.uint8 if what is torch.UntypedStorage else getattr(what, "_dtype", None) or getattr(what, "dtype", None)
+    return row_of(found) if isinstance(found, torch.dtype) else None
 
 
-def not_a_storage(pid: object) -> str:
-    """What to say of a persistent id that names no storage."""
-    if not isinstance(pid, tuple):
-        return f"persistent_load id must be tuple (saved_id must be a tuple), but got {type(pid)}"
-    if not pid or type(pid[0]) is not str:
-        return f"Only persistent_load of storage is allowed, but got {type(pid[0]) if pid else 'an empty tuple'}"
-    if pid[0] != "storage":
-        return f"Unknown typename for persistent_load, expected 'storage' but got {pid[0][:64]!r}"
-    return "Only persistent_load of storage is allowed: its class, key, location and count of elements"
+dtype_of, row_of = cache(torch_dtype), cache(DTYPES.given)
+"""Between our dtypes and torch's: asked for every storage."""
 
 
-def parse_name(pid: object, lengths: tuple[int, ...]) -> StorageName:
-    """('storage', class, key, location, count[, view])"""
-    if isinstance(pid, tuple) and bytes in map(type, pid):
-        # Text of a pickle of Python 2, which is bytes when it is read with encoding='bytes'.
-        pid = tuple([part.decode("latin-1") if isinstance(part, bytes) else part for part in pid])
-    if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
-        raise PickleError(not_a_storage(pid), found=type(pid).__name__)
-    kind, key, location, count = pid[1:5]
-    dtype = torch.uint8 if kind is torch.UntypedStorage else getattr(kind, "_dtype", None) or getattr(kind, "dtype", None)
-    if not isinstance(dtype, torch.dtype):
-        raise PickleError("a storage of an unknown class", found=brief(kind))
-    if not isinstance(key, str) or type(count) is not int or count < 0:
-        raise PickleError("a storage needs a key in text and a count of elements", found=brief(key))
-    if not isinstance(location, str):
-        raise PickleError("a storage's location must be text", found=type(location).__name__)
-    return StorageName(dtype, key, location, count, pid[5] if len(pid) > 5 else None)
+def as_text(pid: object) -> object:
+    """A persistent id of Python 2, whose texts are bytes where it is read with `encoding="bytes"`."""
+    if isinstance(pid, tuple) and len(pid) <= 6 and bytes in map(type, pid):
+        return tuple([part.decode("latin-1") if isinstance(part, bytes) else part for part in pid])
+    return pid
 
 
-def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
     """A storage with its dtype; torch's public constructor warns that the class is on its way out."""
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 # The other byte order.
@@ -202,15 +182,6 @@ class _UntypedUses(Mentions):
         return self.ANYTHING
 
 
-class StorageBytes(Value, frozen=True):
-    """Where the bytes of a storage lie in the file."""
-
-    start: int
-    nbytes: int
-    crc32: int | None
-    label: str
-
-
 class OnGpu:
     """Storages on one GPU that wait for their bytes."""
 
@@ -236,17 +207,20 @@ class OnGpu:
         return DeviceRows(source, device, ranges, crcs, targets, labels.__getitem__, damaged)
 
 
-class LazyStorages:
-    """The storages of one file, each made once."""
+class LazyStorages(Storages[TypedStorage]):
+    """The storages of one file, each made once, and filled as late as possible."""
+
+    dtype_of = staticmethod(storage_dtype)
 
     def __init__(
         self,
         source: Source,
         key: str,
-        find: Callable[[StorageName], StorageBytes],
+        find: Callable[[StorageId], Extent],
         *,
         place: Placement,
-        everything: Callable[[], Mapping[str, StorageBytes]] | None = None,
+        lengths: tuple[int, ...] = (5,),
+        everything: Callable[[], Mapping[str, Extent]] | None = None,
         rows: Callable[[str], RecordPlace | None] | None = None,
         swap: bool = False,
         untyped: Mapping[str, torch.dtype | None] | None = None,
@@ -256,13 +230,14 @@ class LazyStorages:
         ahead: bool = False,
         max_host_memory: int | None = None,
     ) -> None:
-        self._source, self._key, self._find = source, key, find
+        super().__init__(lengths)
         self._place = place
+        self._source, self._key, self._find = source, key, find
         self._everything = everything
         """Where all storages lie, by key."""
         self._find_row = rows
         """Where the record of a key lies, for those that come by the ten thousand."""
-        self._rows: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
+        self._rows: dict[str, torch.Tensor] = {}
         """Ordinary tensors by their keys, whose storages nobody has asked for by themselves."""
         self._places: list[Place] = []
         """What waits for its bytes on the CPU, and"""
@@ -277,9 +252,8 @@ class LazyStorages:
         self._mapped = mapped
         """The whole file, mapped: storages are slices of it."""
         self._verify, self._threads = verify, threads
-        self._made: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
-        self._views: dict[str, torch.UntypedStorage] = {}
-        self._waiting: list[tuple[torch.UntypedStorage, StorageName]] = []
+        self._views: dict[str, TypedStorage] = {}
+        self._waiting: list[tuple[torch.UntypedStorage, StorageId]] = []
         """Storages among them that nobody else may hold yet."""
         self._gpu_of: dict[str, torch.device | None] = {}
         """By tag: to ask whether a device is there takes longer than to read a small tensor."""
@@ -287,53 +261,46 @@ class LazyStorages:
         self._reserved = False
         self._ahead: dict[str, torch.UntypedStorage] | None = None
 
-    def persistent(self, pid: object) -> torch.storage.TypedStorage:
-        """The storage of a persistent id."""
-        name = parse_name(pid, (5, 6))
-        made = self._made.get(name.key)
-        if made is None and name.key in self._rows:
-            tensor, dtype = self._rows[name.key]
-            made = self._made[name.key] = tensor.untyped_storage(), dtype
-        if made is None:
-            made = self._made[name.key] = self._storage(name), name.dtype
-        elif made[1] != name.dtype and made[0].nbytes():
-            raise MetadataError(
-                f"storage {name.key} is used as {made[1]} and as {name.dtype}; torch writes one dtype a storage",
-                expected=str(made[1]),
-                found=str(name.dtype),
-            )
-        return typed(made[0] if name.view is None else view_of(name, made[0], self._views), name.dtype)
+    def whole(self, asked: StorageId) -> TypedStorage:
+        made = self._rows.get(asked.key)
+        return typed(self._storage(asked) if made is None else made.untyped_storage(), dtype_of(asked.dtype))
+
+    def part(self, whole: TypedStorage, key: str, start: int, count: int) -> TypedStorage:
+        if key not in self._views:
+            width = whole.dtype.itemsize
+            self._views[key] = typed(whole._untyped_storage[start * width : (start + count) * width], whole.dtype)
+        return self._views[key]
 
     def kind(self, claim: TensorArguments, limits: Limits) -> Make | None:
         """Tensors that fill their storages: torch allocates both at once, and they are filled with all others."""
         place, find = self._place, self._find_row
         odd = self._swap or self._ahead_of_code or self._mapped is not None or place.fake or place.meta or place.skip or claim.grad
-        if find is None or odd or not isinstance(claim.storage, StorageClass | type):
+        if find is None or odd:
             return None
         try:
-            name = parse_name(("storage", claim.storage, "", claim.location, claim.elements), (5,))
+            asked = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), (5,), storage_dtype)
             shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, limits)
         except HoldfastError:
             return None
-        dtype, nbytes = name.dtype, name.nbytes
-        whole = begin == 0 and last + 1 == name.count > 0 and dtype not in QUANTIZED
+        dtype, nbytes = dtype_of(asked.dtype), asked.nbytes
+        whole = begin == 0 and last + 1 == asked.count > 0 and dtype not in QUANTIZED
         gpu = self._gpu(claim.location) if whole else None
         if not whole or (gpu is None and not place.stays(claim.location)):
             return None
-        rows, made, device = self._rows, self._made, gpu or CPU
+        rows, known, device = self._rows, self.known, gpu or CPU
         empty = torch.empty_strided
         if gpu is not None:
             self._reserve(gpu, nbytes)
 
         def make(key: str) -> torch.Tensor | None:
             """None where the record is not what the claim says, or was asked for before."""
-            if key in rows or key in made:
+            if key in known:
                 return None
             place = find(key)
             if place is None or place[1] != nbytes or not place[3]:
                 return None
             tensor = empty(shape, steps, dtype=dtype, device=device)
-            rows[key] = tensor, dtype
+            rows[key], known[key] = tensor, asked
             if gpu is not None:
                 self._wait_on_gpu(place[0], nbytes, place[2], f"data/{key}", tensor)
             else:
@@ -348,8 +315,8 @@ class LazyStorages:
         self._read()
         self._fill_gpus()
         if self._swap:
-            for storage, name in waiting:
-                self._swap_bytes(storage, name)
+            for storage, asked in waiting:
+                self._swap_bytes(storage, asked)
 
     def _wait(self, start: int, nbytes: int, address: int, crc32: int | None, label: str) -> None:
         """Note memory of this process that is to be filled."""
@@ -366,52 +333,53 @@ class LazyStorages:
         wanted = memory_ranges(self._key, places, labels)
         read_to_memory(self._source.store, wanted, threads=self._threads, verify=self._verify)
 
-    def _swap_bytes(self, storage: torch.UntypedStorage, name: StorageName) -> None:
-        dtype = self._untyped.get(name.key, name.dtype) if name.dtype is torch.uint8 else name.dtype
+    def _swap_bytes(self, storage: torch.UntypedStorage, asked: StorageId) -> None:
+        own = dtype_of(asked.dtype)
+        dtype = self._untyped.get(asked.key, own) if own is torch.uint8 else own
         if dtype is None:
-            raise Unsupported(f"storage {name.key} is seen as numbers of several widths, in a file of the other byte order")
+            raise Unsupported(f"storage {asked.key} is seen as numbers of several widths, in a file of the other byte order")
         swap_bytes(storage, dtype)
 
-    def _storage(self, name: StorageName) -> torch.UntypedStorage:
-        found = self._find(name)
+    def _storage(self, asked: StorageId) -> torch.UntypedStorage:
+        found = self._find(asked)
         place = self._place
-        if found.nbytes != name.nbytes:
+        if found.nbytes != asked.nbytes:
             raise MetadataError(
-                f"{found.label}: record size ({found.nbytes} bytes) does not match expected size ({name.nbytes} bytes: "
-                f"the pickle says {name.count:,} elements of {name.dtype})",
+                f"{found.label}: record size ({found.nbytes} bytes) does not match expected size ({asked.nbytes} bytes: "
+                f"the pickle says {asked.count:,} elements of {asked.dtype})",
                 offset=found.start,
-                expected=name.nbytes,
+                expected=asked.nbytes,
                 found=found.nbytes,
             )
         if place.fake or place.meta:
-            return pretended(name, place, found.start)
-        gpu = None if self._swap or place.skip else self._gpu(name.location)
+            return pretended(asked, place, found.start)
+        gpu = None if self._swap or place.skip else self._gpu(asked.location)
         if gpu is not None:
-            return self._on_gpu(name.key, found, gpu)
+            return self._on_gpu(asked.key, found, gpu)
         if self._mapped is not None and not place.skip:
             storage = self._mapped[found.start : found.start + found.nbytes]
             if self._swap:
                 # A copy: where the mapping is shared, torch 2.13 turns the bytes round in the file itself.
                 storage = storage.clone()
-                self._swap_bytes(storage, name)
-            return place.restore(storage, name.location)
+                self._swap_bytes(storage, asked)
+            return place.restore(storage, asked.location)
         if place.skip:
-            return place.restore(torch.UntypedStorage(name.nbytes), name.location)
-        stays = place.stays(name.location)
+            return place.restore(torch.UntypedStorage(asked.nbytes), asked.location)
+        stays = place.stays(asked.location)
         if self._ahead_of_code and stays:
-            storage = self._read_ahead()[name.key]
+            storage = self._read_ahead()[asked.key]
             if self._swap:
-                self._swap_bytes(storage, name)
+                self._swap_bytes(storage, asked)
             return storage
-        storage = torch.UntypedStorage(name.nbytes)
+        storage = torch.UntypedStorage(asked.nbytes)
         self._wait(found.start, found.nbytes, storage.data_ptr(), found.crc32, found.label)
         if stays:
-            self._waiting.append((storage, name))
+            self._waiting.append((storage, asked))
             return storage
         self._read()
         if self._swap:
-            self._swap_bytes(storage, name)
-        return place.restore(storage, name.location)
+            self._swap_bytes(storage, asked)
+        return place.restore(storage, asked.location)
 
     def _gpu(self, location: str) -> torch.device | None:
         """The GPU that the storage of a tag goes to."""
@@ -429,7 +397,7 @@ class LazyStorages:
             self._read()
         return self._ahead
 
-    def _on_gpu(self, key: str, found: StorageBytes, device: torch.device) -> torch.UntypedStorage:
+    def _on_gpu(self, key: str, found: Extent, device: torch.device) -> torch.UntypedStorage:
         """A storage on a GPU. Its bytes are read later, unless code of the file's choice may look before."""
         self._reserve(device, found.nbytes)
         if not self._ahead_of_code:
@@ -449,7 +417,7 @@ class LazyStorages:
             self._reserved = True
             reserve((device, one.nbytes) for one in self._everything().values())
 
-    def _make_on_gpu(self, found: StorageBytes, device: torch.device) -> torch.UntypedStorage:
+    def _make_on_gpu(self, found: Extent, device: torch.device) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(found.nbytes, device=device)
         target = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         self._wait_on_gpu(found.start, found.nbytes, found.crc32, found.label, target)
@@ -491,23 +459,12 @@ def memory_ranges(key: str, places: Sequence[Place], labels: Sequence[str]) -> M
     return MemoryRanges.of_file(key, places, labels.__getitem__, damaged)
 
 
-def pretended(name: StorageName, place: Placement, start: int | None) -> torch.UntypedStorage:
+def pretended(asked: StorageId, place: Placement, start: int | None) -> torch.UntypedStorage:
     """A storage without bytes: on the meta device, or for fake tensors, which remember where they would be."""
-    storage = torch.UntypedStorage(name.nbytes, device="meta")
+    storage = torch.UntypedStorage(asked.nbytes, device="meta")
     # The marks that torch's own tools look for.
     if start is not None:
         storage._checkpoint_offset = start
     if place.fake and not place.meta:
-        storage._fake_device = place.pretend(name.location)  # type: ignore[assignment]  # a text, as torch.load sets it
+        storage._fake_device = place.pretend(asked.location)  # type: ignore[assignment]  # a text, as torch.load sets it
     return storage
-
-
-def view_of(name: StorageName, root: torch.UntypedStorage, views: dict[str, torch.UntypedStorage]) -> torch.UntypedStorage:
-    """(key, offset, count): a part of a storage, which torch before 0.4 knew as an object of its own."""
-    match name.view:
-        case (str(key), int(offset), int(count)) if offset >= 0 and count >= 0 and offset + count <= name.count:
-            if key not in views:
-                width = name.dtype.itemsize
-                views[key] = root[offset * width : (offset + count) * width]
-            return views[key]
-    raise PickleError("a storage view must be a key, an offset and a count inside of its storage")

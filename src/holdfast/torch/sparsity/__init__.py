@@ -11,6 +11,7 @@ modules, as pure functions of tensors, are in `masks`.
 
 from __future__ import annotations
 
+from holdfast.numeric.threshold import Threshold
 from holdfast.torch.sparsity.fake import (
     FakeSparsity,
     FakeStructuredSparsity,
@@ -29,7 +30,6 @@ from holdfast.torch.sparsity.kinds import (
 )
 from holdfast.torch.sparsity.masks import block_mask, global_masks, global_threshold, magnitude_mask, nm_mask, random_mask
 from holdfast.torch.sparsity.names import fqn_to_module, get_arg_info_from_tensor_fqn, module_to_fqn
-from holdfast.torch.sparsity.order import Threshold
 from holdfast.torch.sparsity.schedule import BaseScheduler, CubicSL, LambdaSL, LinearSL
 from holdfast.torch.sparsity.semi_structured import from_semi_structured, is_two_of_four, to_semi_structured
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier

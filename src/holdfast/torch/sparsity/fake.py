@@ -65,7 +65,6 @@ def fake_of(module: nn.Module, tensor_name: str) -> FakeSparsity | None:
 
 
 def _parametrized(module: nn.Module) -> list[str]:
-    """The tensors of a module that are parametrized."""
     found = getattr(module, "parametrizations", None)
     return list(found) if isinstance(found, nn.ModuleDict) else []
 
@@ -111,7 +110,6 @@ def take_mask_off(module: nn.Module, tensor_name: str, *, apply: bool) -> None:
 
 
 def _list_weights(module: nn.Module, inputs: object) -> None:
-    """Give a recurrent module its weights as they are now."""
     assert isinstance(module, nn.RNNBase)
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.errors import Unsupported
+from holdfast.numeric.pack import matrix_shape
 from holdfast.torch.sparsity.fake import FakeStructuredSparsity, fake_of, put_mask, take_mask_off, whole_of
 from holdfast.torch.sparsity.masks import Norm, block_mask, checked_level, drawn_seed, global_masks, random_mask
 from holdfast.torch.sparsity.names import Weight

@@ -24,13 +24,13 @@ from typing import SupportsFloat
 
 import torch
 
-from holdfast.core.sparse.encoding import matrix_shape
-from holdfast.pruning import order
+from holdfast.numeric import threshold as order
+from holdfast.numeric.pack import matrix_shape
+from holdfast.numeric.threshold import Threshold
 from holdfast.torch.sparsity.order import (
     CHUNK_ELEMENTS,
     HELD,
     Keys,
-    Threshold,
     keep_above,
     magnitude_keys,
     score_keys,

@@ -1,4 +1,4 @@
-"""The order of pruning (`holdfast.pruning.order`) for tensors in memory, on any device.
+"""The order of pruning (`holdfast.numeric.threshold`) for tensors in memory, on any device.
 
 - A magnitude's key is its bits as a float64, to which every float of fewer bits converts exactly.
 - What is pruned already has the lowest keys of all (`HELD` is added), so that it goes first whatever its value, and comes back, the
@@ -8,16 +8,14 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from holdfast.core.arrays import Ints
 from holdfast.core.value import Value
-from holdfast.pruning import keys as numpy_keys
-from holdfast.pruning.order import SPLITMIX, nan_key, narrow
+from holdfast.numeric import threshold as numpy_keys
+from holdfast.numeric.threshold import SPLITMIX, KeyBits, Threshold, answered, nan_key, search
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements at a time: 8 MiB of keys."""
@@ -31,7 +29,6 @@ STEP, *FACTORS = (number - (1 << 64) for number in SPLITMIX)
 
 
 def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
-    """The order of absolute values."""
     return values.to(torch.float64).abs().view(torch.int64).clamp(max=NAN)
 
 
@@ -94,18 +91,6 @@ class Keys(Value, frozen=True, eq=False):
             yield keys if self.pruned is None else torch.where(self.pruned[start:stop], keys + HELD, keys)
 
 
-class Threshold(Value, frozen=True):
-    """What goes: every key below this one, and the first `ties` of those that are equal to it."""
-
-    key: int
-    ties: int
-
-    @property
-    def value(self) -> float:
-        """The magnitude that the key stands for."""
-        return float(struct.unpack("<d", struct.pack("<q", self.key))[0])
-
-
 def select(sources: Sequence[Keys], count: int) -> Threshold:
     """The threshold below which exactly `count` of all the keys are."""
     if count <= 0:
@@ -114,32 +99,23 @@ def select(sources: Sequence[Keys], count: int) -> Threshold:
     if count > total:
         raise ValueError(f"{count} of {total} elements cannot be pruned")
 
-    def chunks() -> Iterator[torch.Tensor]:
-        for source in sources:
-            yield from source.chunks()
-
-    return _select(chunks, total, count)
-
-
-def _select(chunks: Callable[[], Iterator[torch.Tensor]], total: int, count: int) -> Threshold:
-    def histogram(prefix: int, known: int, shift: int) -> Ints:
-        bins = torch.zeros(1 << (known - shift), dtype=torch.int64)
-        base = _signed(prefix << (known - shift), shift)
-        for keys in chunks():
-            bins += torch.bincount((_with_prefix(keys, prefix, known) >> shift) - base, minlength=len(bins)).cpu()
+    def answer(bits: KeyBits) -> np.ndarray:
+        chunks = (keys for source in sources for keys in source.chunks())
+        if bits.taken:
+            left = torch.cat([_with_prefix(keys, bits).cpu() for keys in chunks])
+            return left.numpy().view(np.uint64) ^ np.uint64(1 << 63)
+        bins = torch.zeros(1 << (bits.known - bits.shift), dtype=torch.int64)
+        base = _signed(bits.prefix << (bits.known - bits.shift), bits.shift)
+        for keys in chunks:
+            bins += torch.bincount((_with_prefix(keys, bits) >> bits.shift) - base, minlength=len(bins)).cpu()
         return bins.numpy()
 
-    found = narrow(histogram, count, total=total, width=64)
-    if found.known == 0:
-        return Threshold(_signed(found.prefix, 0), found.rank)
-    candidates = [_with_prefix(keys, found.prefix, found.known).cpu() for keys in chunks()]
-    ordered = torch.cat(candidates).sort().values
-    key = int(ordered[found.rank - 1])
-    return Threshold(key, found.rank - int((ordered < key).sum()))
+    found = answered(search(count, total=total, width=64), answer)
+    return Threshold(_signed(found.key, 0), found.ties)
 
 
-def _with_prefix(keys: torch.Tensor, prefix: int, known: int) -> torch.Tensor:
-    return keys if known == 64 else keys[(keys >> known) == _signed(prefix, known)]
+def _with_prefix(keys: torch.Tensor, bits: KeyBits) -> torch.Tensor:
+    return keys if bits.known == 64 else keys[(keys >> bits.known) == _signed(bits.prefix, bits.known)]
 
 
 def _signed(prefix: int, known: int) -> int:

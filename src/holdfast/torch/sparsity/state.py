@@ -16,11 +16,13 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from holdfast.core.tree import MOST_LEAVES, Way, mapped_children, plainly, rebuild
 
 Group = dict[str, Any]
 """The settings of one tensor. Any, for it holds a module, names and whatever a sparsifier is set by, as torch's does."""
@@ -54,14 +56,18 @@ def _equal(a: object, b: object) -> bool:
 
 
 def plain(value: object) -> object:
-    """A copy of a value, with dicts of all kinds as plain ones."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(plain(item) for item in value)  # type: ignore[call-arg,attr-defined]  # one of these three
-    return copy.deepcopy(value)
+    """A copy of a value, with dicts of all kinds as plain ones. Raises `LimitExceeded` for one that contains itself."""
+    return rebuild(value, _copied, inside=_entered, make=plainly, most=MOST_LEAVES)
+
+
+def _copied(value: object, _: Way) -> object:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _entered(value: object) -> Iterable[tuple[object, object]] | None:
+    if isinstance(value, Mapping) or type(value) in (list, tuple):
+        return mapped_children(value)
+    return enumerate(value) if type(value) is set else None
 
 
 def plain_state(state: Mapping[str, Mapping[str, object]], *, packed: bool) -> dict[str, dict[str, object]]:
@@ -76,7 +82,6 @@ def plain_state(state: Mapping[str, Mapping[str, object]], *, packed: bool) -> d
 
 
 def plain_group(group: Mapping[str, object]) -> dict[str, object]:
-    """A group as it is saved."""
     return {key: plain(value) for key, value in group.items() if key not in PLACE}
 
 

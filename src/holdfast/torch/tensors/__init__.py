@@ -2,6 +2,7 @@
 
 from_lazy        a lazy tensor as torch's, the same bits; a second name is a view of the first
 to_lazy          torch tensors as lazy ones over the memory that they have, and that memory as Python's
+composites       tensors that are made of others, taken apart and put together
 allocate, fill   fresh tensors (`shared_regions`: those that share a storage), and their elements, through `scratch`, where casts
                  are counted that lose something
 tree             a checkpoint's tree with torch's tensors in it

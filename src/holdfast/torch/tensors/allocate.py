@@ -16,9 +16,9 @@ from holdfast.core.runtime import resting_collector
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.files import FileStorages, tabulate
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, Unsupported, located
-from holdfast.plan.files import FileStorages, tabulate
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.fill import CPU, NO_FILLS, Fills, Progress, fill, row_ranges
@@ -163,7 +163,7 @@ def empty_tensors(kinds: Sequence[ByteKind], device: torch.device) -> list[torch
 def _suits(source: Source, device: torch.device) -> bool:
     """Whether whole storages of a source are read as they are. To the CPU a mapped file gives views, and computed content has
     blocks of its own."""
-    apart = source.mapped or source.store.block_nbytes
+    apart = source.mapped or source.store.medium.block_nbytes
     return source.limits.expansion >= 1 and (not apart if device.type == "cpu" else device.type == "cuda")
 
 

@@ -31,11 +31,11 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.beside import Beside
 from holdfast.engine.checks import Checks, damage, whole_storages
+from holdfast.engine.coalesce import RECORDS, Ranges
+from holdfast.engine.files import NO_FILES, FileStorages
 from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, read_to_memory
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadTarget, Corrupted
-from holdfast.plan.coalesce import RECORDS, Ranges
-from holdfast.plan.files import NO_FILES, FileStorages
 from holdfast.torch import versions
 from holdfast.torch.cuda.load import load_fills
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
@@ -239,7 +239,7 @@ def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> Non
         ranges = rows.ranges
         columns = ranges.files, ranges.starts, ranges.nbytes, addresses, rows.crcs
         wanted = MemoryRanges(ranges.keys, columns, rows.name, rows.damaged)
-        policy = source.policy if source.store.requests else RECORDS
+        policy = source.policy if source.store.medium.requests else RECORDS
         source.read_nbytes += read_to_memory(source.store, wanted, threads=source.threads, policy=policy)
         versions.mark_changed(targets)
         if progress is not None:

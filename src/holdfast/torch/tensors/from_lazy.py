@@ -24,7 +24,9 @@ from holdfast.core.protocols import Source
 from holdfast.core.quantities import shown
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import BadArgumentType, HoldfastError, MetadataError, Unsupported
+from holdfast.formats.torch.composites import Apart
 from holdfast.torch import versions
+from holdfast.torch.tensors.composites import KINDS, elements_of
 
 
 def torch_dtype(dtype: AnyDType) -> torch.dtype:
@@ -96,88 +98,16 @@ def tensor_from_composite(whole: Composite) -> torch.Tensor:
     """A sparse, quantised or nested tensor out of its parts; indices out of range are refused by torch's own checks."""
     if not isinstance(whole, Composite):
         raise BadArgumentType(f"tensor_from_composite takes a composite of a checkpoint's tree, not {shown(whole)}", found=whole)
-    parts = whole.parts
+    kind = KINDS.get(whole.kind)
+    if kind is None:
+        raise Unsupported(f"there are no tensors of a kind {whole.kind[:32]!r} in torch", found=whole.kind)
     try:
-        if whole.kind == "quantized":
-            return _quantized(whole)
-        if whole.kind == "nested":
-            pieces = [parts[n].torch() for n in ("buffer", "sizes", "strides", "offsets")]
-            return torch._nested_view_from_buffer(*pieces)
-        if whole.kind == "jagged":
-            return _jagged(whole)
-        tensors = [part.torch() for part in parts.values()]
-        if whole.kind == "sparse_coo":
-            coalesced = whole.attributes.get("coalesced")
-            return torch.sparse_coo_tensor(
-                tensors[0],
-                tensors[1],
-                whole.shape,
-                check_invariants=True,
-                is_coalesced=coalesced if isinstance(coalesced, bool) else None,
-            )
-        layout = getattr(torch, whole.kind)
-        compressed, plain, values = tensors
-        return torch.sparse_compressed_tensor(
-            compressed_indices=compressed,
-            plain_indices=plain,
-            values=values,
-            size=whole.shape,
-            layout=layout,
-            check_invariants=True,
-        )
+        parts = {name: elements_of(p) if p.dtype.kind == "quantized" else p.torch() for name, p in whole.parts.items()}
+        return kind.put_together(Apart(whole.shape, parts, whole.attributes))
     except HoldfastError:
         raise
     except (RuntimeError, IndexError, ValueError) as error:
         raise MetadataError(f"the parts of a {whole.kind} tensor do not fit: {error}", found=whole.shape) from error
-
-
-def _jagged(whole: Composite) -> torch.Tensor:
-    """Rows of several lengths along one dimension; torch trusts the offsets, so they are checked here."""
-    values, offsets = whole.parts["values"].torch(), whole.parts["offsets"].torch()
-    lengths = whole.parts["lengths"].torch() if "lengths" in whole.parts else None
-    known = {name: value for name, value in whole.attributes.items() if isinstance(value, int)}
-    starts, stops = offsets[:-1], offsets[1:]
-    ends = stops if lengths is None else starts + lengths
-    if int(offsets[0]) < 0 or bool((stops < starts).any()) or bool((ends < starts).any()) or bool((ends > stops).any()):
-        raise MetadataError("the offsets of a jagged tensor do not rise, or its lengths do not fit between them")
-    room = values.shape[known["ragged_idx"] - 1]
-    if int(offsets[-1]) > room:
-        raise MetadataError("a jagged tensor reaches past its values", expected=room, found=int(offsets[-1]))
-    given = (values, offsets, lengths, known["ragged_idx"])
-    if versions.LENGTHS_KEPT:
-        return torch.nested.nested_tensor_from_jagged(*given, known.get("min_seqlen"), known.get("max_seqlen"))
-    return torch.nested.nested_tensor_from_jagged(*given)
-
-
-def _quantized(whole: Composite) -> torch.Tensor:
-    elements = whole.parts["int_repr"]
-    carrier = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}.get(elements.dtype.name)
-    array = elements.numpy()
-    match whole.attributes:
-        case {"scale": float(scale), "zero_point": int(zero)}:
-            if carrier is not None:
-                return torch._make_per_tensor_quantized_tensor(tensor_from_array(array, carrier), scale, zero)
-            made = torch._empty_affine_quantized(elements.shape, scale=scale, zero_point=zero, dtype=torch_dtype(elements.dtype))
-        case {"axis": int(axis)}:
-            scales, zeros = whole.parts["scales"].torch(), whole.parts["zero_points"].torch()
-            if carrier is not None:
-                return torch._make_per_channel_quantized_tensor(tensor_from_array(array, carrier), scales, zeros, axis)
-            made = torch._empty_per_channel_affine_quantized(
-                elements.shape, scales=scales, zero_points=zeros, axis=axis, dtype=torch_dtype(elements.dtype)
-            )
-        case _:
-            raise MetadataError("a quantised tensor without its scale")
-    return _packed(made, array, elements.dtype.bits)
-
-
-def _packed(made: torch.Tensor, array: np.ndarray, bits: int) -> torch.Tensor:
-    """Fill a quantised tensor of a packed type, which torch builds from nothing but its storage; lowest bits first."""
-    each = np.unpackbits(array.reshape(-1, 1), axis=1, bitorder="little")[:, :bits]
-    packed = np.packbits(each.reshape(-1), bitorder="little")
-    storage = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage())
-    storage.zero_()
-    storage[: len(packed)] = torch.from_numpy(packed)
-    return made
 
 
 def _carrier(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:

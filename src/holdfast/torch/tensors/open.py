@@ -20,10 +20,11 @@ from types import TracebackType
 
 import torch
 
-from holdfast.core.arguments import patterns, understood
+from holdfast.core.arguments import patterns
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
+from holdfast.core.options import validated
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import Composite
 from holdfast.inspect.open import Openable
@@ -47,7 +48,7 @@ PARTS = frozenset(
 Place = torch.device | str | int
 
 
-@understood
+@validated
 def open(
     path: Openable | Checkpoint,
     *,
@@ -112,7 +113,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         """Close the files. Tensors that were read stay valid."""
         self.lazy.close()
 
-    @understood(dtype=float_dtype, device=device_given, names=patterns)
+    @validated(dtype=float_dtype, device=device_given, names=patterns)
     def read(
         self,
         names: Iterable[str] | None = None,
@@ -149,7 +150,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         """The whole nested state with torch tensors in it; read anew each time, as by `read_tree()`."""
         return self.read_tree()
 
-    @understood(dtype=float_dtype, device=device_given)
+    @validated(dtype=float_dtype, device=device_given)
     def read_tree(
         self, *, device: Place | None = None, dtype: torch.dtype | None = None, max_host_memory: int | None = None
     ) -> AnyValue:

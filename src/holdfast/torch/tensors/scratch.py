@@ -17,8 +17,8 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.casting import OUTCOMES, count_losses
-from holdfast.rewrite.transform import Losses
+from holdfast.numeric.cast import OUTCOMES, count_losses
+from holdfast.saving.transform import Losses
 from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import array_of, carrier_dtype
 

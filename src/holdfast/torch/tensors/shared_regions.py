@@ -6,7 +6,7 @@
 
 1. Names over one storage of the file are found by comparing where they lie; nothing is read.
 2. Formats that store every tensor by itself note where it lay (`Traits.alias`). Those copies become views of one region, too,
-   where they agree: `rewrite/rejoin.py` looks, and reads data only where copies overlap.
+   where they agree: `saving/rejoin.py` looks, and reads data only where copies overlap.
 3. A region is the whole storage as long as `Limits(expansion=…)` allows that many bytes for the tensors that were asked for, so
    that offsets are those of the file. Of a larger storage only what overlaps is kept together, under the same limit.
 
@@ -27,10 +27,10 @@ from holdfast.core.sharing import SpanGroup, disjoint_groups, shared_rows
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.engine.files import tabulate
 from holdfast.errors import Unsupported
-from holdfast.plan.files import tabulate
-from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.rows import flat_state, with_odd
+from holdfast.saving.rejoin import rejoin
+from holdfast.saving.rows import flat_state, with_odd
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")

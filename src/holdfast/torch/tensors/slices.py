@@ -15,8 +15,8 @@ from typing import Self
 
 import torch
 
-from holdfast.core.arguments import understood
 from holdfast.core.limits import Limits
+from holdfast.core.options import validated
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.beside import Beside
 from holdfast.inspect.open import Openable
@@ -132,7 +132,7 @@ def _batches(tensors: Mapping[str, LazyTensor]) -> Iterator[dict[str, LazyTensor
         yield batch
 
 
-@understood
+@validated
 def slices(
     path: Openable | os.PathLike[str],
     *,

@@ -28,8 +28,8 @@ from holdfast.core.runtime import memories_at, memory_at
 from holdfast.core.table import Kind, StorageMoved, with_outside
 from holdfast.core.tensor import PLAIN, Traits
 from holdfast.core.value import Value, replace
-from holdfast.plan.saves import BATCH, Data, Memory
-from holdfast.plan.table import Tabulated
+from holdfast.engine.saves import BATCH, Data, Memory
+from holdfast.engine.table import Tabulated
 from holdfast.torch.cuda.memory import GpuStorages
 
 TYPES = (torch.Tensor, torch.nn.Parameter)

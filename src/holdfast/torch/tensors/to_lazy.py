@@ -8,7 +8,6 @@ from functools import cache
 from typing import cast
 
 import torch
-from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.core.chunk import Chunk
@@ -22,6 +21,8 @@ from holdfast.engine.arrays import Resident
 from holdfast.errors import Unsupported
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.ranks.shards import is_sharded, shards_of
+from holdfast.torch.tensors.composites import KINDS, Elements, kind_of
+from holdfast.torch.tensors.from_lazy import carrier_dtype
 
 
 class Memories:
@@ -76,8 +77,11 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
     traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
     if is_lazy(tensor):
         raise Unsupported("a parameter that is not initialised yet has no shape and no data; run the module once, or leave it out")
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
-        return _composite(tensor.detach(), memories, traits)
+    kind = kind_of(tensor)
+    if kind is not None:
+        return _composite(tensor.detach(), kind, memories, traits=traits)
+    if tensor.layout is not torch.strided:
+        raise Unsupported(f"a tensor with layout {str(tensor.layout).removeprefix('torch.')} cannot be saved")
     plain = tensor
     if type(plain) not in (torch.Tensor, torch.nn.Parameter) and hasattr(plain, "__tensor_flatten__"):
         raise Unsupported(f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first")
@@ -120,49 +124,25 @@ def _sharded(tensor: torch.Tensor, memories: Memories, *, name: str) -> LazyTens
     return memories.resident.parts(dtype, shards.shape, tuple(chunks), traits)
 
 
-def _composite(tensor: torch.Tensor, memories: Memories, traits: Traits) -> Composite:
+def _composite(tensor: torch.Tensor, kind: str, memories: Memories, *, traits: Traits) -> Composite:
     def lazy(part: torch.Tensor) -> LazyTensor:
         made = _tensor(part, memories)
         if not isinstance(made, LazyTensor):
-            raise Unsupported("a sparse tensor of tensors that are not plain")
+            raise Unsupported(f"a {kind} tensor of tensors that are not plain")
         return made
 
-    if tensor.is_nested:
-        return _nested(tensor, lazy, traits)
-    shape = tuple(tensor.shape)
-    if tensor.is_quantized:
-        return _quantized(tensor, lazy, traits)
-    kind = str(tensor.layout).removeprefix("torch.")
-    if kind == "sparse_coo":
-        parts = {"indices": lazy(tensor._indices()), "values": lazy(tensor._values())}
-        return Composite(kind, shape, parts, {"coalesced": tensor.is_coalesced()}, traits)
-    if kind in ("sparse_csr", "sparse_bsr"):
-        parts = {"crow_indices": lazy(tensor.crow_indices()), "col_indices": lazy(tensor.col_indices())}
-    elif kind in ("sparse_csc", "sparse_bsc"):
-        parts = {"ccol_indices": lazy(tensor.ccol_indices()), "row_indices": lazy(tensor.row_indices())}
-    else:
-        raise Unsupported(f"a tensor with layout {kind} cannot be saved")
-    return Composite(kind, shape, {**parts, "values": lazy(tensor.values())}, {}, traits)
+    def elements(part: Elements) -> LazyTensor:
+        ints = torch.empty(0, dtype=carrier_dtype(part.dtype.bits // 8), device=part.storage.device)
+        return replace(lazy(ints.set_(part.storage, part.offset, part.shape, part.strides)), dtype=part.dtype)
 
-
-def _nested(tensor: torch.Tensor, lazy: Callable[[torch.Tensor], LazyTensor], traits: Traits) -> Composite:
-    """Tensors of several lengths in one: a buffer, and where in it each of them lies."""
-    if not isinstance(tensor, NestedTensor):
-        sizes = tensor._nested_tensor_size()
-        places = {"sizes": sizes, "strides": tensor._nested_tensor_strides(), "offsets": tensor._nested_tensor_storage_offsets()}
-        parts = {"buffer": lazy(tensor.values()), **{name: lazy(part) for name, part in places.items()}}
-        return Composite("nested", (len(sizes),), parts, {}, traits)
-    given = {"values": tensor._values, "offsets": tensor._offsets, "lengths": tensor._lengths}
-    parts = {name: lazy(part.detach()) for name, part in given.items() if part is not None}
-    # torch keeps the shortest and the longest length as the shape of a tensor without elements; 2.4 as numbers, now and then.
-    cached = {name: tensor._metadata_cache[name] for name in ("min_seqlen", "max_seqlen") if name in tensor._metadata_cache}
-    lengths: dict[str, object] = {name: part if isinstance(part, int) else part.shape[0] for name, part in cached.items()}
-    return Composite("jagged", (tensor._offsets.numel() - 1,), parts, {"ragged_idx": tensor._ragged_idx, **lengths}, traits)
+    shape, parts, attributes = KINDS[kind].take_apart(tensor)
+    found = {name: elements(part) if isinstance(part, Elements) else lazy(part) for name, part in parts.items()}
+    return Composite(kind, shape, found, attributes, traits)
 
 
 def unkept(value: object) -> list[str]:
     """What a tensor is beyond its elements, and no format of ours is told of."""
-    if not isinstance(value, torch.Tensor) or is_sharded(value) or isinstance(value, NestedTensor):
+    if not isinstance(value, torch.Tensor) or is_sharded(value) or (type(value) not in KEPT and kind_of(value) is not None):
         return []
     found = []
     if type(value) not in KEPT:
@@ -176,20 +156,6 @@ def unkept(value: object) -> list[str]:
 KEPT = frozenset({torch.Tensor, torch.nn.Parameter})
 OWN = frozenset({"_is_buffer", "persistent"})
 """What `torch.nn.Buffer` sets."""
-
-
-def _quantized(tensor: torch.Tensor, lazy: Callable[[torch.Tensor], LazyTensor], traits: Traits) -> Composite:
-    dtype = _dtype(tensor.dtype)
-    if dtype.packed:
-        raise Unsupported(f"a {dtype} tensor does not give its integers; it can be kept by converting the file")
-    parts = {"int_repr": replace(lazy(tensor.int_repr()), dtype=dtype)}
-    scheme = str(tensor.qscheme()).removeprefix("torch.")
-    if scheme.startswith("per_tensor"):
-        attributes = {"qscheme": scheme, "scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
-    else:
-        parts |= {"scales": lazy(tensor.q_per_channel_scales()), "zero_points": lazy(tensor.q_per_channel_zero_points())}
-        attributes = {"qscheme": scheme, "axis": tensor.q_per_channel_axis()}
-    return Composite("quantized", tuple(tensor.shape), parts, attributes, traits)
 
 
 NOTHING = memoryview(b"")

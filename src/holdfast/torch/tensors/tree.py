@@ -9,7 +9,8 @@ import torch
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.core.tree import levels, module_contents, refilled, values_inside
+from holdfast.core.tree import Way, every_child, module_contents, rebuild, remade, values_inside, walk
+from holdfast.errors import LimitExceeded
 from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
@@ -26,22 +27,22 @@ def find_value(tree: object, name: str) -> object:
     >>> find_value({"a.b": {"c": [7]}}, "a.b.c.0")
     7
     """
-    return _descend(tree, 0, name=name, tried=set())
-
-
-def _descend(value: object, start: int, *, name: str, tried: set[tuple[int, int]]) -> object:
-    if start > len(name):
-        return value
-    if (id(value), start) in tried:
-        return ABSENT
-    tried.add((id(value), start))
-    stop = len(name)
-    while stop > start:
-        inner = _child(value, name[start:stop])
-        found = _descend(inner, stop + 1, name=name, tried=tried) if inner is not ABSENT else ABSENT
-        if found is not ABSENT:
-            return found
+    tried: set[tuple[int, int]] = set()
+    around: list[tuple[object, int, int]] = []
+    """What was entered, and the rest of the name that it was entered with: for the next key, where this one leads nowhere."""
+    value, start, stop = tree, 0, len(name)
+    while stop > start or around:
+        if stop <= start:
+            value, start, stop = around.pop()
+            continue
+        inner, end = _child(value, name[start:stop]), stop
         stop = name.rfind(".", start, stop)
+        if inner is not ABSENT and end == len(name):
+            return inner
+        if inner is not ABSENT and (id(inner), end) not in tried:
+            tried.add((id(inner), end))
+            around.append((value, start, stop))
+            value, start, stop = inner, end + 1, len(name)
     return ABSENT
 
 
@@ -87,13 +88,13 @@ def opaque_inside(tree: object) -> bool:
 
 
 def unbuilt(value: object) -> str | None:
-    """Why a value cannot be had as it was; None where it can. `torch_tree` and picklers are recursive."""
-    for inner, depth in levels(value):
-        if depth > DEEPEST:
-            return f"a value that is nested deeper than {DEEPEST} levels"
-        if isinstance(inner, Opaque | Global):
-            return f"an object that Holdfast does not build ({inner!r:.80})"
-    return None
+    """Why a value cannot be had as it was; None where it can. Picklers call themselves, and so levels are counted."""
+    try:
+        inside = (inner for _, inner in walk(value, every_child, depth=DEEPEST))
+        found = next((inner for inner in inside if isinstance(inner, Opaque | Global)), None)
+    except LimitExceeded:
+        return f"a value that is nested deeper than {DEEPEST} levels"
+    return None if found is None else f"an object that Holdfast does not build ({found!r:.80})"
 
 
 def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Tensor]) -> object:
@@ -102,48 +103,23 @@ def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Te
     What was an `nn.Parameter` or required gradients does so again. What stands in two places still does. Objects that were not
     built stay as they are.
     """
-    return _Torch(tensor).walk(tree)
+    made: dict[int, object] = {}
 
-
-class _Torch:
-    """One walk of `torch_tree`."""
-
-    def __init__(self, tensor: Callable[[LazyTensor | Composite], torch.Tensor]) -> None:
-        self._tensor = tensor
-        self._made: dict[int, object] = {}
-
-    def walk(self, value: object) -> object:
-        if isinstance(value, DType):
-            return torch_dtype(value)
-        if isinstance(value, Device):
-            return torch.device(str(value))
-        if not isinstance(value, LazyTensor | Composite | dict | list | tuple):
-            return value
-        if id(value) not in self._made:
-            self._made[id(value)] = self._inside(value)
-        return self._made[id(value)]
-
-    def _inside(self, value: object) -> object:
-        walk, made = self.walk, self._made
+    def leaf(value: object, _: Way) -> object:
         match value:
             case LazyTensor() | Composite():
-                return _with_traits(self._tensor(value), value.traits)
+                if id(value) not in made:
+                    made[id(value)] = _with_traits(tensor(value), value.traits)
+                return made[id(value)]
             case Size():
-                return torch.Size(value)
-            case dict():
-                # Known before it is filled: a dict may contain itself.
-                copy = made[id(value)] = refilled(value, {})
-                for key, inner in value.items():
-                    copy[key] = walk(inner)
-                return copy
-            case list() if type(value) is list:
-                items: list[object] = []
-                made[id(value)] = items
-                items += [walk(inner) for inner in value]
-                return items
-            case tuple() if type(value) is tuple:
-                return tuple([walk(inner) for inner in value])
+                return made.setdefault(id(value), torch.Size(value))
+            case DType():
+                return torch_dtype(value)
+            case Device():
+                return torch.device(str(value))
         return value
+
+    return rebuild(tree, leaf, make=remade)
 
 
 def _with_traits(tensor: torch.Tensor, traits: Traits) -> torch.Tensor:

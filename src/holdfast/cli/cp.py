@@ -1,0 +1,38 @@
+"""`holdfast cp`: a checkpoint as it is, to another place."""
+
+from __future__ import annotations
+
+import argparse
+
+from holdfast.cli.convert import rate
+from holdfast.cli.options import given
+from holdfast.cli.planned import add_places, carry_out
+from holdfast.core.options import CopyOptions
+
+DESCRIPTION = """\
+Copy a checkpoint of any format as it is, byte for byte, with all files of its folder: between disks and object stores. Where it
+records checksums, they are compared on the way. Inside of a bucket the store copies by itself."""
+
+EXAMPLES = """\
+examples:
+  holdfast cp step-1000 s3://bucket/run/step-1000
+  holdfast cp s3://bucket/run/step-1000 gs://other/run/step-1000
+  holdfast cp s3://bucket/model.safetensors ./
+  holdfast cp s3://bucket/run/step-1000 s3://bucket/best --overwrite
+"""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    add_places(verb, CopyOptions)
+
+
+def run(options: argparse.Namespace) -> int:
+    from holdfast.rewrite.copy import plan_copy
+
+    planned = plan_copy(options.src, options.dst, given(options, CopyOptions))
+    return carry_out(
+        planned, "Copying", options, more=rate,
+        fields=lambda done: {
+            "source": done.source, "checked_nbytes": done.checked_nbytes, "by_store_nbytes": done.shared_nbytes,
+        },
+    )  # fmt: skip

@@ -1,0 +1,138 @@
+"""From the options of a verb to flags, and from flags back to options.
+
+`core/options.py` says what a verb takes. Its flags are made from that, and what was given at the shell goes to the verb under the
+names of its options, to be checked where everything is. Messages of the library name options (`overwrite=True`), because most who
+read them wrote a call; a person at a shell reads the flag (`in_flags`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from holdfast.cli import values
+from holdfast.core.options import Option, checked, options_of
+from holdfast.errors import Unsupported
+from holdfast.formats import FORMATS, titles, written_formats
+
+T = TypeVar("T")
+
+NOTHING: Mapping[str, object] = MappingProxyType({})
+
+CHOICES: Mapping[str, Callable[[], Sequence[str]]] = {
+    "FORMAT": lambda: titles(written_formats()),
+    "PACKAGE": lambda: titles(one for one in FORMATS if one.packages),
+}
+"""The words of a kind, where there are few."""
+
+WORDS: Mapping[str, Callable[[str], object]] = {
+    "DIR": values.path,
+    "KEY=VALUE": values.pair,
+    "N": values.positive,
+    "NAME=VALUE": values.metric,
+    "OLD=NEW": values.pair,
+    "SIZE": values.size,
+    "STEP": values.step,
+}
+"""What reads a word of a kind."""
+
+
+def add_options(verb: argparse.ArgumentParser, record: type, *, without: Collection[str] = ()) -> None:
+    """Add a flag for every option of a record that has one. Only what is given will be in the namespace."""
+    for name, (_, option) in options_of(record).items():
+        if option.flag_of(name) and name not in without:
+            _add_option(verb, name, option)
+    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
+    verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
+
+
+def _add_option(verb: argparse.ArgumentParser, name: str, option: Option) -> None:
+    flag, absent = option.flag_of(name), argparse.SUPPRESS
+    names = [option.short, flag] if option.short else [flag]
+    if option.word:
+        choices = CHOICES[option.word]() if option.word in CHOICES else option.choices
+        verb.add_argument(
+            *names, dest=name, default=absent, metavar=None if choices else option.word, choices=choices or None,
+            action="append" if option.many else "store", type=WORDS.get(option.word, str), required=option.default is ...,
+            help=option.help,
+        )  # fmt: skip
+    elif option.default is True:
+        verb.add_argument(*names, dest=name, default=absent, action=argparse.BooleanOptionalAction, help=option.help)
+    else:
+        verb.add_argument(*names, dest=name, default=absent, action="store_const", const=option.given, help=option.help)
+    if option.word and option.default is True:
+        verb.add_argument(f"--no-{flag[2:]}", dest=name, default=absent, action="store_false", help="do not")
+
+
+def given(options: argparse.Namespace, record: Callable[..., T], defaults: Mapping[str, object] = NOTHING, **more: object) -> T:
+    """All options of a record, as a verb takes them: what was given at the shell, and `more`."""
+    said = {
+        name: GATHERED.get(option.word, tuple)(vars(options)[name]) if option.many else vars(options)[name]
+        for name, (_, option) in options_of(record).items()
+        if name in options
+    }
+    return checked(record, said | more, defaults)
+
+
+def _dtypes(words: Sequence[str]) -> dict[str, str]:
+    """Each `GLOB=DTYPE` in its order, and last of all the dtype without a pattern, wherever that stands."""
+    dtypes: dict[str, str] = {}
+    rest: list[str] = []
+    for word in words:
+        pattern, equals, dtype = word.rpartition("=")
+        if not equals:
+            rest.append(dtype)
+        elif not pattern or pattern in dtypes:
+            raise Unsupported(f"--dtype {word}: write GLOB=DTYPE, each GLOB once", found=word)
+        else:
+            dtypes[pattern] = dtype
+    if len(rest) > 1 or (rest and "*" in dtypes):
+        raise Unsupported("--dtype is given twice for all tensors; write GLOB=DTYPE for some of them", found=tuple(words))
+    return dtypes | dict.fromkeys(("*",) * len(rest), *rest)
+
+
+GATHERED: Mapping[str, Callable[[Sequence[Any]], object]] = {"[GLOB=]DTYPE": _dtypes, "KEY=VALUE": dict, "NAME=VALUE": dict}
+"""What is made of all the words of a flag that may be given several times."""
+
+WORD = re.compile(
+    r"""'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*"                                           # a name or a path
+      | (?P<other>\bconvert\ with\ )?                                                   # of another verb
+        \b(?P<keyword>[a-z]+(?:_[a-z]+)*)=(?:(?P<value>True|False|None|'[^']*'|"[^"]*"|…)|(?!\w))  # overwrite=True, keep=
+      | \b(?P<bare>[a-z]+_[a-z_]+)\b(?![.(=])                                            # max_memory is too small""",
+    re.VERBOSE,
+)
+
+
+def flags_of(verb: argparse.ArgumentParser) -> dict[str, str]:
+    """The flag of each option that a verb has, spelled out; and of `no_…`, where it can be denied."""
+    # argparse shows its parts under private names only.
+    flags = [(action.dest, flag) for action in verb._actions for flag in action.option_strings if flag.startswith("--")]
+    denied = {f"no_{name}": flag for name, flag in flags if flag.startswith("--no-")}
+    return {name: flag for name, flag in flags if flag not in denied.values()} | denied
+
+
+def in_flags(text: str, flags: Mapping[str, str]) -> str:
+    """A sentence in terms of flags, by the names of options.
+
+    What stands in quotes is a name or a path, and stays as it is; so does a name that has no flag here, like `Limits(files=…)`,
+    which is for a program. A number is no option's: `model=2` is an axis of a mesh. A sentence that names another verb (`convert
+    with model=…`) means that one's flags.
+
+    >>> in_flags("'overwrite=True' exists; pass overwrite=True to replace it", {"overwrite": "--overwrite"})
+    "'overwrite=True' exists; pass --overwrite to replace it"
+    """
+
+    def translated(found: re.Match[str]) -> str:
+        name, other = found["keyword"] or found["bare"] or "", found["other"] or ""
+        flag = f"--{name.replace('_', '-')}" if other else flags.get(name)
+        if flag is None:
+            return found[0]
+        value = (found["value"] or "").strip("'\"")
+        if value in ("False", "None"):
+            return other + flags.get(f"no_{name}", f"no {flag}")
+        return other + (flag if value in ("", "True", "…") or flag == "--content" else f"{flag} {value}")
+
+    return WORD.sub(translated, text)

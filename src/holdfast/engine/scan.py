@@ -1,0 +1,209 @@
+"""`scan`: one pass over the elements of tensors. Every byte is read once, whatever is computed of it.
+
+1. Each tensor is cut into blocks: ranges of its elements in C order, or rectangles, where whole rows would be too much at once.
+2. Where a tensor lies in one piece of a file, a range of elements is a range of bytes. Those of small neighbours are read together,
+   and all of them by the one engine (`transfer`): a sink shows them as they lie in scratch memory, or in that of a state.
+3. Everything else (strides, several pieces, another byte order, rectangles) is read by its source.
+4. The accumulator of a tensor is made when its first block is there, and asked for its result after the
+   last. So only tensors that are begun and not finished hold anything.
+
+A tensor that is read by one block has its checksum compared, where its file records one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from holdfast.core.box import Box
+from holdfast.core.crc import crc32
+from holdfast.core.protocols import Store
+from holdfast.core.tensor import NO_CRC, LazyTensor
+from holdfast.core.value import replace
+from holdfast.engine.checks import damage
+from holdfast.engine.checksums import Progress
+from holdfast.engine.coalesce import FAR, SUMS, Parts, Ranges, join_files
+from holdfast.engine.computed import read_flat
+from holdfast.engine.source import OpenSource
+from holdfast.engine.threads import computing, default_threads
+from holdfast.engine.transfer import Sink, transfer
+from holdfast.errors import HoldfastError, located
+from holdfast.numeric.compare import PAIRS, Tally, compared_dtype, computable, tally
+from holdfast.numeric.pack import matrix_shape
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+BLOCK_ELEMENTS = 1 << 18
+"""Elements at a time, a multiple of eight so that packed types are cut between bytes: 2 MiB as float64."""
+
+NEAR = replace(SUMS, alone=256 << 10, block=1 << 20)
+"""Blocks that are computed with: what is read together stays in a core's cache until the last of it was looked at."""
+
+
+Block = tuple[int, int] | Box
+"""Elements [start, stop) in C order, or some rows and columns of the tensor as a matrix, its first axis by all others."""
+
+DenseBlock = tuple[int, tuple[int, int], tuple[str, int, int]]
+"""The number of a tensor, elements of it; their file, first byte and length."""
+
+
+class Accumulator(Protocol[T_co]):
+    """What is found out about one tensor while its blocks pass by, in any order and from any thread.
+
+    What depends on their order is kept a block and put together at the end: a result never depends on which thread was quicker.
+    """
+
+    def add(self, start: int, values: np.ndarray) -> None:
+        """Look at a block whose first element has the index `start`: of one dimension, or of two for a rectangle.
+
+        The elements are neither changed nor kept.
+        """
+
+    def result(self) -> T_co:
+        """What all blocks come to. Asked once, after the last of them."""
+
+
+def blocks(count: int, block: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Ranges of elements that cover `count` of them."""
+    return ((start, min(start + block, count)) for start in range(0, count, block))
+
+
+def start_of(tensor: LazyTensor, block: Block) -> int:
+    """The index of its first element."""
+    if isinstance(block, Box):
+        return block.start[0] * matrix_shape(tensor.shape)[1] + block.start[1]
+    return block[0]
+
+
+def elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
+    """Elements in C order as a 1-D array of something that numpy can compute with."""
+    if tensor.dtype.name == PAIRS:
+        return computable(tensor, read_flat(tensor, start // 2, -(-stop // 2)))[start % 2 :][: stop - start]
+    return computable(tensor, read_flat(tensor, start, stop))
+
+
+def read_block(tensor: LazyTensor, block: Block) -> np.ndarray:
+    """The elements of a block, in memory of their own."""
+    if not isinstance(block, Box):
+        return read_flat(tensor, *block)
+    (top, left), (bottom, right), width = block.start, block.stop, matrix_shape(tensor.shape)[1]
+    return np.stack([read_flat(tensor, row * width + left, row * width + right) for row in range(top, bottom)])
+
+
+def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
+    """The tally of elements [start, stop), counted in C order; the tensors have one canonical shape. Reads both."""
+    left, right = elements(a, start, stop), elements(b, start, stop)
+    with computing():
+        return tally(left, right, same_bits=compared_dtype(a) is compared_dtype(b))
+
+
+def scan(
+    tensors: Sequence[LazyTensor],
+    make: Callable[[int], Accumulator[T]],
+    cut: Callable[[int], Iterable[Block]] | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[T]:
+    """Show the blocks of each tensor to an accumulator, made of its number, and give the results in the order of the tensors.
+
+    `cut` gives the blocks of a tensor by its number; without it they are ranges that cover the tensor. Booleans are shown as bytes
+    of 0 and 1. A tensor without blocks gives what its accumulator says of nothing.
+    """
+    run = _Scan(tensors, make, progress)
+    odd: list[Callable[[], None]] = []
+    dense: dict[Store, list[DenseBlock]] = {}
+    for number, tensor in enumerate(tensors):
+        own, place = [*(blocks(tensor.size) if cut is None else cut(number))], tensor.file_range()
+        flat = [block for block in own if not isinstance(block, Box)]
+        run.left.append(len(own))
+        if place is None or len(flat) < len(own):
+            odd += [partial(run.read, number, block) for block in own]
+        elif own:
+            key, first, width = place[0], place[1], tensor.dtype.bits // 8
+            dense.setdefault(tensor.source.store, []).extend(
+                (number, block, (key, first + block[0] * width, (block[1] - block[0]) * width)) for block in flat
+            )
+    jobs = [
+        (store, parts, _Shown(run, store, known, parts))
+        for store, known in dense.items()
+        for parts in join_files(Ranges.of([at for _, _, at in known]), FAR if store.medium.requests else NEAR, whole=True)
+    ]
+    transfer(jobs, threads or default_threads(), others=odd, stores=[tensor.source.store for tensor in tensors])
+    return run.results()
+
+
+class _Scan(Generic[T]):
+    """The accumulators of tensors that are begun, and the results of those that are finished."""
+
+    def __init__(self, tensors: Sequence[LazyTensor], make: Callable[[int], Accumulator[T]], progress: Progress | None) -> None:
+        self.tensors, self._make, self._progress = tensors, make, progress
+        self.left: list[int] = []
+        """Blocks of each tensor that were not looked at yet."""
+        self._begun: dict[int, Accumulator[T]] = {}
+        self._found: dict[int, T] = {}
+        self._lock = threading.Lock()
+
+    def read(self, number: int, block: Block) -> None:
+        tensor = self.tensors[number]
+        with located(tensor=tensor.name):
+            self.show(number, block, read_block(tensor, block))
+
+    def show(self, number: int, block: Block, values: np.ndarray) -> None:
+        values = values.view(np.uint8) if values.dtype == np.bool_ else values
+        # Two threads may both make one; `setdefault` keeps the first.
+        one = self._begun.get(number) or self._begun.setdefault(number, self._make(number))
+        with computing():
+            one.add(start_of(self.tensors[number], block), values)
+            with self._lock:
+                self.left[number] -= 1
+                done = not self.left[number]
+            if done:
+                self._found[number] = self._begun.pop(number).result()
+        if self._progress is not None:
+            self._progress(self.tensors[number].dtype.nbytes(values.size))
+
+    def results(self) -> list[T]:
+        return [self._found[at] if at in self._found else self._make(at).result() for at in range(len(self.tensors))]
+
+
+class _Shown(Sink, Generic[T]):
+    """Reads of one file, each with whole blocks."""
+
+    def __init__(self, run: _Scan[T], store: Store, dense: Sequence[DenseBlock], parts: Parts) -> None:
+        self._run, self._store, self._dense, self._parts = run, store, dense, parts
+
+    def name(self, number: int) -> str:
+        return self._tensor(int(self._parts.owners[self._parts.heads[number]])).name
+
+    def _tensor(self, block: int) -> LazyTensor:
+        return self._run.tensors[self._dense[block][0]]
+
+    def take(self, number: int, data: memoryview) -> None:
+        origin = int(self._parts.starts[number])
+        for block, begin, end in self._parts.of(number):
+            self._show(block, data[begin - origin : end - origin])
+
+    def failed(self, number: int, error: HoldfastError) -> None:
+        # Each by itself, so that the error names the one that cannot be read.
+        for block, begin, end in self._parts.of(number):
+            data = memoryview(bytearray(end - begin))
+            with located(tensor=self._tensor(block).name):
+                self._store.read(self._parts.key, begin, data)
+            self._show(block, data)
+
+    def _show(self, block: int, data: memoryview) -> None:
+        tensor, (number, own, _) = self._tensor(block), self._dense[block]
+        source, place = tensor.source, tensor.file_range() if own == (0, tensor.size) else None
+        if place is not None and place[3] != NO_CRC and isinstance(source, OpenSource) and source.verify:
+            found = crc32(data)
+            if found != place[3]:
+                raise damage(tensor.storages[0], tensor.name, found)
+        values = np.frombuffer(data, tensor.dtype.numpy)
+        with located(tensor=tensor.name):
+            self._run.show(number, own, values if values.flags.aligned else values.copy())

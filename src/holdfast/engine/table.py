@@ -1,0 +1,276 @@
+"""A table on its way to a file: tables of lazy tensors, and the segments that rows become.
+
+Rows that are ranges of bytes of their storages are read many together, by whoever made them: memory, a GPU, a file. Every other
+row is *single* (`Table.single`) and is written by its lazy tensor, which says where its elements are: a strided view of a storage,
+or an odd row, a tensor in several pieces or one that is computed.
+
+Every layout takes a table (`core/table.py`). Two functions make one to be saved: `saving.state.tabulate_state` of a caller's
+memory, `lazy_table` of lazy tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from holdfast.core.arrays import Ints
+from holdfast.core.chunk import Storage
+from holdfast.core.crc import crc32_each
+from holdfast.core.leaves import NO_LEAVES
+from holdfast.core.protocols import State
+from holdfast.core.table import NO_OFFSETS, ODD, FilePlace, Kind, Piece, StorageMoved, Table
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
+from holdfast.engine import saves
+from holdfast.engine.files import FileStorages, tabulate
+from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, Memory, Segment
+
+MEASURE = 1 << 20
+
+TOGETHER = 2 * saves.BATCH
+"""Rows that are one segment, at the most. What reads them holds the interpreter lock: fewer for each thread is no gain."""
+
+
+class MemoryBytes(Protocol):
+    """The bytes of storages in memory, of one library."""
+
+    @property
+    def nbytes(self) -> Ints:
+        """Of each storage."""
+
+    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        """The bytes of storages of these numbers, all of them together."""
+
+    @property
+    def divisible(self) -> bool:
+        """As for `core.table.Storages`, and so is what follows."""
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]: ...
+
+    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+        """The bytes of one storage under a label, where they lie."""
+
+
+class Tabulated(Value, frozen=True, eq=False):
+    """Tensors of one library that are in one piece, as columns."""
+
+    rows: Sequence[int]
+    """Which of the tensors that were given."""
+    kinds: Sequence[Kind]
+    kind: Sequence[int]
+    """Of each row, a position in `kinds`."""
+    storage: Sequence[int]
+    """Of each row, the number of its storage. Rows of one storage have one number."""
+    storages: MemoryBytes
+    addresses: Callable[[], Sequence[int]]
+    """Where each storage begins in this process; 0 where that is not known."""
+    offsets: Mapping[int, int] = NO_OFFSETS
+    """By position among the rows, as `Table.offsets`."""
+
+
+class StateStorages:
+    """The storages of a state, those of one library behind those of another. `view` makes a tensor over memory."""
+
+    def __init__(self, parts: Sequence[MemoryBytes], view: Callable[[int, Kind, str, int], LazyTensor]) -> None:
+        self._parts, self._view = parts, view
+        self._edges = [*accumulate((len(part.nbytes) for part in parts), initial=0)]
+        columns = [part.nbytes for part in parts]
+        self.nbytes: Ints = columns[0] if len(parts) == 1 else np.concatenate(columns or [np.zeros(0, np.int64)])
+        self.read_nbytes = self.nbytes
+        self.stores = tuple(store for part in parts if isinstance(part, FileStorages) for store in part.stores)
+        self.divisible = all(part.divisible for part in parts)
+
+    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
+        return self._read(numbers, lambda part, own, here: part.read(own))
+
+    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]:
+        def read(part: MemoryBytes, own: Sequence[int], here: Sequence[int]) -> Sequence[Piece]:
+            return part.read_parts(own, [starts[at] for at in here], [nbytes[at] for at in here])
+
+        return self._read(numbers, read)
+
+    def _read(
+        self, numbers: Sequence[int], read: Callable[[MemoryBytes, Sequence[int], Sequence[int]], Sequence[Piece]]
+    ) -> Sequence[Piece]:
+        """What each part reads: `read` is given the numbers there, and where these stand in all."""
+        if len(self._parts) == 1:
+            return read(self._parts[0], numbers, range(len(numbers)))
+        wanted = np.array(numbers, np.int64)
+        sides = np.searchsorted(self._edges, wanted, side="right") - 1
+        pieces: list[Piece] = [b""] * len(numbers)
+        for side in np.unique(sides).tolist():
+            here = np.flatnonzero(sides == side)
+            try:
+                found = read(self._parts[side], (wanted[here] - self._edges[side]).tolist(), here.tolist())
+            except StorageMoved as moved:
+                raise StorageMoved(int(here[moved.at])) from None
+            for place, piece in zip(here.tolist(), found, strict=True):
+                pieces[place] = piece
+        return pieces
+
+    def alone(self, number: int, label: str) -> bytes | Data | Memory:
+        side = bisect_right(self._edges, number) - 1
+        return self._parts[side].alone(number - self._edges[side], label)
+
+    def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
+        side = bisect_right(self._edges, number) - 1
+        part = self._parts[side]
+        if isinstance(part, FileStorages):
+            return part.view(number - self._edges[side], kind, name, offset)
+        return self._view(number, kind, name, offset)
+
+
+def value_state(value: object, metadata: Mapping[str, str] | None = None) -> State:
+    """A state without rows: its tensors, if there are some, are lazy ones that are written one by one."""
+    return State(value, NO_TENSORS, NO_LEAVES, dict(metadata or {}))
+
+
+def lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
+    """A table of lazy tensors for a layout; rows that are in one piece in a file have the number of their storage."""
+    return as_written(tabulate(names, tensors))
+
+
+def as_written(table: Table) -> Table:
+    """The rows of an open checkpoint for a layout: as `tabulate_lazy` has them of lazy tensors, none of which is made."""
+    storages = table.storages
+    if not isinstance(storages, FileStorages):
+        return table
+    numbers, kind = np.array(table.storage, np.int64), np.array(table.kind, np.int64)
+    rows = np.flatnonzero(numbers != ODD)
+    held = numbers[rows]
+    noted = np.array([one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_)
+    near = np.array([_is_near(place) for place in storages.files], np.bool_)
+    left = noted[kind[rows]] | ~near[storages.file[held]]
+    taken = np.zeros(len(storages), np.bool_)
+    taken[held[left]] = True
+    taken[_numbers_of(table.odd.values(), storages)] = True
+    left = taken[held]
+    storages = storages.named(_names(table, rows, held))
+    if not left.any():
+        return Table(table.names, table.kinds, table.kind, table.storage, storages, table.odd, offsets=table.offsets)
+    odd = {**table.odd, **{row: table.view(row) for row in rows[left].tolist()}}
+    numbers[rows[left]] = ODD
+    return Table(table.names, table.kinds, table.kind, numbers.tolist(), storages, odd, offsets=table.offsets)
+
+
+def _is_near(place: FilePlace) -> bool:
+    """Whether many short reads of a file cost what one does, and as many bytes as they give, which computed content may not."""
+    store = place.source.store
+    return not store.medium.block_nbytes and store.cost(place.key, MEASURE) == MEASURE
+
+
+def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[int]:
+    """The numbers of the storages of lazy tensors, as far as they are among these."""
+    # By its exact class: a storage of another kind may not know its place before it is asked, and is none of these.
+    places = {
+        (id(one.home), one.key, one.start, one.nbytes) for tensor in tensors for one in tensor.storages if type(one) is Storage
+    }
+    near = np.flatnonzero(np.isin(storages.start, [place[2] for place in places])) if places else np.zeros(0, np.int64)
+    files = [(id(place.home), place.key) for place in storages.files]
+    each = (column.tolist() for column in (near, storages.file[near], storages.start[near], storages.nbytes[near]))
+    return [number for number, file, start, nbytes in zip(*each, strict=True) if (*files[file], start, nbytes) in places]
+
+
+def _names(table: Table, rows: Ints, numbers: Ints) -> Sequence[str]:
+    """Of each storage, the name of a row that has it."""
+    names = table.names
+    if len(rows) == len(names) == len(table.storages.nbytes) and (numbers == rows).all():
+        return names
+    found = [""] * len(table.storages.nbytes)
+    for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+        found[number] = found[number] or names[row]
+    return found
+
+
+NO_TENSORS = lazy_table((), ())
+
+
+def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
+    """The lazy tensors that are in one piece in a file, as rows over ranges of files.
+
+    Left out is what a store computes or has to ask for, what shares a storage with a tensor that is left out, and what was a view
+    of another storage before it was saved (`Traits.alias`).
+    """
+    table = lazy_table([tensor.name for tensor in tensors], tensors)
+    rows = [row for row, number in enumerate(table.storage) if number != ODD]
+    kind, storage = [table.kind[row] for row in rows], [table.storage[row] for row in rows]
+    places = lambda: [0] * len(table.storages.nbytes)  # noqa: E731
+    return Tabulated(rows, table.kinds, kind, storage, table.storages, places, table.offsets_of(rows))
+
+
+def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segment | None:
+    """The bytes of one row where they lie, as a segment; None where there are none."""
+    if not table.kind_of(row).nbytes:
+        return None
+    if hashed or row in table.apart:
+        return Data(table.view(row), label, hashed)
+    made = table.alone(row, label)
+    return None if isinstance(made, bytes) else made
+
+
+def segments(
+    table: Table, rows: Sequence[int], nbytes: Ints, labels: Sequence[str], hashing: Mapping[str, Hashing], *, stops: Ints
+) -> list[Segment]:
+    """The bytes of rows that follow each other in a file: small plain ones together, a few megabytes a segment.
+
+    `nbytes` are those of these rows, `stops` their sums up to each. `hashing` says by name which are hashed, and how.
+    """
+    found: list[Segment] = []
+    kind, single = table.kind, table.single
+    long = {number for number, one in enumerate(table.kinds) if one.nbytes > saves.SMALL_NBYTES}
+    alone = [at for at, row in enumerate(rows) if kind[row] in long or row in single] if long or single else []
+    apart = {*alone}
+    for first, stop in segment_runs(alone, stops):
+        if first in apart:
+            name = table.names[rows[first]]
+            one = segment_of(table, rows[first], labels[first], hashing.get(name, "") if hashing else "")
+            found += () if one is None else (one,)
+            continue
+        own, named = rows[first:stop], labels[first:stop]
+        lengths = nbytes[first:stop].tolist()
+        if 0 in lengths:
+            filled = [at for at, length in enumerate(lengths) if length]
+            own, named, lengths = [own[at] for at in filled], [named[at] for at in filled], [lengths[at] for at in filled]
+        if own:
+            found.append(_gathered(table, own, named, hashing, lengths))
+    return found
+
+
+def segment_runs(alone: Sequence[int], stops: Ints) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that are one segment: each that is alone, and between them a few megabytes or `TOGETHER` at a time."""
+    first = 0
+    for single in [*alone, len(stops)]:
+        while first < single:
+            before = int(stops[first - 1]) if first else 0
+            # Up to the first one that passes the size, and with it.
+            stop = bisect_left(stops, before + saves.BLOCK_NBYTES, first, min(first + TOGETHER, single) - 1) + 1
+            yield first, stop
+            first = stop
+        if single < len(stops):
+            yield single, single + 1
+            first = single + 1
+
+
+def _gathered(
+    table: Table, rows: Sequence[int], labels: Sequence[str], hashing: Mapping[str, Hashing], lengths: Sequence[int]
+) -> Gathered:
+
+    def make() -> tuple[bytes, dict[str, int]]:
+        pieces = table.read(rows)
+        known = dict(zip(labels, crc32_each(pieces), strict=True))
+        if hashing:
+            from holdfast.core.content_hash import hash_short  # for those who save: it imports a library
+
+            # No row here is longer than a head (`SMALL_NBYTES`): it has a hash, and no head.
+            known.update(zip([label + HASH_KEY for label in labels], hash_short(pieces), strict=True))
+            known.update(dict.fromkeys([label + HEAD_KEY for label in labels], 0))
+        return b"".join(pieces), known
+
+    storages, read = table.storages, None
+    if storages.read_nbytes is not storages.nbytes:
+        read = int(storages.read_nbytes[[table.storage[row] for row in rows]].sum())
+    return Gathered(sum(lengths), labels, make, lengths, lambda: [table.view(row) for row in rows], bool(hashing), read_nbytes=read)

@@ -1,0 +1,211 @@
+"""Claims: objects that several checkpoints name are not deleted by one process while another is about to name them.
+
+Checkpoints beside each other in a bucket name each other's objects (`core.keys.beside`). An object goes when no published manifest
+names it. But a save may be about to publish one that does, and no put has a condition on two objects. So whoever names and whoever
+deletes each say first what they are about to do, in a small object, and then look whether the other has said so:
+
+    a save                                                    a deletion
+    1  puts a claim, "uses", with the folders it names        1  puts a claim, "deletes"
+    2  lists claims: a deletion in one of them? Given up      2  lists claims: what is in a used folder stays
+    3  lists these folders: is an object gone? Given up       3  reads the manifests: what they name stays
+    4  puts its manifest                                      4  deletes the rest
+    5  takes its claim away                                   5  takes its claim away
+
+Let a deletion delete what a save names and publishes. If it listed claims (2) before the save put its own (1), its own claim was
+there even earlier: the save sees that in its 2, or it is gone by then, and so is the object, which the save sees in its 3. If it
+listed them while the save's claim was there, it saw that. If it listed them afterwards, the manifest had been published, and the
+deletion read it, since it reads manifests after it has listed claims. So it cannot be. All that is needed is a store whose reads
+and lists see what was written before, and those of all clouds do.
+
+**The dead** leave their claims. A claim counts for `LIFE_S`, by the times that the store gave to it and to the claim of whoever
+asks: no clock of a machine is compared with another's. Who made it acts on it for `WORK_S` by its own clock, which leaves time for
+a last request that is slow. A dead save's claim holds up no more than the deletion of some data, and a dead deletion's makes saves
+write everything for a while.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.documents import DocumentKind, read_document, write_document
+from holdfast.core.value import Value
+from holdfast.engine.commit.target import refusal
+from holdfast.engine.targets.bucket_commit import PrefixSave, save_id
+from holdfast.errors import DurabilityUncertain, FormatError, HoldfastError, LimitExceeded, StoreError
+from holdfast.stores.remote.client import bucket_of
+from holdfast.stores.remote.failures import if_there
+from holdfast.stores.remote.url import Url
+
+CLAIMS = "holdfast.claims"
+"""The folder of the claims, beside the checkpoints that they speak of."""
+
+LIFE_S = 1800.0
+"""How long a claim counts."""
+
+WORK_S = 600.0
+"""How long whoever made it acts on it."""
+
+MOST_NBYTES, MOST = 1 << 20, 100_000
+"""Bytes of a claim, and claims."""
+
+Does = Literal["uses", "deletes"]
+
+
+class Said(msgspec.Struct, frozen=True):
+    """The content of a claim."""
+
+    does: Does
+    folders: tuple[str, ...]
+
+
+DOCUMENT = DocumentKind(name="claim", decoder=msgspec.json.Decoder(Said), most=MOST_NBYTES)
+
+
+class Claim:
+    """A claim that this process has put."""
+
+    def __init__(self, parent: Url, key: str, began: float) -> None:
+        self._parent, self._key, self._began = parent, key, began
+
+    @property
+    def counts(self) -> bool:
+        """Whether this process may still act on it."""
+        return time.monotonic() - self._began < WORK_S
+
+    def others(self, does: Does) -> set[str]:
+        """The folders in which others do this, of those claims that count."""
+        return claims_below(self._parent, does, mine=self._key)
+
+
+def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str]:
+    """The folders beside each other in `parent` in which somebody does this.
+
+    Without a claim of one's own (`mine`) the age of the others is that by the clock of this machine: good for a forecast.
+    """
+    bucket, found, old = bucket_of(parent), set[str](), list[str]()
+    rows = {one.key: one.changed for one in bucket.below(f"{_below(parent)}/", MOST)}
+    if mine is not None and mine not in rows:
+        raise _unsure("the store does not list what was just written to it; checkpoints cannot share bytes there", parent)
+    now = datetime.now(UTC) if mine is None else rows[mine]
+    for key, changed in rows.items():
+        age = (now - changed).total_seconds()
+        if key == mine or age >= LIFE_S:
+            old += [key] if age >= 2 * LIFE_S and mine is not None else []
+            continue
+        try:
+            got = if_there(bucket.whole, key, MOST_NBYTES)
+            said = None if got is None else read_document(DOCUMENT, bytes(got.data))  # None: it has been taken away
+        except (FormatError, LimitExceeded):
+            raise _unsure("this claim cannot be understood; perhaps a newer Holdfast works here", bucket.url(key)) from None
+        found.update(said.folders if said is not None and said.does == does else ())
+    if old:
+        with suppress(HoldfastError):
+            bucket.delete(old)
+    return found
+
+
+def _unsure(message: str, url: str) -> StoreError:
+    raised = StoreError(message, file=url)
+    raised.errno = errno.EAGAIN
+    return raised
+
+
+def _below(parent: Url) -> str:
+    return f"{parent.key}/{CLAIMS}" if parent.key else CLAIMS
+
+
+@contextmanager
+def claiming(parent: Url, does: Does, folders: Collection[str]) -> Iterator[Claim]:
+    """A block in which all others know what is done here. Where nobody can say how it ended, the claim stays, and grows old."""
+    key, bucket, began = f"{_below(parent)}/{save_id()}", bucket_of(parent), time.monotonic()
+
+    def over() -> None:
+        with suppress(HoldfastError):
+            bucket.delete([key])
+
+    try:
+        bucket.put(key, write_document(DOCUMENT, Said(does, tuple(sorted(folders)))))
+        yield Claim(parent, key, began)
+    except DurabilityUncertain:
+        raise  # a manifest may be on its way
+    except HoldfastError:
+        over()
+        raise
+    over()
+
+
+Used = Sequence[tuple[str, str, int]]
+"""Objects of which others are the owners: folder, name and length of each."""
+
+
+def commit_sharing(save: PrefixSave, used: Used, commit: Callable[[], None]) -> None:
+    """Publish a checkpoint that names these objects beside it.
+
+    Raises `NotCommitted` with ESTALE where one of them is gone, or may go: then everything has to be written.
+    """
+    if not used:
+        commit()
+        return
+    parent, folders = save.url.parent, {folder for folder, _, _ in used}
+    try:
+        with claiming(parent, "uses", folders) as claim:
+            going = folders & claim.others("deletes")
+            if going:
+                raise _stale(save.url, f"data of {min(going)!r} is being deleted")
+            _look(parent, used, save.url)
+            if not claim.counts:
+                raise _stale(save.url, "the store answers too slowly to be sure of what is there")
+            commit()
+    except StoreError as error:
+        code = errno.ESTALE if error.errno == errno.EAGAIN else error.errno
+        raise refusal(f"what the base has cannot be looked at: {error.message}; nothing was published", save.url, code) from None
+
+
+def _look(parent: Url, used: Used, url: Url) -> None:
+    """Raise where one of these objects is not there with its length."""
+    bucket, start = bucket_of(parent), f"{parent.key}/" if parent.key else ""
+    for folder in sorted({folder for folder, _, _ in used}):
+        prefix = f"{start}{folder}/"
+        there = {one.key.removeprefix(prefix): one.nbytes for one in bucket.folders(prefix)[1]}
+        for own, name, nbytes in used:
+            if own == folder and there.get(name) != nbytes:
+                raise _stale(url, f"{folder}/{name} is gone")
+
+
+def _stale(url: Url, why: str) -> HoldfastError:
+    return refusal(f"the base cannot be shared with: {why}; nothing was published", url, errno.ESTALE)
+
+
+class Released(Value, frozen=True):
+    """What became of objects that nobody was to need."""
+
+    gone: Sequence[str] = ()
+    used: Sequence[str] = ()
+    """Those that stay because a save uses their folder."""
+
+
+def release(parent: Url, keys: Collection[str], named: Callable[[Collection[str]], Collection[str]]) -> Released:
+    """Delete objects in folders of `parent` that no manifest names any more.
+
+    `named` says which of these keys a published manifest names; it looks anew. Raises `StoreError`.
+    """
+    start = f"{parent.key}/" if parent.key else ""
+    folders = {key: key.removeprefix(start).rpartition("/")[0] for key in keys}
+    if not folders:
+        return Released()
+    with claiming(parent, "deletes", set(folders.values())) as claim:
+        used = claim.others("uses")
+        free = [key for key in folders if folders[key] not in used]
+        taken = set(named(free))
+        free = [key for key in free if key not in taken]
+        if not claim.counts:
+            raise _unsure("the store answers too slowly to be sure of what is needed; try again", parent)
+        bucket_of(parent).delete(free)
+        return Released(free, [key for key in folders if folders[key] in used])

@@ -1,0 +1,352 @@
+"""The files that one rank writes of a sharded save, in each format, and the index that is written when all of them are there.
+
+    native        data-00001-of-00004.safetensors …       holdfast.json, and a Hugging Face index where nothing is split
+    safetensors   shard-00001-model-00001-of-00001.safetensors …     no index: torch's reader looks into every file;
+                                                          in an object store model.safetensors.index.json, which publishes them
+    dcp           __0_0.distcp …                          .metadata, and its checksum in .holdfast.json
+
+A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file. A rank with much to
+write and many threads spreads it over several files, written at once: the kernel has one thread at a time write to a file.
+
+A format that ranks write names a class like these in its entry (`Format.ranks`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from msgspec import field
+
+from holdfast.core.protocols import State
+from holdfast.core.table import Table
+from holdfast.core.tensor import Traits
+from holdfast.core.tree import nested, walk
+from holdfast.core.value import Value
+from holdfast.engine.saves import FilePlan, Literal
+from holdfast.errors import CannotHold
+from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
+from holdfast.formats.dcp.write import lay_out_items
+from holdfast.formats.native.base import Reuse
+from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
+from holdfast.formats.native.manifest import FileBoxes, Outlines, StoredBoxes, as_bytes, as_column, lay_out_index
+from holdfast.formats.native.schema import DataFile
+from holdfast.formats.recorded import order_fields
+from holdfast.formats.safetensors.write import METADATA as RESERVED
+from holdfast.formats.safetensors.write import RANK, file_order_notes, index_file, is_flat, name_problem
+from holdfast.formats.tree_json.scalars import is_unicode
+
+if TYPE_CHECKING:
+    from holdfast.ranks.plan import RankWrites
+    from holdfast.ranks.state import Catalogue
+
+PIECES_INDEX = "model.safetensors.index.json"
+"""What publishes safetensors files of ranks in an object store."""
+
+
+class RankOutput(Value, frozen=True):
+    """What one rank writes of a checkpoint."""
+
+    rank: int
+    size: int
+    """How many ranks there are."""
+    boxes: Boxes
+    metadata: Mapping[str, str]
+    values: Mapping[str, bytes] = field(default_factory=dict)
+    """DCP: the archives of what is no tensor, by flat names."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return int(self.boxes.nbytes.sum())
+
+
+class RankFile(Value, frozen=True):
+    """One file of a rank."""
+
+    plan: FilePlan
+    stored: Callable[[Mapping[str, int]], StoredBoxes]
+    """From the checksums of its data to where its boxes lie."""
+    values: Sequence[tuple[str, int, int]] = ()
+    """DCP: what is no tensor, the first byte of each and the byte after its last."""
+
+
+class Receipt(msgspec.Struct):
+    """A file that a rank has written and synced, or taken over from the base."""
+
+    key: str
+    nbytes: int
+    stored: StoredBoxes
+    """Its boxes, by their positions in what the rank was told to write."""
+    values: list[tuple[str, int, int]] = field(default_factory=list)
+    """DCP: what is no tensor, and where it lies."""
+    linked: bool = False
+    """Whether it is a file of the base, under a second name."""
+
+
+class Contents(Value, frozen=True):
+    """What the whole checkpoint holds, known to the rank that writes the index."""
+
+    catalogue: Catalogue
+    """Every tensor."""
+    aliases: Mapping[str, str]
+    tree: object | None
+    """The state as typed JSON, where it is more than a flat dict of tensors."""
+    metadata: Mapping[str, str]
+    values: frozenset[str]
+    """DCP: the names of what is no tensor."""
+    paths: Mapping[str, tuple[str | int, ...]]
+    """DCP: every name, and the path to it in the nested state."""
+    grads: frozenset[str]
+    """DCP: the names of the tensors that require gradients."""
+
+
+Delivered = Sequence[tuple["RankWrites", Sequence[Receipt]]]
+"""Of each rank: what it was told to write, and what it has written."""
+
+
+DcpIndex = Callable[[Contents, Delivered], bytes]
+"""Makes the `.metadata` of a DCP directory, which is a pickle of torch's own classes."""
+
+
+NOTHING = Reuse()
+
+Shares = Sequence[Sequence[int]]
+"""Of each file that is asked for, the numbers of its boxes."""
+
+
+class Storing(Value, frozen=True):
+    """How a native directory stores boxes."""
+
+    pack: Pack | None = None
+    """Finds those that are smaller packed."""
+    hashes: HashAll | None = None
+    """With it, chunks have hashes."""
+    reuse: Reuse = NOTHING
+    """What is taken over from a base, and not laid out."""
+
+
+def spread(boxes: Boxes, count: int, reuse: Reuse = NOTHING) -> Shares:
+    """The boxes of a rank in the shares of about so many files; without what it takes over."""
+    changed: Sequence[int] = range(len(boxes))
+    moved: list[int] = []
+    if reuse.chunks or reuse.moved:
+        moved = [row for row in changed if row in reuse.moved]
+        changed = [row for row in changed if row not in reuse.chunks and row not in reuse.moved]
+    # As in one process: what only moved is not mixed with what changes.
+    shares = _spread(boxes, moved, count) if moved else []
+    return shares + _spread(boxes, changed, count) if changed or not (moved or reuse.linked) else shares
+
+
+class Sharded:
+    """How ranks write a format: each of them its files, and the first one the index behind all of them."""
+
+    def files(self, part: RankOutput, shares: Shares, how: Storing, save: str = "") -> list[RankFile]:
+        """Lay out the files of one rank. In an object store their names carry the id of the save."""
+        raise NotImplementedError
+
+    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
+        """What is written last: it makes the files a checkpoint. In an object store (`save`) that is one file."""
+        raise NotImplementedError
+
+    def unkept(self, state: State) -> Iterable[str]:
+        """Sentences about what does not come back as it was."""
+        return ()
+
+
+class NativeShards(Sharded):
+    """Data files and a manifest that has the whole state."""
+
+    def files(self, part: RankOutput, shares: Shares, how: Storing, save: str = "") -> list[RankFile]:
+        linked = bool(how.reuse.taken) and not save  # what carries the id of its save meets no other name
+        names = how.reuse.names_of_rank(part.rank, part.size) if linked else iter(())
+
+        def name(turn: int, count: int) -> str:
+            again = f"-{turn + 1:05}" if turn else ""
+            return next(names) if linked else data_name(part.rank, part.size, save).replace(".safetensors", f"{again}.safetensors")
+
+        return _box_files(part, shares, name, how, strict=False)
+
+    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
+        fields: dict[str, object] = {}
+        catalogue = contents.catalogue
+        if contents.aliases:
+            fields["aliases"] = dict(contents.aliases)
+        if contents.tree is not None:
+            fields["tree"] = contents.tree
+        else:
+            fields |= order_fields(catalogue.names, contents.aliases)
+        parts = [
+            FileBoxes(receipt.stored, writes.tensors, writes.offsets, writes.sizes, sum(map(len, receipt.stored.tails)))
+            for writes, receipts in delivered
+            for receipt in receipts
+        ]
+        listed = [DataFile(receipt.key, receipt.nbytes) for _, receipts in delivered for receipt in receipts]
+        every = list(zip(catalogue.dtypes, catalogue.shapes, strict=True))
+        kinds = {pair: number for number, pair in enumerate(dict.fromkeys(every))}
+        outlines = Outlines(catalogue.names, [*kinds], [kinds[pair] for pair in every])
+        return list(lay_out_index(listed, outlines, parts, fields=fields, metadata=contents.metadata, alone=bool(save)))
+
+
+class SafetensorsShards(Sharded):
+    """Files of pieces, each of which says where it lies, for torch's reader."""
+
+    def files(self, part: RankOutput, shares: Shares, how: Storing, save: str = "") -> list[RankFile]:
+        mark = f"{save}-" if save else ""
+
+        def name(turn: int, count: int) -> str:
+            return f"shard-{part.rank + 1:05}-model-{mark}{turn + 1:05}-of-{count:05}.safetensors"
+
+        return _box_files(part, shares, name, how, strict=True)
+
+    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
+        """In an object store, which file has a tensor, or its first piece; and all files."""
+        if not save:
+            return []
+        first: dict[str, str] = {}
+        total = 0
+        for writes, receipts in delivered:
+            for receipt in receipts:
+                boxes, starts, stops = (as_column(c) for c in (receipt.stored.boxes, receipt.stored.starts, receipt.stored.stops))
+                total += int((stops - starts).sum())
+                for tensor in writes.tensors[np.sort(boxes)].tolist():
+                    first.setdefault(contents.catalogue.names[tensor], receipt.key)
+        return [index_file(PIECES_INDEX, first, total, files=[receipt.key for _, receipts in delivered for receipt in receipts])]
+
+    def unkept(self, state: State) -> Iterable[str]:
+        table = state.tensors
+        wanted = _marked(table, lambda traits: traits.requires_grad or traits.parameter)
+        yield from _said(wanted, "safetensors files of ranks do not say that {} is a Parameter or requires a gradient")
+        if not wanted and not is_flat(state):
+            yield "safetensors files of ranks keep dotted names, and not the containers around them"
+        ranks = [RANK.get(kind.dtype.safetensors or "", 0) for kind in table.kinds]
+        places = sorted(zip([ranks[kind] for kind in table.kind], table.names, strict=True))
+        yield from file_order_notes([name for _, name in places], list(table.names))
+
+
+class DcpShards(Sharded):
+    """Items, one behind the other, and torch's index of them."""
+
+    def files(self, part: RankOutput, shares: Shares, how: Storing, save: str = "") -> list[RankFile]:
+        mark = f"-{save}" if save else ""
+        given = [(f"__{part.rank}_{i}{mark}.distcp", share, {} if i else part.values) for i, share in enumerate(shares)]
+        return [_dcp_file(key, part.boxes, share, values) for key, share, values in given if share or values]
+
+    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
+        metadata = dcp_index(contents, delivered)
+        beside = [] if save else [FilePlan(BESIDE, (Literal(checksum_file(metadata)),))]
+        return [*beside, FilePlan(METADATA, (Literal(metadata),))]
+
+    def unkept(self, state: State) -> Iterable[str]:
+        wanted = _marked(state.tensors, lambda traits: traits.parameter)
+        yield from _said(wanted, "a DCP directory does not say that {} is a Parameter")
+        yield from _said(list(_other_keys(state.tree)), "a DCP directory has text as keys: {} becomes text")
+        yield from _said(list(_attributes(state.tree)), "a DCP directory does not keep the attributes of an OrderedDict: {}")
+
+
+def _box_files(part: RankOutput, shares: Shares, name: Callable[[int, int], str], how: Storing, *, strict: bool) -> list[RankFile]:
+    """Safetensors files of boxes; `name` is given the number of a file and how many there are. Only what the format has by itself,
+    where it is `strict`; else the files are data of a native directory."""
+    boxes = part.boxes
+    rounds = [ones for share in shares for ones in _once_each(boxes.table, share)]
+    laid_out = []
+    for turn, ones in enumerate(rounds):
+        key = name(turn, len(rounds))
+        _check_names(boxes.table, ones, strict=strict)
+        texts = dict(part.metadata)
+        if strict or boxes.has_parts(ones):
+            texts |= boxes.sharding_texts(ones)
+        entries = BoxEntries.of(boxes, ones, pack=how.pack, hashes=how.hashes, changed=how.reuse.changed)
+        file = BoxFiles.of(entries, {key: entries.inside}, texts, fields={} if strict else OWN)
+        laid_out.append(RankFile(file.plans[0], partial(_stored, file)))
+    return laid_out
+
+
+def _stored(file: BoxFiles, crcs: Mapping[str, int]) -> StoredBoxes:
+    (stored,) = file.stored(crcs)
+    return stored
+
+
+def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]]:
+    """Boxes in so many shares of about as many bytes, in their order. There is always a first share."""
+    if files == 1:
+        return [rows]
+    nbytes = boxes.table.nbytes_of(rows)
+    stops = nbytes.cumsum()
+    middles = stops - nbytes + nbytes // 2
+    share = np.minimum(middles * files // max(int(nbytes.sum()), 1), files - 1)
+    shares = [[rows[at] for at in (share == number).nonzero()[0].tolist()] for number in range(files)]
+    return [own for number, own in enumerate(shares) if own or not number]
+
+
+def _once_each(table: Table, rows: Sequence[int]) -> list[Sequence[int]]:
+    """Boxes in groups in which every tensor has one at the most."""
+    names = table.names
+    if len({names[row] for row in rows}) == len(rows):
+        return [rows] if rows else []
+    rounds: list[list[int]] = []
+    seen: dict[str, int] = {}
+    for row in rows:
+        turn = seen.get(names[row], 0)
+        seen[names[row]] = turn + 1
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append(row)
+    return [*rounds]
+
+
+def _check_names(table: Table, rows: Sequence[int], *, strict: bool) -> None:
+    """Raise `CannotHold` where safetensors files cannot have these names or, with `strict`, dtypes."""
+    names, problems = [table.names[row] for row in rows], list[str]()
+    if RESERVED in names or not is_unicode("".join(names)):
+        problems += [f"{name}: {problem}" for name in names if (problem := name_problem(name))]
+    lacking = {k: kind.dtype for k, kind in enumerate(table.kinds) if not kind.dtype.safetensors} if strict else {}
+    if lacking:
+        held = ((table.names[row], lacking.get(table.kind[row])) for row in rows)
+        problems += [f"{name}: safetensors has no dtype for {dtype}" for name, dtype in held if dtype is not None]
+    if problems:
+        raise CannotHold("safetensors files cannot hold this state", problems)
+
+
+def _dcp_file(key: str, boxes: Boxes, rows: Sequence[int], values: Mapping[str, bytes]) -> RankFile:
+    plan, items = lay_out_items(key, [*values.values()], boxes.table, rows)
+    stops = items.cumsum()
+    starts = stops - items
+    of_values = [(name, int(starts[at]), int(stops[at])) for at, name in enumerate(values)]
+    stored = StoredBoxes(as_bytes(rows), as_bytes(starts[len(values) :]), as_bytes(stops[len(values) :]))
+    return RankFile(plan, lambda crcs: stored, of_values)
+
+
+SHOWN = 3
+"""Places that a note names."""
+
+
+def _marked(table: Table, wanted: Callable[[Traits], bool]) -> list[str]:
+    """The names of the tensors of which traits say something."""
+    kinds = {number for number, kind in enumerate(table.kinds) if wanted(kind.traits)}
+    return [name for name, kind in zip(table.names, table.kind, strict=True) if kind in kinds] if kinds else []
+
+
+def _said(names: Sequence[str], text: str) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return [text.format(", ".join(map(repr, names[:SHOWN])) + more)]
+
+
+def _dicts(tree: object) -> Iterator[dict[object, object]]:
+    """Every dict of a tree, once."""
+    return (value for _, value in walk(tree, nested) if isinstance(value, dict))
+
+
+def _other_keys(tree: object) -> Iterable[str]:
+    odd = (inside for inside in _dicts(tree) if {*map(type, inside)} - {str})
+    return (str(key)[:60] for inside in odd for key in inside if type(key) is not str)
+
+
+def _attributes(tree: object) -> Iterable[str]:
+    return dict.fromkeys(name for inside in _dicts(tree) if isinstance(inside, OrderedDict) for name in vars(inside))

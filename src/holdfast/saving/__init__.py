@@ -1,0 +1,14 @@
+"""From what a caller has to what is published: what all verbs that write share.
+
+state            what a caller hands over, as a `State`; its tensors as a table
+rows             states made of other states: other rows under their names, or their rows in another tree
+transform        changes of a state: keep, drop, rename, other dtypes
+rejoin           tensors that shared a storage before a format copied them share it again
+models           what is in a package, and a choice of it
+formats          the format of a path, and the plan of a state in it, opened by the reader before it is written
+companions       config and tokenizer files of a Hugging Face folder, which go where its weights go
+base             the checkpoint before, of which a save takes over what did not change
+references       what the manifests of checkpoints beside each other in a bucket name, which nobody may delete
+writing          how a plan is written: `Writing`
+planned          what a verb is going to do: `Planned`, the result `Saved`; writes a plan and publishes it
+"""

@@ -1,0 +1,104 @@
+"""The models of a package that is open, and one of them as a state dict.
+
+A package is a `.pt2`, or a native directory that `package` wrote; both say in their metadata which models they hold:
+
+    one model in a .pt2      {"emb.weight": …, "constants": {…}, "sample_inputs": …}
+    several, or native       {"base": {"emb.weight": …, "constants": {…}}, "adapter": {…}}
+
+A state dict is the parameters and buffers of a model. What else belongs to it (constants, sample inputs, weights of compiled code)
+comes along when asked for, and a note says what stayed behind: a program always does.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.protocols import State
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
+from holdfast.errors import CannotHold
+from holdfast.formats import format_of
+from holdfast.formats.pt2.read import program_names
+from holdfast.saving.rows import with_tree
+
+CONSTANTS, INPUTS, COMPILED = "constants", "sample_inputs", "aotinductor"
+"""What stands beside the weights in the tree of a model; `#2` is added where a weight has the name."""
+
+Tree = dict[object, object]
+
+
+class Selection(Value, frozen=True):
+    """What to take out of a package."""
+
+    model: str | None = None
+    """One of several models; None for the one that there is, or all of them."""
+    constants: bool = False
+    sample_inputs: bool = False
+
+
+def is_package(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is one that says which models it holds."""
+    format = format_of(checkpoint.format)
+    return format.programs or (format.packages and "models" in checkpoint.metadata)
+
+
+def models_in(checkpoint: Checkpoint, tree: object) -> dict[str, Tree]:
+    """The tree of each model of a package, taken from a tree like the package's own."""
+    named: Tree = tree if isinstance(tree, dict) else {}
+    said = checkpoint.metadata.get("models", "")
+    several = bool(named) and all(isinstance(value, dict) for value in named.values()) and ", ".join(map(str, named)) == said
+    if not several:
+        return {said or "model": named}
+    return {str(model): value for model, value in named.items() if isinstance(value, dict)}
+
+
+def weights_of(checkpoint: Checkpoint, tree: object) -> dict[str, dict[str, LazyTensor]]:
+    """The weights of each model of a `.pt2` that is open, taken from a tree like its own."""
+    return {
+        model: {str(name): value for name, value in values.items() if isinstance(value, LazyTensor)}
+        for model, values in models_in(checkpoint, tree).items()
+    }
+
+
+def programs_of(checkpoint: Checkpoint) -> list[str]:
+    """The models of a package that have programs."""
+    return program_names(checkpoint.source) if format_of(checkpoint.format).programs else []
+
+
+def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[State, tuple[str, ...]]:
+    """What is wanted of a package, and notes about what is left out of it.
+
+    A state dict is wanted of a `.pt2`, whatever is asked; any other checkpoint stays as it is where nothing is.
+
+    Raises `CannotHold` for a model that there is not.
+    """
+    archive = format_of(checkpoint.format).programs
+    if selection == Selection() and not archive:
+        return state, ()
+    if not is_package(checkpoint):
+        raise CannotHold("this checkpoint is no package", ["it has no models to choose from; keep= and rename= choose by name"])
+    models = models_in(checkpoint, state.tree)
+    if selection.model is not None and selection.model not in models:
+        raise CannotHold("this package lacks the model", [f"there is no {selection.model!r}; there are {', '.join(models)}"])
+    chosen = {model: tree for model, tree in models.items() if selection.model in (None, model)}
+    wanted = {CONSTANTS: selection.constants, INPUTS: selection.sample_inputs}
+    programs = programs_of(checkpoint)
+    kept: dict[str, Tree] = {}
+    notes = []
+    for model, tree in chosen.items():
+        beside = beside_keys(tree, compiled=archive)
+        left = [key for key in beside if not wanted.get(key.removesuffix("#2"), True)]
+        kept[model] = {name: value for name, value in tree.items() if name not in left}
+        told = [key.removesuffix("#2").replace("_", " ") for key in left] + ["the program"] * (model in programs)
+        if told:
+            notes.append(f"left out of model {model!r}: {', '.join(told)}")
+    if selection.model is None and (len(models) > 1 or not archive):
+        return with_tree(state, kept), tuple(notes)
+    ((_, tree),) = kept.items()
+    texts = {key: text for key, text in state.metadata.items() if key != "models"}
+    return replace(with_tree(state, tree), metadata=texts), tuple(notes)
+
+
+def beside_keys(tree: Tree, *, compiled: bool = True) -> list[str]:
+    """The keys of a model's tree that are no weights of it."""
+    keys = (CONSTANTS, INPUTS, COMPILED) if compiled else (CONSTANTS,)
+    return [key for name in keys for key in (name, f"{name}#2") if key in tree and not isinstance(tree[key], LazyTensor)]

@@ -1,0 +1,451 @@
+"""`Planned`: what a verb that writes is going to do. It can be looked at, explained, and run once; it closes its sources.
+
+    sources → State → change → plan_save → Planned → run
+
+    with plan_compact("rows.pt", "small.pt", writing=Writing()) as planned:
+        print(planned.explain())
+        planned.run()
+
+Every verb that writes is a function `plan_…` that gives a `Planned`, and `carry_out` of it. So all of them ask for room in the same
+way, keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile. Those that make a
+checkpoint of a checkpoint are `rewritten`: the source is opened, a target that cannot be had is refused before a tensor of it is
+read, the verb lays out what it makes of it, and what replaces its source keeps its seal (`seals/renew.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+
+from msgspec import field as value_field
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.notebook import Shown
+from holdfast.core.options import CopyConfig, Progress, pick
+from holdfast.core.protocols import Store
+from holdfast.core.value import Value, replace
+from holdfast.engine.commit.replaced import wait_for_room
+from holdfast.engine.commit.target import open_target, refusal, refuse_existing
+from holdfast.engine.saves import LinkedFile, SavePlan, without_hashes
+from holdfast.engine.targets.target import Saving, target_of
+from holdfast.errors import CannotHold, StoreError, Unsupported
+from holdfast.formats import format_of, written_formats
+from holdfast.inspect.open import Openable, opened
+from holdfast.saving.companions import Companions, find_companions, is_model
+from holdfast.saving.formats import Options, folder_of, for_programs, format_for, format_named, is_replaceable, rehearse, suffix_of
+from holdfast.saving.writing import Writing
+from holdfast.seals.renew import NOTHING, Renewal, find_seals
+from holdfast.stores.files import Files
+from holdfast.stores.path_files import system_files
+from holdfast.stores.paths import place_of
+from holdfast.stores.place import place_at, same_place
+
+if TYPE_CHECKING:
+    from holdfast.engine.targets.bucket import BucketNames
+
+ENDLESS = 1 << 62
+"""What is free in an object store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Shown):
+    """What a verb wrote, or would write; `done` says which. The results of all verbs that write are such."""
+
+    path: str
+    format: str
+    nbytes: int
+    """Bytes of all files."""
+    files: tuple[tuple[str, int], ...]
+    """Each file and its length."""
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
+    free_nbytes: int
+    """What was free there before; the old target stays until the new one is in place."""
+    done: bool = False
+    """Whether it was written; a dry run writes nothing."""
+    crcs: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """CRC-32 of the bytes of each piece that was written, under the name that the file gives it; once it is written."""
+    shared_nbytes: int = 0
+    """How many of the bytes are those of files that the base has, too: they were not written, and take no room."""
+
+    @property
+    def new_nbytes(self) -> int:
+        """Bytes that are written."""
+        return self.nbytes - self.shared_nbytes
+
+    def explain(self) -> str:
+        """In words."""
+        return "\n".join([*self._told(), *(f"note   {note}" for note in self.notes)])
+
+    def _told(self) -> list[str]:
+        """The lines of `explain` but for the notes."""
+        count, enough = len(self.files), self.done or self.free_nbytes >= self.new_nbytes
+        shared = f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
+        room = f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH")
+        return [
+            f"→ {self.path} ({self.format})",
+            f"write  {self.nbytes:,} bytes in {count:,} file{'s' if count != 1 else ''}{shared}",
+            *([room] if self.free_nbytes < ENDLESS else []),
+        ]
+
+
+class PlannedFields(TypedDict):
+    """The fields of `Saved` that a plan knows."""
+
+    path: str
+    format: str
+    nbytes: int
+    files: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+    free_nbytes: int
+    shared_nbytes: int
+
+
+def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
+    """What a plan says about the result."""
+    name = os.path.basename(target.rstrip("/"))
+    files = tuple([(key or name, nbytes) for key, nbytes in plan.listed])
+    return PlannedFields(
+        path=target,
+        format=plan.format,
+        nbytes=sum([nbytes for _, nbytes in files]),
+        files=files,
+        notes=plan.notes,
+        free_nbytes=_free(target),
+        shared_nbytes=sum([file.nbytes for file in plan.linked]),
+    )
+
+
+def _free(target: str) -> int:
+    """What is free where a target goes."""
+    try:
+        free = place_at(target).free_nbytes()
+    except StoreError as error:
+        raise refusal(f"the folder to save into cannot be used: {error.message} ({error.file!r})", target, error.errno) from None
+    return ENDLESS if free is None else free
+
+
+R = TypeVar("R", bound=Saved)
+
+
+def _as_it_is(report: R, progress: Progress | None) -> R:
+    return report
+
+
+class Planned(Value, Generic[R], frozen=True, eq=False):
+    """A save that is laid out and not begun. A context manager: its sources are open as long as the block lasts."""
+
+    plan: SavePlan
+    report: R
+    """The result, unwritten."""
+    writing: Writing
+    reads: tuple[Store, ...] = ()
+    """What is read; when it changes meanwhile, nothing is published."""
+    sources: ExitStack = value_field(default_factory=ExitStack)
+    """What is closed in the end."""
+    sure: Callable[[], None] | None = None
+    """Asked when all is written and before it is published: what it raises keeps everything as it was."""
+    finish: Callable[[R, Progress | None], R] = _as_it_is
+    """Completes the report with what is known when all was read; `look` may have to read for that."""
+    renews: Renewal = NOTHING
+    """The seals of what is replaced in its own place."""
+
+    def explain(self) -> str:
+        """What would be written, in words."""
+        return self.report.explain()
+
+    def look(self, progress: Progress | None = None) -> R:
+        """The result of a run that writes nothing."""
+        return self.finish(self.report, progress)
+
+    def run(self, progress: Progress | None = None) -> R:
+        """Write it and publish it. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
+        report = self.report
+        if report.free_nbytes < report.new_nbytes and wait_for_room():
+            report = replace(report, free_nbytes=_free(report.path))
+        # Where nobody may write, how much room there is is not what is wrong.
+        if report.free_nbytes < report.new_nbytes and os.access(os.path.dirname(os.path.abspath(report.path)), os.W_OK):
+            room = f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
+            refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
+            refused.expected, refused.found = report.new_nbytes, report.free_nbytes
+            raise refused
+        self.renews.check(self.writing.threads)
+        copied: list[LinkedFile] = []
+
+        def before_commit() -> None:
+            unchanged(self.reads, report.path)
+            if self.sure is not None:
+                self.sure()
+
+        # What wants to be read from front to back is read by the one thread that writes, in one go.
+        ordered = [store for store in self.reads if store.medium.in_order]
+        with ExitStack() as blocks:
+            for store in ordered:
+                blocks.enter_context(store.reading())
+            crcs = write_plan(
+                self.plan,
+                report.path,
+                replace(self.writing, threads=1) if ordered else self.writing,
+                progress=progress,
+                before_commit=before_commit,
+                copied=copied.append,
+                renews=self.renews,
+            )
+        if copied:
+            nbytes = sum(file.nbytes for file in copied)
+            note = f"the file system gave no second name to {len(copied):,} files of the base: {nbytes:,} bytes were copied"
+            report = replace(report, notes=(*report.notes, note), shared_nbytes=report.shared_nbytes - nbytes)
+        return self.finish(replace(report, done=True, crcs=crcs), None)
+
+    def carry_out(self, progress: Progress | None = None) -> R:
+        """Run it, or only look (`Writing.dry_run`), and close it."""
+        with self:
+            return self.look(progress) if self.writing.dry_run else self.run(progress)
+
+    def __enter__(self) -> Planned[R]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the sources that were opened for it."""
+        self.sources.close()
+
+
+def layout_of(asked: Mapping[str, Any]) -> Options:
+    """What the options of a verb ask of the layout. A checkpoint that is made of another keeps its tree, unless told otherwise."""
+    return pick(Options, {"keep_tree": True, **asked})
+
+
+class Destination(Value, frozen=True):
+    """Where a verb writes that makes a checkpoint of a checkpoint."""
+
+    path: str
+    format: str | None
+    """What was asked for, or what the source has that is replaced; None for what the suffix says."""
+    writing: Writing
+    index: bool = False
+    """Whether other safetensors files stay there, so that an index has to say which ones count."""
+    stem: str = "model"
+    """What weights in safetensors are called in a directory: as they were."""
+
+    def options(self, options: Options) -> Options:
+        """What was asked of the layout, and what the place asks of it."""
+        return replace(options, index=options.index or self.index, stem=self.stem)
+
+
+def rewritten(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    lay_out: Callable[[Checkpoint, Destination], Planned[R]],
+    asked: Mapping[str, Any],
+    *,
+    beside: bool = False,
+    directory: bool | None = None,
+    programs: bool = False,
+) -> Planned[R]:
+    """What a verb makes of a checkpoint: `lay_out` is given the source, open, and where to write. The plan closes the source.
+
+    Beside what was laid out, a directory has the files that lie beside the weights of the source (`saving/companions.py`); where
+    nothing says its format, a Hugging Face folder becomes one again.
+
+    `asked` are the options of the verb. `beside` says that the target may not be the source. `directory` says
+    whether a directory is written, where the format of the path does not; `programs` whether the verb writes such archives. Raises
+    `NotCommitted` for a target that cannot be had, and `Unsupported` as `_destination` does, before `lay_out` reads anything.
+    """
+    limits, format, in_place, copy_config = map(asked.get, ("limits", "format", "in_place", "copy_config"))
+    copy_config = True if copy_config is None else copy_config
+    options = layout_of(asked)
+    with ExitStack() as stack:
+        # Blocks are read by the threads that write them.
+        source = stack.enter_context(opened(src, threads=1, limits=limits)).without_views()
+        writing = pick(Writing, asked, requests=source.source.store.medium.requests)
+        if in_place is None:
+            where = Destination(place_of(dst), format, writing)
+        else:
+            where = _destination(source, dst, in_place=in_place, format=format, writing=writing, programs=programs)
+        if beside and same_place(where.path, source.path):
+            problem = f"the target {where.path!r} is the source; write beside it"
+            raise CannotHold("the target is read while it is written", [problem], file=where.path)
+        if directory is None:
+            archive = programs and for_programs(where.path, where.format)
+            if not archive:
+                where = replace(where, format=_model_format(source, where, options, copy_config) or where.format)
+            directory = not archive and format_of(format_for(where.path, where.format, options)).folder
+        check_target(where.path, directory=directory, writing=where.writing)
+        beside_it = find_companions(source, where.path, copy_config, directory=directory, stack=stack, limits=limits)
+        planned = lay_out(source, replace(where, index=beside_it.weights, stem=beside_it.stem))
+        stack.callback(planned.close)
+        seals = find_seals(source, limits) if same_place(where.path, source.path) else NOTHING
+        return replace(_accompanied(planned, beside_it, source, seals), sources=stack.pop_all())
+
+
+def _accompanied(planned: Planned[R], companions: Companions, source: Checkpoint, seals: Renewal) -> Planned[R]:
+    """The same with other files in the directory, published with it, and sealed again where it was."""
+    plan, added = companions.beside(planned.plan, source)
+    seals = seals.laid_out(plan, {file.key for file in added if file in plan.files}, source.source.store.list())
+    if sealing := seals.files():
+        added = (*added, *sealing)
+        plan = replace(plan, index=(*plan.index, *sealing)) if place_at(planned.report.path).on_disk else plan
+    if plan is planned.plan and not added:
+        return replace(planned, renews=seals)
+    plan, report = rehearse(plan, planned.report.path), planned.report
+    files = (*report.files, *((file.key, file.nbytes) for file in added))
+    notes = (*report.notes, *plan.notes[len(planned.plan.notes) :])
+    report = replace(report, files=files, nbytes=sum(nbytes for _, nbytes in files), notes=notes)
+    reads = dict.fromkeys((*planned.reads, *(origin.store for origin in companions.files.values())))
+    return replace(planned, plan=plan, report=report, reads=tuple(reads), renews=seals)
+
+
+def _model_format(source: Checkpoint, where: Destination, options: Options, copy_config: CopyConfig) -> str | None:
+    """The format of a Hugging Face folder, where the name of the target says none: what transformers opened it opens again."""
+    if suffix_of(where.path) or not is_model(source, copy_config):
+        return None
+    if where.format is not None:
+        return folder_of(format_named(where.path, where.format, options))
+    # A native directory with a config beside it stays one, unless it is told otherwise.
+    stays = source.format == format_named(where.path, None, options) and isinstance(copy_config, bool)
+    models = (one.name for one in written_formats() if one.weights_by and one.folder)
+    return None if stays or options.sparse != "never" else next(models)
+
+
+def check_target(path: str, *, directory: bool, writing: Writing) -> None:
+    """Raise `NotCommitted` for a target that cannot be had, before anything is read. A dry run may have any in a folder that is."""
+    _free(path)
+    if writing.dry_run:
+        return
+    if not place_at(path).on_disk:
+        if writing.resume:
+            raise Unsupported("resume=True takes over files of a directory; a save to an object store begins anew", file=path)
+        return  # the save itself looks, with the same requests
+    target = open_target(system_files(), path)
+    try:
+        overwrite = not directory if writing.overwrite is None else writing.overwrite
+        refuse_existing(target.existing, path, directory=directory, overwrite=overwrite)
+    finally:
+        target.close()
+
+
+def _destination(
+    source: Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    *,
+    in_place: bool,
+    format: str | None,
+    writing: Writing,
+    programs: bool,
+) -> Destination:
+    """The target that was named, or the place of the source, in its own format.
+
+    Raises `Unsupported` where neither was said, or both; and for a place in a format that can be read and not written.
+    """
+    # A dry run without a target looks at what it would be in place.
+    in_place = in_place or (dst is None and writing.dry_run)
+    if dst is not None and in_place:
+        raise Unsupported("a target and in_place=True exclude each other; leave one of them out", file=source.path)
+    if dst is None and not in_place:
+        message = "say where to write: a target, or in_place=True to replace the source"
+        raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
+    if dst is None and source.source.store.place() != place_at(source.path).identity:
+        raise Unsupported("what was not opened by a path has no place to be replaced in; give a target", file=source.path)
+    path = source.path if dst is None else place_of(dst)
+    if dst is not None and not same_place(path, source.path):
+        return Destination(path, format, writing)
+    own = format_of(source.format)
+    if format is None and not own.written_by and not (programs and own.programs):
+        raise Unsupported(
+            f"{source.format} can be read and not written, so it cannot be replaced; give the new one another path",
+            file=source.path,
+            found=source.format,
+        )
+    return Destination(path, format or source.format, replace(writing, overwrite=writing.overwrite or in_place))
+
+
+def unchanged(stores: Iterable[Store], target: str) -> None:
+    """Raise `NotCommitted` where a file of these stores was written to since it was opened."""
+    for store in stores:
+        changed = store.changed()
+        if changed:
+            names = ", ".join(changed[:3])
+            raised = refusal(
+                f"the source {store.name!r} changed while it was read ({names}); nothing was published: start again when nobody "
+                "writes to it",
+                target,
+                errno.ESTALE,
+            )
+            raised.found = changed
+            raise raised
+
+
+def _replaceable(plan: SavePlan) -> Callable[[str], bool]:
+    """Which files of an old directory may go: those of a checkpoint, and those that come again."""
+    written = {key for key, _ in plan.listed}
+    return lambda name: name in written or is_replaceable(name)
+
+
+def _bucket_names() -> BucketNames:
+    from holdfast.saving.references import NAMES  # what it imports is for those who have a bucket
+
+    return NAMES
+
+
+FILES_REPLACED = Writing(overwrite=None)
+
+
+def write_plan(
+    plan: SavePlan,
+    path: str,
+    writing: Writing = FILES_REPLACED,
+    *,
+    progress: Progress | None = None,
+    before_commit: Callable[[], None] | None = None,
+    files: Files | None = None,
+    rehearsed: bool = True,
+    copied: Callable[[LinkedFile], None] | None = None,
+    renews: Renewal = NOTHING,
+) -> Mapping[str, int]:
+    """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written.
+
+    First of all the plan is given to the reader (`formats.rehearse`): what would not open again is refused with `CannotHold` while
+    nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
+    `before_commit` has the last word: what it raises keeps everything as it was. `copied` is told of files that cannot be linked.
+    """
+    if rehearsed:
+        plan = rehearse(plan, path)
+    within = writing.budget
+    threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
+    how = Saving(
+        seals=renews,
+        threads=threads,
+        block=block,
+        progress=progress,
+        read_back=writing.read_back,
+        last=before_commit or (lambda: None),
+        attributes=plan.attributes,
+    )
+    strict = plan.directory or plan.copied
+    with target_of(
+        path,
+        plan,
+        overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False,
+        durable=writing.durable,
+        names=_bucket_names,
+        replaceable=_replaceable(plan),
+        parts=writing.parts,
+        resume=writing.resume,
+        files=files,
+    ) as target:
+        # First of all: where a file of the base has changed, nothing has been written in vain.
+        for linked in plan.linked:
+            if not target.link(linked) and copied is not None:
+                copied(linked)
+        for file in plan.files:
+            target.begin(file)(how)
+        target.publish(plan.index, how)
+    return without_hashes(how.crcs)

@@ -1,0 +1,7 @@
+"""Seals: one small file says that a folder or a file is whole. Below the verbs that look and those that write, which both ask here.
+
+document         what a seal says, its text, and the way back: `holdfast.seal.json`; as one more file of a step's plan
+check            find the seal of something, see whether everything is there, compare every digest
+make             digest and sync what is there, and write the seal last; take one away
+renew            the seals of what is rewritten in its own place, renewed with it
+"""

@@ -1,0 +1,189 @@
+"""Sealed folders and files: find the seal, see whether everything is there, compare every digest.
+
+Looking (`read_seal`, `check_sizes`) reads the seal and asks for sizes. Only `check_digests` reads the files.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from holdfast.core.documents import check_length
+from holdfast.core.limits import Limits
+from holdfast.core.value import Value
+from holdfast.engine.checksums import Progress
+from holdfast.engine.file_digest import digest_of
+from holdfast.engine.threads import default_threads, run_all
+from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath
+from holdfast.seals.document import DOCUMENT, SEAL, SUFFIX, Seal, SealedFile, beside, misfits, parse_seal
+from holdfast.stores import platform
+from holdfast.stores.files import is_temporary
+from holdfast.stores.folder import OpenFile, open_folder, plain
+from holdfast.stores.paths import AnyPath, local_path
+
+LOCKS = (".lock",)
+"""How names of lock files end: they say who works here, and are no part of what is kept."""
+
+PASSING = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
+"""What file browsers leave where somebody looked."""
+
+
+def is_part(name: str) -> bool:
+    """Whether a file of this name (the last part of it) belongs to what is sealed: no temporary, no lock, no trace of a browser.
+
+    >>> is_part("optimizer.pt"), is_part(".metadata"), is_part(".model.0123456789abcdef.tmp"), is_part("a.lock")
+    (True, True, False, False)
+    """
+    return not (is_temporary(name) or name.endswith(LOCKS) or name in PASSING or name.startswith(".nfs"))
+
+
+def seal_path(path: AnyPath) -> str:
+    """Where the seal of a folder is, or of a single file."""
+    place = local_path(path)
+    return os.path.join(place, SEAL) if os.path.isdir(place) else beside(place)
+
+
+def read_seal(path: AnyPath, limits: Limits | None = None) -> Seal | None:
+    """What the seal of a folder or of a file says; None where there is none. Whether it is true is another question.
+
+    What is not on this machine (a URL) has none.
+
+    Raises what `parse_seal` raises, and `StoreError` where it cannot be read.
+    """
+    limits = limits or Limits()
+    try:
+        place = seal_path(path)
+    except BadPath:
+        return None
+    try:
+        raw = _small(place, limits)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if isinstance(error, HoldfastError):
+            raise
+        refused = StoreError(f"the seal cannot be read: {error.strerror or error}", file=place)
+        refused.errno = error.errno
+        raise refused from None
+    return parse_seal(raw, limits, file=place)
+
+
+def is_sealed(path: AnyPath) -> bool:
+    try:
+        return os.path.lexists(seal_path(path))
+    except BadPath:
+        return False
+
+
+def check_sizes(path: AnyPath, seal: Seal) -> Iterator[tuple[str, str]]:
+    """Each file that is missing or of another length, with what is wrong."""
+    root = _root(path)
+
+    def size(name: str) -> int | None:
+        try:
+            found = os.lstat(os.path.join(root, name))
+        except OSError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    return misfits(seal, size)
+
+
+class Misfit(Value, frozen=True):
+    name: str
+    message: str
+    damaged: bool
+    """Whether its content is at fault, and not that nobody could look at it."""
+
+
+def check_digests(path: AnyPath, seal: Seal, *, threads: int | None = None, progress: Progress | None = None) -> list[Misfit]:
+    """Read every file that has a digest, and compare: all files that are not what was sealed, in the order of their names."""
+    wrong = {name: Misfit(name, _said(message), damaged=True) for name, message in check_sizes(path, seal)}
+    folder = open_folder(_root(path))
+
+    def look(file: SealedFile) -> None:
+        try:
+            opened = folder.open(file.name)
+            plain(opened, file.name)
+            digest, nbytes = digest_of(str(file.digest).partition(":")[0], partial(platform.read_block, opened.number), progress)
+        except OSError as error:
+            wrong[file.name] = Misfit(file.name, f"cannot be read: {error.strerror or error}", damaged=False)
+        except UnsafePath as error:
+            wrong[file.name] = Misfit(file.name, error.message, damaged=True)
+        else:
+            if all(digest != one.digest for one in file.either):
+                said = f"changed after it was sealed: {nbytes:,} bytes with the digest {digest}, not {file.digest}"
+                wrong[file.name] = Misfit(file.name, said, damaged=True)
+
+    todo = [file for file in seal.files if file.digest is not None and file.name not in wrong]
+    todo.sort(key=lambda file: -file.nbytes)  # the longest first, so that no thread begins it when the others have ended
+    work: list[Callable[[], None]] = [partial(look, file) for file in todo]
+    run_all(work, threads or default_threads())
+    return [wrong[name] for name in sorted(wrong)]
+
+
+class Compared(Value, frozen=True):
+    """A folder or file, and what its seal says. Files are named by their paths."""
+
+    seal: Seal
+    wrong: Mapping[str, Misfit]
+    """What is not as it was sealed."""
+    vouched: Mapping[str, int]
+    """What is, by its digest, and its length."""
+    extra: Sequence[str]
+    """Names of files that were not sealed."""
+
+
+def compared(
+    path: AnyPath, limits: Limits | None = None, *, threads: int | None = None, progress: Progress | None = None
+) -> Compared | None:
+    """Compare everything with the seal; None where there is none. Raises as `read_seal` does."""
+    seal = read_seal(path, limits)
+    if seal is None:
+        return None
+    place = local_path(path)
+    folder = place if os.path.isdir(place) else os.path.dirname(place)
+    wrong = {os.path.join(folder, one.name): one for one in check_digests(place, seal, threads=threads, progress=progress)}
+    sealed = {os.path.join(folder, file.name): file for file in seal.files}
+    vouched = {file: one.nbytes for file, one in sealed.items() if one.digest is not None and file not in wrong}
+    extra = extra_files(place, seal, limits) if os.path.isdir(place) else []
+    return Compared(seal, wrong, vouched, [name for name in extra if not name.endswith(SUFFIX)])
+
+
+def extra_files(path: AnyPath, seal: Seal, limits: Limits | None = None) -> list[str]:
+    most, root, known = (limits or Limits()).files, _root(path), {file.name for file in seal.files}
+    found: list[str] = []
+    for at, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = os.path.relpath(at, root)
+        for name in sorted(filter(is_part, names)):
+            key = name if inside == "." else "/".join((*inside.split(os.sep), name))
+            if key not in known and key != SEAL:
+                found.append(key)
+                if len(found) > most:
+                    raise LimitExceeded(f"more files than Limits(files={most})", file=root, expected=most)
+    return found
+
+
+def _said(message: str) -> str:
+    return f"{message}; it was sealed otherwise" if message != "missing" else "missing: it was there when the folder was sealed"
+
+
+def _root(path: AnyPath) -> str:
+    """The folder that the names of a seal are relative to."""
+    place = local_path(path)
+    return place if os.path.isdir(place) else os.path.dirname(place) or os.curdir
+
+
+def _small(path: str, limits: Limits) -> bytes:
+    """A file as a whole, if it is a plain one, no link, and no longer than that."""
+    flags = os.O_RDONLY | platform.ALWAYS | platform.NO_LINK | platform.NO_WAIT
+    file = OpenFile(os.open(path, flags))
+    found = plain(file, path)
+    check_length(DOCUMENT, found.st_size, limits, file=path)
+    raw = b""
+    while block := platform.read_block(file.number, found.st_size + 1 - len(raw), len(raw)):
+        raw += block
+    return raw

@@ -1,0 +1,225 @@
+"""Every kind of document: it comes back, and whatever else stands in its place is an error of ours, with the name of its file."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from holdfast.core.documents import DocumentKind, check_length, explained, proven, read_document, seal, write_document
+from holdfast.core.limits import Limits
+from holdfast.core.strict_json import paid_nbytes
+from holdfast.engine.targets import bucket_claims
+from holdfast.errors import Corrupted, HeaderError, HoldfastError, LimitExceeded, Unsupported
+from holdfast.formats.dcp import index as dcp
+from holdfast.formats.native import schema as native
+from holdfast.ranks import merge, together
+from holdfast.ranks import state as ranks
+from holdfast.runs import lock, record
+from holdfast.seals import document as seals
+
+MANIFEST = native.Manifest(
+    native.FORMAT, 4, (native.DataFile("data.safetensors", 472),),
+    {"w": native.StoredTensor("float32", (2, 3), (native.StoredChunk(0, (448, 472), "5bb0e7a9", hash="0" * 32),))},
+    {"ä": "\n"}, tree=msgspec.Raw(b'{"a":[1,2]}'), hash="xxh3-128/1MiB",
+)  # fmt: skip
+SEALED = seals.Document(
+    seals.FORMAT, 1, 5, 1.5, {"loss": 0.5, "other": "nan"}, (seals.StoredFile("a", 3), seals.StoredFile("b", 4))
+)
+DESCRIPTION = together.Description(b"{}", {"a": "b"}, {"w": ("m", 0)}, ["v"], [], [])
+
+KINDS: dict[str, tuple[DocumentKind, object]] = {
+    "manifest": (native.DOCUMENT, MANIFEST),
+    "seal": (seals.DOCUMENT, SEALED),
+    "side file": (dcp.DOCUMENT, dcp.SideFileFields(1, 9, "5bb0e7a9")),
+    "run record": (record.RECORD, record.RunRecord("holdfast.run", 1, ["last(3)"], 5)),
+    "pins": (record.PINS, record.Pins("holdfast.pins", 1, [record.Pin(3, "why", 1.5)])),
+    "pins in a bucket": (record.PINS, record.Pins("holdfast.pins", 1, [record.Pin(3)], (4,), 1.5, "0123")),
+    "proofs": (record.PROOFS, record.Proofs(doubted=[record.Doubt(3, 1.5)], files={"a": 2.5})),
+    "exports": (record.EXPORTS, record.Receipts("holdfast.exports", 1, {"a": [("b", 5, "c")]})),
+    "lock": (lock.DOCUMENT, lock.Holder(17, "host", 1.5)),
+    "claim": (bucket_claims.DOCUMENT, bucket_claims.Said("uses", ("a", "b"))),
+    "catalogue": (ranks.CATALOGUE, ranks.CatalogueDocument(("w",), ("int8",), ((4, 2),))),
+    "header of a rank": (ranks.HEADER, ranks.Header(1, (("v", "00"),), ())),
+    "description of a rank": (together.DESCRIPTION, DESCRIPTION),
+    "sums of a rank": (merge.SUMS, {"w": (5,)}),
+}
+
+every = pytest.mark.parametrize("name", KINDS)
+in_json = pytest.mark.parametrize("name", [name for name, (kind, _) in KINDS.items() if not kind.packed])
+of_a_version = pytest.mark.parametrize("name", [name for name, (kind, _) in KINDS.items() if kind.versions])
+
+
+def unsealed(value: object) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def sealed(kind: DocumentKind, raw: bytes) -> bytes:
+    """A text with a right checksum, where the kind has one."""
+    return raw if kind.sealed is None else seal(raw, paid_nbytes(raw))
+
+
+def refused(kind: DocumentKind, raw: bytes, limits: Limits | None = None) -> HoldfastError:
+    with pytest.raises(HoldfastError) as caught:
+        read_document(kind, raw, limits or Limits())
+    assert caught.value.file == (kind.file or None)
+    with pytest.raises(HoldfastError) as elsewhere:
+        read_document(kind, raw, limits or Limits(), file="elsewhere/name")
+    assert elsewhere.value.file == "elsewhere/name"
+    return caught.value
+
+
+def attempted(kind: DocumentKind, raw: bytes) -> tuple[object, HoldfastError | None]:
+    """The value, or the error."""
+    try:
+        return read_document(kind, raw), None
+    except HoldfastError:
+        return None, refused(kind, raw)
+
+
+def without_checksum(value: object) -> object:
+    return msgspec.structs.replace(value, sealed=msgspec.UNSET) if hasattr(value, "sealed") else value  # type: ignore[type-var]
+
+
+@every
+def test_it_comes_back(name: str):
+    kind, value = KINDS[name]
+    raw = write_document(kind, value)
+    assert without_checksum(read_document(kind, raw)) == value
+    assert proven(kind, raw) is not None, "what we wrote is read by the proof"
+    assert write_document(kind, without_checksum(read_document(kind, raw))) == raw
+
+
+@in_json
+def test_another_spelling_says_the_same_or_is_refused(name: str):
+    kind, value = KINDS[name]
+    raw = sealed(kind, msgspec.json.format(unsealed(value), indent=3))
+    assert proven(kind, raw) is None
+    if kind.canonical:
+        assert "not in the form in which it is written" in refused(kind, raw).message
+    elif kind.sealed is None:
+        assert read_document(kind, raw) == value
+    else:
+        pretty = json.dumps(json.loads(unsealed(value)), separators=(",", ": ")).encode()
+        found = without_checksum(read_document(kind, sealed(kind, pretty)))
+        assert json.loads(unsealed(found)) == json.loads(unsealed(value))
+
+
+@every
+def test_a_text_that_is_cut_is_refused(name: str):
+    kind, value = KINDS[name]
+    raw = write_document(kind, value)
+    for stop in range(len(raw.rstrip())):
+        refused(kind, raw[:stop])
+
+
+@every
+def test_a_byte_that_changed_is_refused_or_another_value(name: str):
+    kind, value = KINDS[name]
+    raw = write_document(kind, value)
+    for at in range(len(raw)):
+        for bit in (1, 128):
+            changed = raw[:at] + bytes([raw[at] ^ bit]) + raw[at + 1 :]
+            found, error = attempted(kind, changed)
+            if error is None:
+                assert kind.sealed is None, "no byte changes unnoticed"
+                assert found != value or not kind.canonical or kind.packed
+            else:
+                assert kind.sealed is None or isinstance(error, Corrupted | HeaderError), "damage has its name"
+
+
+@of_a_version
+def test_a_newer_version_is_for_a_newer_reader(name: str):
+    kind, value = KINDS[name]
+    newer = kind.versions[-1] + 1
+    text = unsealed(msgspec.structs.replace(value, version=newer))  # type: ignore[type-var]  # they are structs
+    for raw in (text, text[:-1] + b',"more":{"fields":1}}'):
+        error = refused(kind, sealed(kind, raw))
+        assert isinstance(error, Unsupported)
+        assert f"of version {newer}" in error.message
+        assert "a newer one may read this" in error.message
+
+
+@in_json
+def test_a_key_that_occurs_twice_is_refused(name: str):
+    kind, value = KINDS[name]
+    raw = unsealed(value)
+    first = raw[1 : raw.index(b":")]
+    twice = b"{" + first + b":" + json.dumps(json.loads(raw)[json.loads(first)]).encode() + b"," + raw[1:]
+    error = refused(kind, sealed(kind, twice))
+    assert isinstance(error, HeaderError)
+    assert "occurs twice" in error.message or kind.canonical
+
+
+@in_json
+def test_what_is_deep_or_of_another_type_is_refused(name: str):
+    kind, value = KINDS[name]
+    document = json.loads(unsealed(value))
+    for field in document:
+        for wrong in (None, True, 1.5, "x", [], [{}], {}, {"a": None}, -1):
+            if type(wrong) is type(document[field]) and wrong not in ([{}], {"a": None}):
+                continue
+            raw = sealed(kind, json.dumps(document | {field: wrong}, separators=(",", ":")).encode())
+            _, error = attempted(kind, raw)
+            assert error is None or kind.canonical or f"at $.{field}" in error.message, error
+    deep = sealed(kind, b'{"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    assert isinstance(refused(kind, deep, Limits(index_nbytes=1 << 30)), HeaderError | LimitExceeded)
+    for other in (b"", b"null", b"[]", b"{}", b"\xff", b'"x"', b"\0" * 64):
+        refused(kind, sealed(kind, other) if other.endswith(b"}") else other)
+
+
+@every
+def test_one_that_is_too_long_is_refused_before_it_is_read(name: str):
+    kind, value = KINDS[name]
+    raw = write_document(kind, value)
+    if kind.most is None:
+        assert "Limits(index_nbytes=7)" in refused(kind, raw, Limits(index_nbytes=7)).message
+    elif kind.most < 1 << 40:
+        assert isinstance(refused(kind, raw + b" " * kind.most), LimitExceeded)
+    with pytest.raises(LimitExceeded) as caught:
+        check_length(kind, 1 << 63, file="x")
+    assert caught.value.file == "x"
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in KINDS.items() if kind.sealed is not None])
+def test_one_without_its_checksum_is_damaged_and_says_what_to_do(name: str):
+    kind, value = KINDS[name]
+    error = refused(kind, unsealed(value))
+    assert isinstance(error, Corrupted)
+    assert error.message.endswith(kind.remedy)
+    whole = write_document(kind, value)
+    error = refused(kind, whole.replace(b'"version":', b'"versiom":'))
+    assert isinstance(error, Corrupted)
+    assert error.message.endswith(kind.remedy)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tensors": {"w": {"dtype": "int8", "shape": [1], "chunks": []}, "a b": {"dtype": 5, "shape": [], "chunks": []}}},
+         'at $.tensors["a b"].dtype: expected `str`, found the number 5'),
+        ({"metadata": {"a": "b", "c": None}}, "at $.metadata.c: expected `str`, found null"),
+        ({"files": [{"name": "a"}]}, "at $.files[0]: the field nbytes is missing"),
+        ({"files": [{"name": "a", "nbytes": 1, "mode": 7}]}, "at $.files[0].mode: a manifest has no such field"),
+        ({"tensors": {"w": {"dtype": "int8", "shape": [1], "chunks": [{"file": 0, "bytes": [1], "crc32": ""}]}}},
+         "at $.tensors.w.chunks[0].bytes: expected `array` of length 2"),
+        ({"pickle": 1}, "at $.pickle: a manifest has no such field"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_place(change: dict[str, object], said: str):
+    document = json.loads(msgspec.json.encode(MANIFEST)) | change
+    assert refused(native.DOCUMENT, seal(json.dumps(document).encode())).message == said
+
+
+def test_a_place_in_nested_objects_has_its_keys():
+    document = {"format": "holdfast.exports", "version": 1, "exports": {"a": [["b", 5, "c"]], "d": [["e", "f", "g"]]}}
+    error = refused(record.EXPORTS, json.dumps(document).encode())
+    assert error.message.startswith("at $.exports.d[0][1]: expected `int`, found the text")
+
+
+def test_the_slow_way_and_the_proof_agree():
+    for kind, value in KINDS.values():
+        if not kind.canonical:
+            raw = write_document(kind, value)
+            assert proven(kind, raw) == explained(kind, raw, Limits())

@@ -1,0 +1,83 @@
+"""An option stands in one record; the signature, `help()`, the flags and the reference have it from there."""
+
+import importlib.util
+import inspect
+import pydoc
+import typing
+
+import pytest
+from tests.pages import ROOT
+
+import holdfast
+from holdfast.cli.main import parser
+from holdfast.cli.options import given
+from holdfast.cli.parser import Parser, verbs_of
+from holdfast.cli.planned import add_places
+from holdfast.core import options
+from holdfast.core.options import ConvertOptions, Option, checked, options_of, pick, validated
+from holdfast.saving.transform import Edits
+
+
+class ToyOptions(ConvertOptions, total=False):
+    """What `convert` takes, and one more."""
+
+    loudness: typing.Annotated[int, Option(3, "how loud it is written", "N", options.arguments.count)]
+
+
+@validated
+def write_loudly(src: str, dst: str, **options: typing.Unpack[ToyOptions]) -> ToyOptions:
+    """Write it loudly."""
+    return options
+
+
+def test_one_line_is_an_option_everywhere(capsys):
+    parameters = inspect.signature(write_loudly).parameters
+    assert parameters["loudness"].default == 3
+    assert set(parameters) == {"src", "dst", *options_of(ToyOptions)}
+    assert "loudness" in (said := pydoc.plain(pydoc.render_doc(write_loudly)))
+    assert "how loud it is written" in said
+    verb = Parser(prog="toy")
+    add_places(verb, ToyOptions)
+    assert "--loudness N" in verb.format_help()
+    found = given(verb.parse_args(["a", "b", "--loudness", "7", "--keep", "w"]), ToyOptions)
+    assert (found["loudness"], found["keep"], found["overwrite"]) == (7, ("w",), False)
+    assert write_loudly("a", "b", loudness=4)["loudness"] == 4
+    with pytest.raises(TypeError, match=r"loudness= takes a whole number, not 'x'"):
+        write_loudly("a", "b", loudness="x")
+    spec = importlib.util.spec_from_file_location("site_options", ROOT / "tools" / "site" / "options.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert "| `loudness` | `3` | how loud it is written |" in tool.table(ToyOptions)
+    assert tool.record_of("Unpack[ConvertOptions]") is ConvertOptions
+
+
+RECORDS = {
+    "convert": ConvertOptions, "edit": options.EditOptions, "cp": options.CopyOptions, "prune": options.PruneOptions,
+    "tie": options.InPlaceOptions, "compact": options.InPlaceOptions, "package": options.PackageOptions,
+    "reshard": options.ReshardOptions, "seal": options.SealOptions,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", RECORDS)
+def test_a_command_has_a_flag_for_every_option_of_its_verb(verb):
+    function = getattr(holdfast, "copy" if verb == "cp" else verb)
+    known = {action.dest: action for action in verbs_of(parser())[verb]._actions}
+    for name, (_, option) in options_of(RECORDS[verb]).items():
+        assert name in inspect.signature(function).parameters
+        if option.flag_of(name):
+            assert (
+                option.flag_of(name) in known[name].option_strings or f"--no-{name.replace('_', '-')}" in known[name].option_strings
+            )
+
+
+def test_every_edit_counts():
+    """None is forgotten: a record with one field that is set is not the empty one."""
+    assert not Edits()
+    for name, default in zip(Edits.__struct_fields__, Edits.__struct_defaults__, strict=True):
+        assert Edits(**{name: ("a",) if default == () else True}), name
+
+
+def test_a_record_is_filled_by_the_names_of_its_fields():
+    found = checked(ConvertOptions, {"keep": "w", "tensors_only": 1, "drop": None})
+    assert pick(Edits, found) == Edits(keep=("w",), tensors_only=True)
+    assert pick(Edits, found, casts=(("*", None),)).casts == (("*", None),)

@@ -1,0 +1,249 @@
+"""The list of formats: what it says is true, and a line of it is all that a new format needs."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.formats.toy import MAGIC, TOY
+
+import holdfast
+from holdfast import formats
+from holdfast.cli.completion import script
+from holdfast.cli.main import main
+from holdfast.core.value import replace
+from holdfast.errors import BadArgument, CannotHold, FormatError, HeaderError, UnknownFormat, Unsupported
+from holdfast.formats import FORMATS, format_of, rank_formats, titles, written_formats
+from holdfast.runs.export import Export
+from holdfast.saving.formats import LAYOUT, written_suffixes
+from holdfast.stores.remote.url import url_of
+
+STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7, 8], np.int64)}
+
+BUCKETS = itertools.count()
+
+
+@pytest.fixture
+def toy() -> Iterator[None]:
+    """One line more in the list."""
+    FORMATS.append(TOY)
+    yield
+    FORMATS.remove(TOY)
+
+
+@pytest.fixture
+def path(toy: None, tmp_path: Path) -> Path:
+    holdfast.save(STATE, tmp_path / "x.toy")
+    return tmp_path / "x.toy"
+
+
+def same(place: object) -> None:
+    with holdfast.open(place) as found:
+        assert {name: tensor.numpy().tolist() for name, tensor in found.items()} == {n: a.tolist() for n, a in STATE.items()}
+
+
+def test_without_its_line_nobody_knows_it(tmp_path: Path):
+    with pytest.raises(Unsupported, match=r"'\.toy' names no format; use one of \.pt, \.pth, \.bin, \.ckpt, \.safetensors, none"):
+        holdfast.save(STATE, tmp_path / "x.toy")
+    with pytest.raises(Unsupported, match=r"'toy' is no format that can be written; use torch, safetensors or native$"):
+        holdfast.save(STATE, tmp_path / "x", format="toy")
+    with pytest.raises(UnknownFormat):
+        holdfast.open(MAGIC + b"{}\n")
+
+
+def test_it_is_written_by_its_suffix_and_opened_by_its_content(path: Path):
+    raw = path.read_bytes()
+    assert raw.startswith(MAGIC)
+    (path.parent / "other.name").write_bytes(raw)
+    same(path)
+    same(path.parent / "other.name")
+    with holdfast.open(path) as found:
+        assert found.format == "toy"
+        assert found["w"][1:].numpy().tolist() == [[3, 4, 5]]
+
+
+def test_it_is_written_by_its_name(toy: None, tmp_path: Path):
+    saved = holdfast.save(STATE, tmp_path / "x", format="toy")
+    assert saved.format == "toy"
+    same(tmp_path / "x")
+    same(holdfast.to_bytes(STATE, "toy"))
+
+
+def test_messages_tell_of_it(toy: None, tmp_path: Path):
+    with pytest.raises(Unsupported, match=r"use torch, safetensors, native or toy$"):
+        holdfast.save(STATE, tmp_path / "x", format="tyo")
+    with pytest.raises(Unsupported, match=r"use one of .*, \.toy, none for a native directory"):
+        holdfast.save(STATE, tmp_path / "x.tyo")
+
+
+def test_what_its_layout_cannot_hold_is_refused(toy: None, tmp_path: Path):
+    with pytest.raises(CannotHold, match="nested"):
+        holdfast.save({"a": {"b": np.ones(2)}}, tmp_path / "x.toy")
+    with pytest.raises(Unsupported, match="only a native directory stores tensors packed, and this is toy"):
+        holdfast.save(STATE, tmp_path / "x.toy", sparse="auto")
+    with pytest.raises(Unsupported, match="only native directories share files, and this is toy"):
+        holdfast.save(STATE, tmp_path / "x.toy", hashes=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_its_reader_would_not_open_is_not_written(toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("holdfast.saving.formats.OPENED", set())
+    monkeypatch.setattr("tests.formats.toy.MAGIC", b"YOT:")
+    with pytest.raises(CannotHold, match="what would be written could not be opened again"):
+        holdfast.save(STATE, tmp_path / "x.toy")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["x.safetensors", "x.pt", "x", "again.toy"])
+def test_it_is_converted_and_back(path: Path, target: str):
+    other = path.parent / target
+    holdfast.convert(path, other)
+    same(other)
+    back = holdfast.convert(other, path.parent / "back.toy")
+    assert back.format == "toy"
+    same(path.parent / "back.toy")
+
+
+def test_it_is_edited_in_its_place(path: Path):
+    holdfast.edit(path, in_place=True, drop="b", rename={"w": "v"})
+    with holdfast.open(path) as found:
+        assert (found.format, list(found)) == ("toy", ["v"])
+    with pytest.raises(Unsupported, match="a toy file has no place for metadata"):
+        holdfast.edit(path, in_place=True, set_metadata={"a": "b"})
+
+
+def test_scan_and_verify(path: Path):
+    (path.parent / "notes.txt").write_text("nothing")
+    (report,) = holdfast.scan(path).reports
+    assert (report.format, report.verdict()) == ("toy", "clean")
+    found = holdfast.verify(path)
+    assert (found.format, found.verdict, found.unchecked) == ("toy", "readable", ("w", "b"))
+    # In a folder, it is a checkpoint by its name.
+    found = holdfast.verify(path.parent)
+    assert [name for name, _ in found.files] == ["x.toy"]
+    assert found.skipped == (str(path.parent / "notes.txt"),)
+
+
+def test_a_damaged_one_is_refused_by_its_reader(path: Path):
+    path.write_bytes(MAGIC + b"{nothing\n")
+    with pytest.raises(HeaderError, match="no JSON"):
+        holdfast.open(path)
+    assert not holdfast.verify(path).ok
+    assert holdfast.scan(path).verdict() == "error"
+
+
+def test_one_that_is_a_pickle_as_well_is_refused():
+    """torch knows nothing of a new format, and would unpickle it."""
+    call = b"cposix\nsystem\n"
+    FORMATS.append(other := replace(TOY, begins=call))
+    try:
+        with pytest.raises(FormatError, match="toy and a pickle at once"):
+            holdfast.open(call + b"(S'x'\ntR.")
+    finally:
+        FORMATS.remove(other)
+
+
+def test_diff_knows_that_its_names_are_all_it_has(path: Path):
+    nested = {"a": {"b": np.ones(2, np.float32)}}
+    holdfast.save(nested, path.parent / "nested.pt")
+    holdfast.save({"a.b": nested["a"]["b"]}, path.parent / "flat.toy")
+    found = holdfast.diff(path.parent / "nested.pt", path.parent / "flat.toy")
+    assert any("nested on one side and have dotted names on the other" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", ["x.toy", "folder/x.TOY"])
+def test_a_url(toy: None, name: str):
+    url = f"memory://formats-{next(BUCKETS)}/{name}"
+    assert holdfast.save(STATE, url).format == "toy"
+    same(url)
+    holdfast.convert(url, url + ".safetensors")
+    same(url + ".safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("x.toy", True), ("x.PT", True), ("run/step-1.5", False), ("Llama-3.1-8B", False), ("a.pt/step-1", False)]
+)
+def test_a_url_is_an_objects_by_its_suffix(name: str, file: bool):
+    assert url_of(f"memory://bucket/{name}").says_file is file
+
+
+def test_exports_of_a_run(toy: None, tmp_path: Path):
+    assert Export(tmp_path, format="toy").target(5) == str(tmp_path / "step-00000005.toy")
+    inside = tmp_path / "step-5.toy"
+    inside.mkdir()
+    with pytest.raises(BadArgument, match=r"an export would have the name step-5\.toy"):
+        Export(tmp_path, format="toy").check(str(inside))
+    Export(tmp_path, format="toy").check(str(tmp_path / "step-5.txt"))
+
+
+def test_the_command_line(path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["show", str(path)]) == 0
+    assert "toy" in capsys.readouterr().out
+    assert main(["convert", str(path), str(path.parent / "y"), "--format", "toy", "--quiet"]) == 0
+    same(path.parent / "y")
+    for verb in ("convert", "prune"):
+        assert main([verb, "--help"]) == 0
+        assert "{torch,safetensors,native,toy}" in capsys.readouterr().out
+    for shell in ("bash", "zsh", "fish"):
+        assert re.search(r"torch\W+safetensors\W+native\W+toy", script(shell))
+
+
+def test_the_help_of_convert_lists_what_is_written():
+    code = """
+import sys
+from holdfast.formats import FORMATS
+from tests.formats.toy import TOY
+FORMATS.append(TOY)
+from holdfast.cli.main import main
+sys.exit(main(["convert", "--help"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    told = " ".join(done.stdout.split())
+    assert "torch (.pt, .pth, .bin, .ckpt), safetensors, a native directory (no suffix), or toy." in told
+
+
+# The list itself.
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_an_entry_names_what_is_there_and_in_this_package(format: formats.Format):
+    named = {format.read_by, format.known_by, format.written_by, format.sharded_by, format.weights_by} - {""}
+    assert all(where.startswith(".") for where in named)
+    assert all(callable(formats.named(where)) for where in named)
+    assert format.known_by or (format.begins and not format.folder)
+    if format.written_by:
+        taken = inspect.signature(formats.named(format.written_by)).parameters
+        assert set(format.takes) <= set(taken)
+        assert set(format.takes) <= set(LAYOUT)
+        assert format.folder or format.suffixes
+    if format.sharded_by:
+        assert format.folder
+        assert format.index
+
+
+def test_names_and_suffixes_are_no_two_formats():
+    names = [format.name for format in FORMATS]
+    assert len(names) == len(set(names))
+    suffixes = [suffix for format in FORMATS for suffix in format.suffixes]
+    assert len(suffixes) == len(set(suffixes))
+    assert titles(written_formats()) == ("torch", "safetensors", "native")
+    assert titles(rank_formats()) == ("native", "safetensors", "dcp")
+    assert written_suffixes()[""] == "native"
+
+
+def test_of_what_is_no_format_nothing_is_known():
+    other = format_of("a file object")
+    assert other == formats.Format("a file object", "")
+    assert format_of("native") is format_of("native")
+
+
+def test_what_a_reader_says_is_in_the_list(golden: Path):
+    with holdfast.open(golden) as found:
+        assert found.format in [format.name for format in FORMATS]

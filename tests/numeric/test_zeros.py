@@ -1,0 +1,99 @@
+"""Where zeros are, against counting them one by one."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.arrays import Resident
+from holdfast.inspect import sparsity as module
+from holdfast.inspect.sparsity import BLOCKS, EXPLAINED, TensorSparsity, find_zeros
+from holdfast.numeric.pack import matrix_shape
+from holdfast.numeric.zeros import PATTERNS
+
+
+def slowly(array: np.ndarray) -> TensorSparsity:
+    """By definition, block by block."""
+    zero = np.array([value == 0 for value in array.reshape(-1).tolist()], bool).reshape(array.shape)
+    zeros, filled = int(zero.sum()), int((~zero).sum())
+    patterns = []
+    for m in PATTERNS:
+        if array.ndim and array.shape[-1] % m == 0 and array.size:
+            most = max(int(group.sum()) for group in ~zero.reshape(-1, m))
+            if 0 < most < m and filled >= EXPLAINED * array.size * most / m:
+                patterns.append((most / m, m, most))
+    matrix = zero.reshape(matrix_shape(array.shape))
+    rows, columns = matrix.shape
+    block = None
+    for height, width in BLOCKS:
+        if height <= rows and width <= columns and zeros and filled:
+            tiles = [matrix[i : i + height, j : j + width] for i in range(0, rows, height) for j in range(0, columns, width)]
+            if sum(tile.size for tile in tiles if tile.all()) >= EXPLAINED * zeros:
+                block = height, width
+                break
+    dead = (int(matrix.all(axis=1).sum()), int(matrix.all(axis=0).sum())) if array.ndim > 1 else (0, 0)
+    best = min(patterns, default=None)
+    return TensorSparsity("", array.dtype.name, array.shape, zeros, best and (best[2], best[1]), block, *dead)
+
+
+def pruned(rng: np.random.Generator, shape: tuple[int, ...], how: str) -> np.ndarray:
+    array = rng.standard_normal(shape) + 3
+    matrix = array.reshape(matrix_shape(shape))
+    rows, columns = matrix.shape
+    if how == "anywhere":
+        matrix[rng.random(matrix.shape) < rng.choice([0.02, 0.5, 0.99])] = 0
+    elif how == "groups" and array.size:
+        m = int(rng.choice([2, 4, 8, 16]))
+        order = rng.random((rows, -(-columns // m) * m)).reshape(rows, -1, m).argsort(axis=2).reshape(rows, -1)[:, :columns]
+        matrix[order < int(rng.integers(1, m))] = -0.0
+    elif how == "blocks" and array.size:
+        height, width = BLOCKS[int(rng.integers(len(BLOCKS)))]
+        gone = rng.random((-(-rows // height), -(-columns // width))) < rng.choice([0.1, 0.6])
+        matrix[np.repeat(np.repeat(gone, height, axis=0), width, axis=1)[:rows, :columns]] = 0
+        matrix[rng.random(matrix.shape) < 0.001] = 0
+    elif how == "lines" and array.size:
+        matrix[rng.random(rows) < 0.3] = 0
+        matrix[:, rng.random(columns) < 0.3] = 0
+    return array
+
+
+SHAPES = [
+    (),
+    (0, 4),
+    (4, 0),
+    (1,),
+    (7,),
+    (64,),
+    (130,),
+    (1, 200),
+    (3, 5),
+    (64, 64),
+    (65, 129),
+    (100, 90),
+    (200, 16),
+    (130, 8, 9),
+    (2, 4096),
+]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from(SHAPES),
+    st.sampled_from(["anywhere", "groups", "blocks", "lines"]),
+    st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int8, np.bool_, np.complex64]),
+    st.booleans(),
+    st.integers(0, 1 << 32),
+)
+def test_zeros_are_where_counting_finds_them(shape, how, dtype, small, seed):
+    array = pruned(np.random.default_rng(seed), shape, how).astype(dtype)
+    if small and array.ndim == 2:
+        array = np.asfortranarray(array)
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(module, "TILE_COLUMNS", 64)
+        (found,) = find_zeros([Resident().array(array)], threads=2)
+    expected = slowly(array)
+    assert [getattr(found, name) for name in expected.__slots__[1:]] == [getattr(expected, name) for name in expected.__slots__[1:]]
