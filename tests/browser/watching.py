@@ -49,7 +49,7 @@ class Seen:
         return self.load()
 
     def until(self, expression: str, seconds: float = 20) -> None:
-        """Waits for an expression to hold. Asked from here: in the page, the policy forbids to evaluate text."""
+        """Waits for an expression to hold. ReportRequest from here: in the page, the policy forbids to evaluate text."""
         end = time.monotonic() + seconds
         while not self.page.evaluate(expression):
             assert time.monotonic() < end, f"{expression} does not come true"

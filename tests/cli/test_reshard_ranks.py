@@ -13,7 +13,7 @@ from holdfast.cli.main import main
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["a directory", "a URL"])
-def test_companions_are_no_ranks(tmp_path: Path, far: bool, capsys: pytest.CaptureFixture[str]):
+def test_side_files_are_no_ranks(tmp_path: Path, far: bool, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("obstore")
     source = tmp_path / "model"
     holdfast.save({"a": np.ones((4, 4), np.float32)}, source, format="safetensors", max_shard_size="1MB")

@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast.cli.main import main, parser
 from holdfast.cli.parser import verbs_of
-from holdfast.cli.text import PLAINER, broken, plain, width
+from holdfast.cli.text import ASCII_FORMS, broken, plain, width
 
 VERBS = ["", *verbs_of(parser())]
 
@@ -119,7 +119,7 @@ def test_no_line_is_wider_than_the_terminal(on_terminal, call):
 @pytest.mark.parametrize("call", CALLS)
 def test_ascii_locales(in_ascii, call):
     assert in_ascii[call]
-    for char in map(chr, PLAINER):
+    for char in map(chr, ASCII_FORMS):
         assert f"\\u{ord(char):04x}" not in "".join(in_ascii[call])
 
 
@@ -136,4 +136,4 @@ def test_everything_of_ours_that_is_drawn_has_a_plainer_form():
 
     for module in (show, stats, ranks):
         with open(module.__file__, encoding="utf-8") as file:
-            assert {char for char in file.read() if not char.isascii()} <= set(map(chr, PLAINER))
+            assert {char for char in file.read() if not char.isascii()} <= set(map(chr, ASCII_FORMS))

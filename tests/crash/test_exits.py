@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine import threads
-from holdfast.engine.beside import Beside
+from holdfast.engine.background import BackgroundCall
 from tests.crash.exits import FAILS, MORE_FAILS, MORE_SAVES, SAVES
 from tests.crash.programs import Program, outcomes, same
 
@@ -61,8 +61,8 @@ def test_work_is_done_without_threads(monkeypatch: pytest.MonkeyPatch):
     done: list[int] = []
     threads.run_all([lambda i=i: done.append(i) for i in range(5)], 4)
     assert done == [0, 1, 2, 3, 4]
-    with Beside(lambda: 7) as beside:
-        assert beside.result() == 7
-    with Beside(lambda: done.append(9)):
+    with BackgroundCall(lambda: 7) as call:
+        assert call.result() == 7
+    with BackgroundCall(lambda: done.append(9)):
         pass
     assert 9 not in done

@@ -14,7 +14,7 @@ from holdfast.errors import DurabilityUncertain, NotCommitted
 from holdfast.saving.planned import write_plan
 from holdfast.saving.writing import Writing
 from holdfast.seals import renew as renewal
-from holdfast.seals.document import SEAL, Seal, SealedFile, beside, encode_seal, parse_seal
+from holdfast.seals.document import SEAL, Seal, SealedFile, encode_seal, parse_seal, seal_name
 from holdfast.seals.make import write_seal
 from holdfast.seals.renew import Known, Renewal
 from holdfast.stores.files import Files, write_all
@@ -57,7 +57,7 @@ def sealed(tree: Tree) -> bool:
     files = (
         flat(inside) if not isinstance(inside, bytes) else {FOLDER: inside, **flat({n: c for n, c in tree.items() if n != FOLDER})}
     )
-    raw = files.get(SEAL if not isinstance(inside, bytes) else beside(FOLDER))
+    raw = files.get(SEAL if not isinstance(inside, bytes) else seal_name(FOLDER))
     if raw is None:
         return False
     seal = parse_seal(raw, Limits())
@@ -85,7 +85,7 @@ def test_after_every_power_cut_there_is_no_seal_or_a_right_one(single: bool, nor
 
     def look(call: str) -> None:
         nonlocal states
-        for name in (FOLDER, beside(FOLDER)) if single else (FOLDER,):
+        for name in (FOLDER, seal_name(FOLDER)) if single else (FOLDER,):
             for tree in model.crashes(name):
                 states += 1
                 sealed(tree)
@@ -202,7 +202,7 @@ class Failing:
 def replaced(files: Files, *, durable: bool = True) -> None:
     """Put the second version in the place of the first, which is sealed."""
     plan = plan_of(f"{ROOT}/{FOLDER}", 2, "torch", None, "never")
-    known = Known(first_seal(), ROOT, FOLDER, f"{ROOT}/{beside(FOLDER)}")
+    known = Known(first_seal(), ROOT, FOLDER, f"{ROOT}/{seal_name(FOLDER)}")
     seals = Renewal(f"{ROOT}/{FOLDER}", (known,)).laid_out(plan, (), ())
     write_plan(plan, f"{ROOT}/{FOLDER}", Writing(overwrite=True, durable=durable, threads=1), files=files, renews=seals)
 
@@ -227,12 +227,12 @@ def first_seal() -> Seal:
 
 
 def model_with_first() -> Model:
-    return Model(tree={FOLDER: version(1), beside(FOLDER): encode_seal(first_seal())})
+    return Model(tree={FOLDER: version(1), seal_name(FOLDER): encode_seal(first_seal())})
 
 
 def fits(tree: Tree) -> int:
     """Which version there is; the seal is there and fits it, or this raises."""
-    content, text = tree[FOLDER], tree[beside(FOLDER)]
+    content, text = tree[FOLDER], tree[seal_name(FOLDER)]
     assert isinstance(text, bytes)
     seal = parse_seal(text, Limits())
     assert (seal.step, seal.saved, dict(seal.metrics)) == (5, 1.0, {"loss": 2.0})
@@ -243,7 +243,7 @@ def fits(tree: Tree) -> int:
 
 def done(model: Model) -> bool:
     """Whether the new one is there, and its seal says nothing else any more."""
-    return model.live() == {FOLDER: version(2), beside(FOLDER): encode_seal(Seal(5, 1.0, {"loss": 2.0}, (sealed_as(2),)))}
+    return model.live() == {FOLDER: version(2), seal_name(FOLDER): encode_seal(Seal(5, 1.0, {"loss": 2.0}, (sealed_as(2),)))}
 
 
 def test_after_every_power_cut_the_seal_fits_the_old_or_the_new_file():
@@ -251,7 +251,7 @@ def test_after_every_power_cut_the_seal_fits_the_old_or_the_new_file():
 
     def look(call: str) -> None:
         nonlocal states
-        for name in (FOLDER, beside(FOLDER)):
+        for name in (FOLDER, seal_name(FOLDER)):
             for tree in model.crashes(name):
                 states += 1
                 seen.add(fits(tree))

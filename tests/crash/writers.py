@@ -27,10 +27,10 @@ from holdfast.engine.saves import SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.saving.base import open_base
-from holdfast.saving.companions import Companions
 from holdfast.saving.formats import Options, format_for, plan_save
 from holdfast.saving.planned import write_plan
 from holdfast.saving.rows import lazy_tree
+from holdfast.saving.side_files import SideFiles
 from holdfast.saving.state import tabulate_state
 from holdfast.saving.writing import Writing
 from holdfast.seals.check import check_digests, read_seal
@@ -157,8 +157,8 @@ def plan_of(path: str, version: int, format: str, split: int | None, sparse: str
     if format == "model":
         # The config is edited, because the weights it was about had another dtype; the tokenizer is copied.
         files = {"config.json": b'{"dtype": "float64"}' + b" " * version, "tokenizer.json": payload(version, 9_000)}
-        beside = Companions(dict.fromkeys(files, OpenSource(MemoryStore(files))), elsewhere=True)
-        return beside.beside(plan_save(path, described, "safetensors-dir", options=options), {})[0]
+        side_files = SideFiles(dict.fromkeys(files, OpenSource(MemoryStore(files))), elsewhere=True)
+        return side_files.add_to(plan_save(path, described, "safetensors-dir", options=options), {})[0]
     return plan_save(path, described, format_for(path, format, options), options=options)
 
 

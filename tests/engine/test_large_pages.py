@@ -18,7 +18,7 @@ MIB = 1 << 20
 def advised(monkeypatch):
     """What was asked of the kernel, in large pages from the start of some memory on."""
     asked: list[tuple[int, int, str]] = []
-    monkeypatch.setattr(large_pages, "_asked_for", lambda: True)
+    monkeypatch.setattr(large_pages, "_needs_madvise", lambda: True)
     monkeypatch.setattr(large_pages, "_advise", lambda begin, end, advice: asked.append((begin, end, advice)) is None)
     return asked
 
@@ -73,12 +73,12 @@ def test_only_where_the_system_waits_to_be_asked(tmp_path, monkeypatch, setting)
     if setting is not None:
         path.write_text(setting)
     monkeypatch.setattr(large_pages, "SETTING", str(path))
-    assert large_pages._asked_for.__wrapped__() == (setting == "always [madvise] never")
+    assert large_pages._needs_madvise.__wrapped__() == (setting == "always [madvise] never")
 
 
 def test_loads_ask_for_what_they_fill_and_get_the_same(tmp_path, monkeypatch):
     asked: list[int] = []
-    monkeypatch.setattr(large_pages, "_asked_for", lambda: True)
+    monkeypatch.setattr(large_pages, "_needs_madvise", lambda: True)
     monkeypatch.setattr(large_pages, "_is_slow", lambda address: False)
     before = large_pages._advise
     monkeypatch.setattr(

@@ -21,7 +21,7 @@ import torch
 
 import holdfast
 import holdfast.torch as ht
-from holdfast.engine.beside import Beside
+from holdfast.engine.background import BackgroundCall
 from holdfast.engine.threads import run_all
 
 SOURCES = ("x.pt", "legacy.pt", "x.safetensors", "native", "x.npz", "dcp")
@@ -191,8 +191,8 @@ def _helpers(path: Path) -> None:
 
 
 def _beside(path: Path) -> None:
-    with Beside(lambda: 1 // 0) as beside:
-        beside.result()
+    with BackgroundCall(lambda: 1 // 0) as call:
+        call.result()
 
 
 def test_a_failure_keeps_nobodys_variables(tmp_path: Path, no_collector: None):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.dtype import DTYPES
 from holdfast.engine.arrays import Resident
-from holdfast.engine.blocks import pack, read_slab, slabs
+from holdfast.engine.blocks import contiguous_blocks, pack, read_block
 from holdfast.engine.computed import Computed, flat_boxes, read_flat
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -29,8 +29,8 @@ def test_slabs_of_any_size_are_the_bytes(shape, block, transposed):
     array = np.asfortranarray(array) if transposed else array
     tensor = Resident().array(array)
     found = bytearray(array.nbytes)
-    for slab in slabs(tensor, block):
-        found[slab.start : slab.start + slab.nbytes] = read_slab(slab)
+    for piece in contiguous_blocks(tensor, block):
+        found[piece.start : piece.start + piece.nbytes] = read_block(piece)
     assert bytes(found) == array.tobytes()
 
 
@@ -41,7 +41,7 @@ def test_a_cast_reads_like_astype(shape, block):
     half = Computed().tensor(Resident().array(array), DTYPES.name("bfloat16"), lambda a: a.astype(ml_dtypes.bfloat16))
     expected = array.astype(ml_dtypes.bfloat16)
     assert half.numpy().tobytes() == expected.tobytes()
-    assert b"".join(bytes(read_slab(s)) for s in slabs(half, block)) == expected.tobytes()
+    assert b"".join(bytes(read_block(s)) for s in contiguous_blocks(half, block)) == expected.tobytes()
     if shape:
         assert half[-1].numpy().tobytes() == expected[-1].tobytes()
 

@@ -7,7 +7,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.engine.coalesce import Policy, coalesce
-from holdfast.engine.reads import comb
+from holdfast.engine.reads import strided_ranges
 from tests.properties.strategies import bytes_touched, chunks
 
 TOUCHING = Policy(free_gap=0, max_gap=0, over_read=0.0, alone=1 << 62, block=1 << 62)
@@ -18,9 +18,9 @@ def byte_runs(chunk, dtype):
     """Starts and stops, relative to the storage, of the maximal byte ranges that hold a chunk's elements."""
     if chunk.box.count == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    teeth = comb(chunk, dtype)
-    bits = np.sort(teeth.starts(chunk))
-    starts, stops = bits // 8, (bits + teeth.extent + 7) // 8
+    ranges = strided_ranges(chunk, dtype)
+    bits = np.sort(ranges.starts(chunk))
+    starts, stops = bits // 8, (bits + ranges.extent + 7) // 8
     heads = coalesce(starts, stops, TOUCHING)
     return starts[heads], np.maximum.reduceat(stops, heads)
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast.torch as ht
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.engine.saves import Memory
 from holdfast.torch.serialization import pickling
 from holdfast.torch.serialization.save import plan_object
@@ -319,7 +319,7 @@ def test_no_tensor_is_kept(count):
     """The collector rests: what is kept by a cycle would stay."""
     tensor = torch.ones(3)
     held = weakref.ref(tensor)
-    with resting_collector():
+    with gc_paused():
         ht.save(many(count) | {"a": tensor, "b": torch.nn.Parameter(torch.ones(2)), "c": [tensor]}, io.BytesIO())
         del tensor
         assert held() is None

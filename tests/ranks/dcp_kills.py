@@ -110,15 +110,15 @@ def main(folder: Path) -> None:
             path.parent.mkdir()
             row: dict[str, object] = {"place": place, "rank": rank}
             row["hung"] = -1000 in together(path, number=1, dying=(9, "")) + together(path, number=2, dying=(rank, place))
-            row["there"] = _asked(path)
+            row["there"] = _request(path)
             together(path, number=3, dying=(9, ""))
-            row["later"] = _asked(path)
+            row["later"] = _request(path)
             row["left"] = [name for name in os.listdir(path.parent) if not name.startswith("store-")]
             rows.append(row)
     print(json.dumps(rows))
 
 
-def _asked(path: Path) -> float:
+def _request(path: Path) -> float:
     """In a fork: this process starts no thread."""
     answer = path.parent / "store-answer"
     assert ended([forked(lambda: answer.write_text(str(what_is_there(path))))]) == [0]

@@ -106,8 +106,8 @@ def test_slabs_make_no_difference(world, boxes):
     _, _, states = world
     whole = plan_ranks(states)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(survey, "SLAB_BOXES", boxes)
-        patch.setattr(survey, "SLAB_BOXES_A_RANK", 0)
+        patch.setattr(survey, "BATCH_BOXES", boxes)
+        patch.setattr(survey, "BATCH_BOXES_A_RANK", 0)
         assert all_of(plan_ranks(states)) == all_of(whole)
 
 
@@ -262,14 +262,14 @@ def test_tied_in_name_only():
 
 
 def test_slabs_share_their_sets_of_holders(monkeypatch):
-    # Four ranks in two pairs; every slab has boxes of both, in turns.
+    # Four ranks in two pairs; every batch has boxes of both, in turns.
     states = []
     for rank in range(4):
         part = 2 * (rank // 2)
         states.append(rank_with(*((f"t{i}", *rows(4, (part, part + 2))) for i in range(40))))
     whole = plan_ranks(states)
-    monkeypatch.setattr(survey, "SLAB_BOXES", 8)
-    monkeypatch.setattr(survey, "SLAB_BOXES_A_RANK", 0)
+    monkeypatch.setattr(survey, "BATCH_BOXES", 8)
+    monkeypatch.setattr(survey, "BATCH_BOXES_A_RANK", 0)
     assert all_of(plan_ranks(states)) == all_of(whole)
     assert whole.nbytes.tolist() == [20 * 2 * 2 * 4] * 4
 

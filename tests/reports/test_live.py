@@ -22,7 +22,7 @@ import pytest
 
 import holdfast
 from holdfast.reports.live import ADDRESS, Live
-from holdfast.reports.report import Asked, prepared
+from holdfast.reports.report import ReportRequest, prepared
 from holdfast.reports.tiles import tile
 from tests.reports.pages import data_of, names_of
 
@@ -44,7 +44,7 @@ def model(tmp_path):
 
 @contextmanager
 def serving(path, other=None):
-    with prepared(path, other, Asked()) as ready:
+    with prepared(path, other, ReportRequest()) as ready:
         made = ready.make(None)
         live = Live(made.document, made.tensors)
         thread = threading.Thread(target=live.serve)
@@ -199,7 +199,7 @@ def test_a_port_that_is_taken(model):
     with socket.socket() as taken:
         taken.bind((ADDRESS, 0))
         taken.listen()
-        with pytest.raises(holdfast.errors.BadArgument, match="cannot be had"), prepared(model, None, Asked()) as ready:
+        with pytest.raises(holdfast.errors.BadArgument, match="cannot be had"), prepared(model, None, ReportRequest()) as ready:
             Live(ready.make(None).document, (), port=taken.getsockname()[1])
 
 

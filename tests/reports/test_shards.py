@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.reports import shards as module
-from holdfast.reports.shards import HEADER, JOINED, TENSOR, UNREACHED, _Held, joined, mesh_of, strips_of
+from holdfast.reports.shards import HEADER, JOINED, TENSOR, UNREACHED, _Held, joined, mesh_of, stretches_of
 from tests.conftest import GOLDEN
 
 FILES = sorted(path for path in (GOLDEN / "files").iterdir() if not path.name.startswith("."))
@@ -37,7 +37,7 @@ HELD = st.tuples(st.integers(0, 20_000), st.integers(1, 9000), st.integers(0, 9)
 
 @given(st.lists(HELD, max_size=30), st.integers(2, 12))
 def test_strips_have_no_gap(held, most):
-    strips = strips_of(held, 30_000)
+    strips = stretches_of(held, 30_000)
     assert strips[0][0] == 0
     assert strips[-1][1] == 30_000
     assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise(strips))

@@ -15,7 +15,7 @@ from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.errors import CannotHold, DurabilityUncertain, NotCommitted
 from holdfast.seals import renew as renewal
 from holdfast.seals.check import read_seal
-from holdfast.seals.document import SEAL, Seal, SealedFile, beside, encode_seal
+from holdfast.seals.document import SEAL, Seal, SealedFile, encode_seal, seal_name
 
 METRICS = {"loss": 0.5}
 
@@ -99,7 +99,7 @@ def test_a_sealed_file_stays_a_step(tmp_path: Path, verb: str, name: str):
     assert now.files[0].nbytes == path.stat().st_size
     assert holdfast.verify(path).ok
     assert [(step.step, step.metrics) for step in holdfast.Run(tmp_path / "out")] == [(5, METRICS)]
-    assert sorted(os.listdir(tmp_path / "out")) == [name, beside(name)]
+    assert sorted(os.listdir(tmp_path / "out")) == [name, seal_name(name)]
 
 
 @each_verb

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Nothing but the exit code comes out."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            # A terminal that cannot show a character shows another one, or its code (text.plainer).
+            # A terminal that cannot show a character shows another one, or its code (text.replace_unencodable).
             stream.reconfigure(errors="holdfast")
     # Looking for cycles among the million objects of a large checkpoint, again and again, would take half of the time.
     gc.set_threshold(200_000)

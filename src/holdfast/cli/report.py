@@ -11,7 +11,7 @@ from holdfast.cli import values
 from holdfast.cli.text import print_json, print_lines
 
 if TYPE_CHECKING:
-    from holdfast.reports.report import Asked
+    from holdfast.reports.report import ReportRequest
 
 DESCRIPTION = """\
 Write a page to look at: what is in a checkpoint, how large, where in which file, and what is odd about it; with OTHER, what
@@ -31,14 +31,14 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    add_asked(verb)
+    add_report_arguments(verb)
     verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="where to write the page")
     verb.add_argument("--overwrite", action="store_true", help="replace what is there, also where it is no page")
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
     verb.add_argument("--json", action="store_true", help="print the data behind the page (its schema is in docs/report.md)")
 
 
-def add_asked(verb: argparse.ArgumentParser) -> None:
+def add_report_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=values.target, help="a checkpoint of any format, or a run's directory")
     verb.add_argument("other", metavar="OTHER", type=values.target, nargs="?", help="a second one: show what differs")
     verb.add_argument("--stats", action="store_true", help="read every tensor: sizes, zeros, NaN, histograms, quantiles, norms")
@@ -60,10 +60,10 @@ def _share(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no share: write 1%, or 0.01") from error
 
 
-def asked_of(options: argparse.Namespace) -> Asked:
-    from holdfast.reports.report import Asked
+def report_request_of(options: argparse.Namespace) -> ReportRequest:
+    from holdfast.reports.report import ReportRequest
 
-    return Asked(
+    return ReportRequest(
         options.stats or options.svd or options.sample is not None, options.sample, options.svd, options.filter, options.mesh,
         max_memory=options.max_memory, threads=options.threads,
     )  # fmt: skip
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         page_target(options.output, overwrite=options.overwrite)
     quiet = options.quiet or options.json
     with (
-        prepared(options.path, options.other, asked_of(options)) as ready,
+        prepared(options.path, options.other, report_request_of(options)) as ready,
         bar("Reading", ready.nbytes, quiet=quiet or not ready.nbytes) as progress,
     ):
         made = Report(ready.make(progress).document)

@@ -6,7 +6,7 @@ A line is a list of spans; a span is escaped text and the name of a style. To a 
 or a file as plain text. A line that is too long for a terminal is broken between words; into a pipe it goes as it is. No markup is
 ever parsed, so nothing in a file can pose as markup.
 
-Where the output has fewer characters than Unicode (LC_ALL=C), those that we draw with have others in their place (`plainer`).
+Where the output has fewer characters than Unicode (LC_ALL=C), ours are replaced by others (`replace_unencodable`).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _split(line: Line, at: int) -> tuple[Line, Line]:
     return head, []
 
 
-PLAINER = str.maketrans({
+ASCII_FORMS = str.maketrans({
     "…": "...", "→": "->", "←": "<-", "×": "x", "·": "-", "−": "-", "±": "+-", "≤": "<=", "≥": ">=", "µ": "u", "–": "-",
     "─": "-", "│": "|", "├": "|", "└": "`", "┌": ".", "┐": ".", "┘": "'", "┼": "+", "┤": "|", "┴": "+", "┬": "+",
     "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%", "█": "#",
@@ -169,15 +169,15 @@ PLAINER = str.maketrans({
 """What stands for a character of ours where there is none."""
 
 
-def plainer(error: UnicodeError) -> tuple[str, int]:
+def replace_unencodable(error: UnicodeError) -> tuple[str, int]:
     """What Python asks about characters that an output cannot hold: ours have others in their place, the rest shows its code."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    text = error.object[error.start : error.end].translate(PLAINER)
+    text = error.object[error.start : error.end].translate(ASCII_FORMS)
     return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
 
-codecs.register_error("holdfast", plainer)
+codecs.register_error("holdfast", replace_unencodable)
 
 
 def guides() -> tuple[str, str, str, str]:

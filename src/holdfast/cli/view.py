@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from holdfast.cli import values
-from holdfast.cli.report import add_asked, asked_of
+from holdfast.cli.report import add_report_arguments, report_request_of
 
 DESCRIPTION = """\
 Look at a checkpoint in the browser: the page of `holdfast report`, which reads histograms and pictures of single tensors when they
@@ -20,7 +20,7 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    add_asked(verb)
+    add_report_arguments(verb)
     verb.add_argument("--port", metavar="N", type=_port, default=0, help="the port (any that is free)")
     verb.add_argument("--no-browser", action="store_true", help="print the address, and open nothing")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.reports.live import Live
     from holdfast.reports.report import prepared
 
-    with prepared(options.path, options.other, asked_of(options)) as ready:
+    with prepared(options.path, options.other, report_request_of(options)) as ready:
         with bar("Reading", ready.nbytes, quiet=options.quiet or not ready.nbytes) as progress:
             made = ready.make(progress)
         live = Live(made.document, made.tensors, port=options.port)

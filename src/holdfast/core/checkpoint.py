@@ -130,14 +130,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._description.notes
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def non_model_keys(self) -> tuple[str, ...]:
         """Keys at the top of the tree that are no part of the model, where the format knows: the optimizer, the state of a run."""
-        return self._description.beside
+        return self._description.non_model_keys
 
     def model_names(self, prefix: str = "") -> list[str]:
-        """The names that begin so, without what stands `beside` the model, unless the prefix leads there."""
-        beside = tuple(f"{key}." for key in self.beside if not prefix.startswith(f"{key}."))
-        return [name for name in self if name.startswith(prefix) and not (beside and name.startswith(beside))]
+        """The names that begin so, without the `non_model_keys`, unless the prefix leads there."""
+        left = tuple(f"{key}." for key in self.non_model_keys if not prefix.startswith(f"{key}."))
+        return [name for name in self if name.startswith(prefix) and not (left and name.startswith(left))]
 
     @property
     def metadata(self) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.core.arrays import AnyDType, Ints
 from holdfast.core.protocols import Source
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import ChunkSlice, LazyTensor
 from holdfast.core.value import Value
 
@@ -112,7 +112,7 @@ def read_tensors(tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
         by.setdefault(tensor.source, []).append(number)
     arrays = [NO_ARRAY] * len(tensors)
     for source, numbers in by.items():
-        with resting_collector():
+        with gc_paused():
             dense = dense_rows(tensors, numbers)
             others = [*{*numbers}.difference(dense.numbers)] if len(dense) < len(numbers) else ()
             made = source.arrays(dense, others, tensors.__getitem__)

@@ -9,7 +9,7 @@ from holdfast.errors import UnsafePath
 DATA = re.compile(r"data-([0-9a-f]{16})-[0-9]{5,}-of-[0-9]{5,}(?:-[0-9]{5,})?\.safetensors", re.ASCII)
 """What a save to an object store calls its data, with the id of the save: nobody else has given such a name."""
 
-BESIDE = re.compile(rf"\.\./([^./\\\0][^/\\\0]*)/({DATA.pattern})", re.ASCII)
+SIBLING = re.compile(rf"\.\./([^./\\\0][^/\\\0]*)/({DATA.pattern})", re.ASCII)
 
 
 def check_key(key: str) -> str:
@@ -24,13 +24,13 @@ def check_key(key: str) -> str:
     return key
 
 
-def beside(key: str) -> tuple[str, str] | None:
+def sibling_key(key: str) -> tuple[str, str] | None:
     """Folder and name of a key that names data of another save, in a folder beside the one that was opened; None for any other.
 
-    >>> beside("../step-1/data-0123456789abcdef-00001-of-00001.safetensors")
+    >>> sibling_key("../step-1/data-0123456789abcdef-00001-of-00001.safetensors")
     ('step-1', 'data-0123456789abcdef-00001-of-00001.safetensors')
-    >>> beside("../../data-0123456789abcdef-00001-of-00001.safetensors"), beside("../step-1/secret.safetensors")
+    >>> sibling_key("../../data-0123456789abcdef-00001-of-00001.safetensors"), sibling_key("../step-1/secret.safetensors")
     (None, None)
     """
-    found = BESIDE.fullmatch(key)
+    found = SIBLING.fullmatch(key)
     return None if found is None else (found[1], found[2])

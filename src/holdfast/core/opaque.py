@@ -103,7 +103,7 @@ class Opaque:
         """A copy of the state as attribute names and values, where it has that form."""
         return {k: v for state in self.states() for k, v in state.items() if isinstance(k, str)}
 
-    def beside(self) -> Iterator[tuple[str | int, object]]:
+    def non_attributes(self) -> Iterator[tuple[str | int, object]]:
         """Everything inside but the attributes, with the path element that leads to it."""
         if self.state is not None and not self.states():
             yield "state", self.state

@@ -90,7 +90,7 @@ class Store:
         return False
 
     def reaches(self, key: str) -> bool:
-        """Whether a key that leads to a folder beside this one (`core.keys.beside`) can be read. Objects have no second names, so
+        """Whether a key of a sibling folder (`core.keys.sibling_key`) can be read. Objects have no second names, so
         a checkpoint in a bucket names what it has in common with one beside it where that is."""
         return False
 
@@ -263,7 +263,7 @@ class Description(Value, frozen=True):
     archives: tuple[str, ...] = ()
     """Keys of the zips that a directory was put together from. Of equal replicas one is read, so tensors need not lie in all."""
 
-    beside: tuple[str, ...] = ()
+    non_model_keys: tuple[str, ...] = ()
     """Keys at the top of the tree that are no part of the model, where a format knows: the optimizer, the state of a run. Who wants
     a model (`convert`, `load_into`, `slices`) leaves them out, unless they are named."""
 

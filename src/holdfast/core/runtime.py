@@ -26,7 +26,7 @@ def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> 
     return thread
 
 
-class resting_collector:  # noqa: N801  # a block, said as one; a generator would take as long as a small archive has for it all
+class gc_paused:  # noqa: N801  # a block, said as one; a generator would take as long as a small archive has for it all
     """No cyclic garbage collection meanwhile.
 
     A description of 100,000 tensors is a million objects, none of them garbage; the collector would walk all of them again and

@@ -25,7 +25,7 @@ from holdfast.core.chunk import c_strides, in_c_order
 from holdfast.core.dense import NO_ARRAY, NO_ROWS, DenseRows
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source, Store
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import NO_CRC, PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value
 from holdfast.errors import SaveError
@@ -462,7 +462,7 @@ class Table(Mapping[str, LazyTensor]):
             for number in sorted({*range(len(rows))}.difference(*(found.numbers for found in dense.values()))):
                 others.setdefault(self.view(rows[number]).source, []).append(number)
         arrays = [NO_ARRAY] * len(rows)
-        with resting_collector():
+        with gc_paused():
             for source, more in others.items():
                 found = dense.get(source, NO_ROWS)
                 made = source.arrays(found, more, lambda number: self.view(rows[number]))

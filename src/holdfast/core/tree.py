@@ -83,7 +83,7 @@ def contents(value: object) -> Contents | None:
             if module is not None:
                 return [(value, iter(())), *module]
             states: Contents = [(state, ((step(k), v) for k, v in state.items())) for state in value.states()]
-            return [(value, iter(())), *states, (value, value.beside())]
+            return [(value, iter(())), *states, (value, value.non_attributes())]
         case Composite():
             return [(value, iter(value.children()))]
         case _:

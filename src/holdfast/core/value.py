@@ -42,7 +42,7 @@ class Value(Struct, frozen=True):
         return struct_replace(self, **changes)
 
 
-def plainer(kind: type[V], value: V, changes: Mapping[str, object]) -> V:
+def replace_as_base(kind: type[V], value: V, changes: Mapping[str, object]) -> V:
     """What is made of a value that finds some fields when they are asked for: one of its base class, which has them all."""
     fields = kind.__struct_fields__  # type: ignore[attr-defined]  # a struct
     return kind(**{name: getattr(value, name) for name in fields if name not in changes}, **changes)

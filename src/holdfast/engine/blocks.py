@@ -1,7 +1,7 @@
 """Walk a tensor's elements in C order, a bounded number of bytes at a time.
 
 Saving, digesting and comparing all want the same thing: the tensor as a row of bytes, whatever its strides, chunks, byte order or
-file. A *slab* is a box of it whose elements are consecutive in C order.
+file. A *piece* is a box of it whose elements are consecutive in C order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
 
-class Slab(Value, frozen=True):
+class ContiguousBlock(Value, frozen=True):
     tensor: LazyTensor
     """The part, as a tensor of its own."""
     start: int
@@ -30,22 +30,22 @@ class Slab(Value, frozen=True):
         return self.tensor.nbytes
 
 
-def slabs(tensor: LazyTensor, block: int, start: int = 0) -> Iterator[Slab]:
-    """Cut a tensor into slabs of at most `block` bytes, in order. Packed types are not cut inside a byte."""
+def contiguous_blocks(tensor: LazyTensor, block: int, start: int = 0) -> Iterator[ContiguousBlock]:
+    """Cut a tensor into contiguous_blocks of at most `block` bytes, in order. Packed types are not cut inside a byte."""
     if tensor.size == 0:
         return
     within = bool(tensor.shape) and (tensor.size // tensor.shape[0]) * tensor.dtype.bits % 8 != 0
     if tensor.nbytes <= block or not tensor.shape or within:
-        yield Slab(tensor, start)
+        yield ContiguousBlock(tensor, start)
         return
     row = tensor.nbytes // tensor.shape[0]
     if row > block:
         for i in range(tensor.shape[0]):
-            yield from slabs(tensor[i], block, start + i * row)
+            yield from contiguous_blocks(tensor[i], block, start + i * row)
         return
     rows = block // row
     for i in range(0, tensor.shape[0], rows):
-        yield Slab(tensor[i : i + rows], start + i * row)
+        yield ContiguousBlock(tensor[i : i + rows], start + i * row)
 
 
 def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
@@ -70,9 +70,9 @@ def mapped_bytes(tensor: LazyTensor) -> memoryview | None:
     return None if memory is None else memory[place[1] : place[1] + tensor.nbytes]
 
 
-def read_slab(slab: Slab) -> memoryview:
-    """The bytes of a slab: C order, little-endian, packed types packed."""
-    tensor = slab.tensor
+def read_block(piece: ContiguousBlock) -> memoryview:
+    """The bytes of a piece: C order, little-endian, packed types packed."""
+    tensor = piece.tensor
     memory = mapped_bytes(tensor)
     if memory is not None:
         return memory
@@ -88,13 +88,13 @@ def read_slab(slab: Slab) -> memoryview:
     return byte_row(array).data
 
 
-def slab_bytes(slab: Slab) -> AbstractContextManager[memoryview]:
-    """The bytes of a slab for a while, in memory that its source lends."""
-    return slab.tensor.source.lend(slab.tensor)
+def lent_bytes(piece: ContiguousBlock) -> AbstractContextManager[memoryview]:
+    """The bytes of a piece for a while, in memory that its source lends."""
+    return piece.tensor.source.lend(piece.tensor)
 
 
-def slab_block(tensor: LazyTensor, block: int) -> int:
-    """Bytes of a slab: what the store would rather have than `block`, where it has a preference.
+def block_size(tensor: LazyTensor, block: int) -> int:
+    """Bytes of a piece: what the store would rather have than `block`, where it has a preference.
 
     Of a store that is far away it is what one request fetches at the most, and `block` may be what memory allows.
     """

@@ -4,7 +4,7 @@ Reading through a gap costs its bytes; skipping it costs a system call. Four rul
 
 1. A gap of at most `free_gap` bytes is always read through: at memory speed it takes less time than the call that skips it.
 2. Larger gaps, up to `max_gap`, are read through smallest first, until together they reach a part of the wanted bytes. Gaps of one
-   size are read through all or none: a comb with some teeth joined would be neither one read nor a row of equal ones.
+   size are read through all or none: strided ranges of which some are joined would be neither one read nor a row of equal ones.
 3. A range of `alone` bytes or more is read by itself: the call costs nothing beside it, and it can go straight into place.
 4. Ranges that begin in two blocks of the file are not joined, so that threads share the work and scratch memory stays small.
 

@@ -5,7 +5,7 @@ A tensor takes one of four ways, the cheapest that it can:
 1. The file records the checksum of exactly these bytes: nothing is read.
 2. It is cut into pieces that each have such a record and that are consecutive in C order (shards of rows): the records combine.
 3. Its bytes lie in one piece of one file: they are swept. In this process's memory: they are looked at.
-4. Anything else (strides, shards of columns, big-endian, conjugated): it is read slab by slab, in C order.
+4. Anything else (strides, shards of columns, big-endian, conjugated): it is read piece by piece, in C order.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.blocks import Slab, contiguous_bytes, mapped_bytes, read_slab, slabs
+from holdfast.engine.blocks import ContiguousBlock, contiguous_blocks, contiguous_bytes, mapped_bytes, read_block
 from holdfast.engine.checksums import Progress, Span, Sweep
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 
-SLAB_NBYTES = 8 << 20
-"""Bytes of a slab: enough rows of a strided tensor that neighbouring runs are read together."""
+BLOCK_NBYTES = 8 << 20
+"""Bytes of a piece: enough rows of a strided tensor that neighbouring runs are read together."""
 
 
 def recorded_crc(tensor: LazyTensor) -> int | None:
@@ -112,7 +112,7 @@ def tensor_crcs(
             spans.append(Span(place[0], place[1], tensor.nbytes))
         else:
             parts[i] = Sums()
-            work += [_slab_task(slab, tensor.name, parts[i], progress) for slab in slabs(tensor, SLAB_NBYTES)]
+            work += [_block_task(piece, tensor.name, parts[i], progress) for piece in contiguous_blocks(tensor, BLOCK_NBYTES)]
     sweeps = [(numbers, Sweep(store, spans)) for store, (numbers, spans) in swept.items()]
     for _, sweep in sweeps:
         work += sweep.tasks(progress)
@@ -126,11 +126,11 @@ def tensor_crcs(
     return [known[twin_of.get(i, i)] or 0 for i in range(len(tensors))]
 
 
-def _slab_task(slab: Slab, name: str, sums: Sums, progress: Progress | None) -> Callable[[], None]:
+def _block_task(piece: ContiguousBlock, name: str, sums: Sums, progress: Progress | None) -> Callable[[], None]:
     def run() -> None:
         with located(tensor=name):
-            data = read_slab(slab)
-        sums.add(slab.start, data)
+            data = read_block(piece)
+        sums.add(piece.start, data)
         if progress is not None:
             progress(data.nbytes)
 

@@ -16,7 +16,7 @@ from itertools import takewhile
 from holdfast.core.content_hash import HEAD_NBYTES, ContentHash, Hashed, hash_short
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.blocks import Slab, slab_block, slab_bytes, slabs
+from holdfast.engine.blocks import ContiguousBlock, block_size, contiguous_blocks, lent_bytes
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
@@ -60,32 +60,37 @@ def unchanged_rows(table: Table, recorded: Mapping[int, int], *, threads: int | 
 
 def tensor_hashes(tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None) -> dict[str, Hashed]:
     """The hash of each tensor. Every byte is read once; memory beyond the tensors is a few blocks a thread."""
-    pieces = ((name, slab) for name, one in tensors.items() for slab in slabs(one, slab_block(one, block or BLOCK_NBYTES)))
+    pieces = (
+        (name, piece) for name, one in tensors.items() for piece in contiguous_blocks(one, block_size(one, block or BLOCK_NBYTES))
+    )
     return _hashed(tensors, pieces, threads, whole=True)
 
 
 def _heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, int | None]:
-    begins = ((name, takewhile(lambda slab: slab.start < HEAD_NBYTES, slabs(one, HEAD_NBYTES))) for name, one in tensors.items())
-    found = _hashed(tensors, ((name, slab) for name, some in begins for slab in some), threads, whole=False)
+    begins = (
+        (name, takewhile(lambda piece: piece.start < HEAD_NBYTES, contiguous_blocks(one, HEAD_NBYTES)))
+        for name, one in tensors.items()
+    )
+    found = _hashed(tensors, ((name, piece) for name, some in begins for piece in some), threads, whole=False)
     return {name: hashed.head for name, hashed in found.items()}
 
 
 def _hashed(
-    tensors: Mapping[str, LazyTensor], pieces: Iterable[tuple[str, Slab]], threads: int | None, *, whole: bool
+    tensors: Mapping[str, LazyTensor], pieces: Iterable[tuple[str, ContiguousBlock]], threads: int | None, *, whole: bool
 ) -> dict[str, Hashed]:
     """What `pieces` of tensors, each under the name of its tensor, say of each: its hash, or its head alone."""
     contents = {name: ContentHash(tensor.nbytes, whole=whole) for name, tensor in tensors.items()}
 
-    def add(some: Sequence[tuple[str, Slab]]) -> None:
-        for name, slab in some:
-            with located(tensor=name), slab_bytes(slab) as data:
-                contents[name].add(slab.start, data)
+    def add(some: Sequence[tuple[str, ContiguousBlock]]) -> None:
+        for name, piece in some:
+            with located(tensor=name), lent_bytes(piece) as data:
+                contents[name].add(piece.start, data)
 
     work: list[Callable[[], None]] = []
-    some: list[tuple[str, Slab]] = []
+    some: list[tuple[str, ContiguousBlock]] = []
     for piece in pieces:
         some.append(piece)
-        if len(some) == TOGETHER or sum([slab.nbytes for _, slab in some]) >= BLOCK_NBYTES:
+        if len(some) == TOGETHER or sum([piece.nbytes for _, piece in some]) >= BLOCK_NBYTES:
             work.append(partial(add, some))
             some = []
     if some:

@@ -42,7 +42,7 @@ def wanted_in_large_pages(places: Iterable[tuple[int, int]]) -> None:
     A hint, and never an error.
     """
     left, pause = 0, PAUSE_NBYTES
-    for begin, end in _stretches(places) if _asked_for() else ():
+    for begin, end in _stretches(places) if _needs_madvise() else ():
         if left > 0:
             left -= end - begin
         elif _advise(begin, end, "MADV_HUGEPAGE") and _is_slow(begin):
@@ -67,7 +67,7 @@ def _is_slow(address: int) -> bool:
 
 
 @cache
-def _asked_for() -> bool:
+def _needs_madvise() -> bool:
     """Whether this is a system that gives large pages to who asks. Where everybody has them (`always`) there is nothing to ask."""
     try:
         with open(SETTING, encoding="ascii") as setting:

@@ -1,22 +1,22 @@
 """From wanted tensors to a list of reads: the plan that the engine executes.
 
-1. Each chunk of each tensor is cut into *strips* whose stretch of file is at most one block, so that threads can share a large
-   tensor and scratch memory stays bounded. A strip is again a chunk, with the part of the target that it fills.
-2. Each strip is a comb: for every point of its outer dimensions one dense *tooth* of bytes. Teeth are numbers in
+1. Each chunk of each tensor is cut into pieces (`ChunkRead`) of at most one block of file, so that threads can share a large
+   tensor and scratch memory stays bounded. A piece is again a chunk, with the part of the target that it fills.
+2. Each piece is strided ranges: for every point of its outer dimensions one dense range of bytes. Ranges are numbers in
    arrays and not objects, because a column of a tall matrix has millions.
-3. All teeth of one file are sorted and joined (engine/coalesce.py) into *fetches*: one range of file each, and the teeth inside.
+3. All ranges of one file are sorted and joined (engine/coalesce.py) into *fetches*: a stretch of file each, and the ranges inside.
 
-A tooth whose elements lie in the file just as they lie in the target is read straight into place, unless it was joined with
+A range whose elements lie in the file just as they lie in the target is read straight into place, unless it was joined with
 others; everything else passes through scratch memory. The plan says how many bytes it reads and how many were wanted.
 
-**A comb** says which bytes of a storage a chunk touches: for every point of some dimensions, one dense stretch. On dimensions
+**Strided ranges** say which bytes of a storage a chunk touches: for every point of some dimensions, one dense range. On dimensions
 sorted by |stride|:
 
 1. A reversed dimension (negative stride) touches the same bytes as its mirror image, so signs are folded into the offset.
 2. Growing outwards from one element, a dimension whose stride is at most the extent so far leaves no gap: it only makes the
-   extent longer. These dimensions collapse to one tooth without being enumerated. With a tolerance, gaps that are cheaper to read
+   extent longer. These dimensions collapse to one range without being enumerated. With a tolerance, gaps that are cheaper to read
    than to skip collapse as well.
-3. The remaining dimensions are enumerated, one start a combination. Teeth may still touch, and whoever joins them finds out
+3. The remaining dimensions are enumerated, one start a combination. Ranges may still touch, and whoever joins them finds out
    (engine/coalesce.py): strides 2 and 3 over single bytes touch 0, 2, 3, 5, and 2 and 3 are one run.
 """
 
@@ -36,22 +36,22 @@ from holdfast.core.value import Value
 from holdfast.engine.coalesce import MEMORY, Policy, Reads, coalesce
 
 
-class Comb(Value, frozen=True, gc=False):
-    """A chunk as teeth of equal length: for every point of the outer dimensions, one dense stretch of bits."""
+class StridedRanges(Value, frozen=True, gc=False):
+    """A chunk as ranges of equal length: for every point of the outer dimensions, one dense stretch of bits."""
 
     base: int
     """Lowest bit that is touched, relative to the storage."""
     extent: int
-    """Bits from the first to the last one of a tooth."""
+    """Bits from the first to the last one of a range."""
     outer: tuple[int, ...]
     """Dimensions that are enumerated, the largest stride first."""
 
     def count(self, chunk: Chunk) -> int:
-        """How many teeth there are."""
+        """How many ranges there are."""
         return math.prod(chunk.shape[d] for d in self.outer)
 
     def starts(self, chunk: Chunk) -> Ints:
-        """The first bit of each tooth, in C order of the outer dimensions' coordinates."""
+        """The first bit of each range, in C order of the outer dimensions' coordinates."""
         starts = np.zeros(1, np.int64)
         for d in self.outer:
             n, s = chunk.shape[d], chunk.strides[d]
@@ -62,7 +62,7 @@ class Comb(Value, frozen=True, gc=False):
         return starts + self.base
 
 
-def comb(chunk: Chunk, dtype: DType, tolerance: int = 0) -> Comb:
+def strided_ranges(chunk: Chunk, dtype: DType, tolerance: int = 0) -> StridedRanges:
     """Collapse the dimensions that leave gaps of at most `tolerance` bytes. The chunk must not be empty."""
     base, extent = chunk.offset, dtype.bits
     order = sorted(range(chunk.box.rank), key=lambda d: abs(chunk.strides[d]))
@@ -77,38 +77,38 @@ def comb(chunk: Chunk, dtype: DType, tolerance: int = 0) -> Comb:
             extent += (n - 1) * abs(s)
         else:
             outer.append(d)
-    return Comb(base, extent, tuple(reversed(outer)))
+    return StridedRanges(base, extent, tuple(reversed(outer)))
 
 
-MAX_TEETH = 1 << 18
-"""Teeth that are planned together: a few arrays of 2 MiB."""
+MAX_RANGES = 1 << 18
+"""Ranges that are planned together: a few arrays of 2 MiB."""
 
 
-class Strip(Value, frozen=True):
+class ChunkRead(Value, frozen=True):
     """A piece of a chunk and the part of the target that it fills (same shape)."""
 
     chunk: Chunk
     dtype: DType
     target: np.ndarray
-    comb: Comb
+    ranges: StridedRanges
     direct: bool
-    """Whether a tooth can be read straight into the target: same order of elements, same byte order, no packing."""
+    """Whether a range can be read straight into the target: same order of elements, same byte order, no packing."""
     tensor: str
 
 
 class FileReads(Reads, frozen=True):
-    """The fetches of one file, and the teeth in them."""
+    """The fetches of one file, and the ranges in them."""
 
     owners: Ints
-    """The strip of each tooth."""
+    """The chunk read of each range."""
     numbers: Ints
-    """The number of each tooth in its strip."""
+    """The number of each range in its chunk read."""
 
 
 class ReadBatch(Value, frozen=True):
-    """Strips and the reads that fill them."""
+    """Chunk reads and the fetches that fill them."""
 
-    strips: tuple[Strip, ...]
+    reads: tuple[ChunkRead, ...]
     files: tuple[FileReads, ...]
 
 
@@ -138,7 +138,7 @@ class ReadPlan(Value, frozen=True):
 def plan_reads(requests: Sequence[Request], policy: Policy | None = None) -> ReadPlan:
     """Plan the reads for all requests together."""
     policy = policy or MEMORY
-    batches = tuple(_plan_batch(strips, policy) for strips in _batched(_strips(requests, policy)))
+    batches = tuple(_plan_batch(reads, policy) for reads in _batched(_chunk_reads(requests, policy)))
     wanted = sum(r.tensor.dtype.nbytes(c.box.count // _repeats(c)) for r in requests for c in r.tensor.chunks if c.box.count)
     return ReadPlan(batches, wanted)
 
@@ -154,20 +154,20 @@ def _repeats(chunk: Chunk) -> int:
     return times
 
 
-def _strips(requests: Sequence[Request], policy: Policy) -> Iterator[Strip]:
+def _chunk_reads(requests: Sequence[Request], policy: Policy) -> Iterator[ChunkRead]:
     for request in requests:
         tensor = request.tensor
         for chunk in tensor.chunks:
             # Most tensors lie in the file as they will in memory: no need to look at them dimension by dimension.
             extent = _dense_bits(chunk, tensor.dtype, request.out)
             if 0 < extent <= policy.block * 8 and chunk.shape == tensor.shape:
-                yield Strip(chunk, tensor.dtype, request.out, Comb(chunk.offset, extent, ()), True, tensor.name)
+                yield ChunkRead(chunk, tensor.dtype, request.out, StridedRanges(chunk.offset, extent, ()), True, tensor.name)
                 continue
-            for part, teeth in cut(chunk, tensor.dtype, policy):
+            for part, ranges in cut(chunk, tensor.dtype, policy):
                 whole = part.shape == tensor.shape
                 target = request.out if whole else request.out[part.box.slices]
-                direct = _direct(part, tensor.dtype, target, teeth)
-                yield Strip(part, tensor.dtype, target, teeth, direct, tensor.name)
+                direct = _direct(part, tensor.dtype, target, ranges)
+                yield ChunkRead(part, tensor.dtype, target, ranges, direct, tensor.name)
 
 
 def _dense_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
@@ -177,97 +177,97 @@ def _dense_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
     return chunk.box.count * dtype.bits if in_c_order(chunk.shape, chunk.strides, dtype.bits) else 0
 
 
-def cut(chunk: Chunk, dtype: DType, policy: Policy) -> Iterator[tuple[Chunk, Comb]]:
-    """Cut a chunk until a tooth is at most a block of file, and there are at most `MAX_TEETH` of them."""
+def cut(chunk: Chunk, dtype: DType, policy: Policy) -> Iterator[tuple[Chunk, StridedRanges]]:
+    """Cut a chunk until a range is at most a block of file, and there are at most `MAX_RANGES` of them."""
     if chunk.box.count == 0:
         return
-    teeth = comb(chunk, dtype, policy.free_gap)
-    long = teeth.extent > policy.block * 8
-    many = teeth.count(chunk) > MAX_TEETH
-    # Inside a tooth that is too long, the dimension that makes it so; with too many teeth, the outermost one.
-    inside = [d for d in range(chunk.box.rank) if d not in teeth.outer and chunk.shape[d] > 1] if long else []
+    ranges = strided_ranges(chunk, dtype, policy.free_gap)
+    long = ranges.extent > policy.block * 8
+    many = ranges.count(chunk) > MAX_RANGES
+    # Inside a range that is too long, the dimension that makes it so; with too many ranges, the outermost one.
+    inside = [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1] if long else []
     if inside:
         axis = max(inside, key=lambda d: abs(chunk.strides[d]) * chunk.shape[d])
         parts = -(-chunk.shape[axis] // max(1, policy.block * 8 // max(abs(chunk.strides[axis]), 1)))
     elif many:
-        axis = teeth.outer[0]
-        parts = -(-teeth.count(chunk) // MAX_TEETH)
+        axis = ranges.outer[0]
+        parts = -(-ranges.count(chunk) // MAX_RANGES)
     else:
-        yield chunk, teeth
+        yield chunk, ranges
         return
     for box in chunk.box.split(axis, min(max(parts, 2), chunk.shape[axis])):
         yield from cut(chunk.narrow(box), dtype, policy)
 
 
-def _direct(chunk: Chunk, dtype: DType, target: np.ndarray, teeth: Comb) -> bool:
+def _direct(chunk: Chunk, dtype: DType, target: np.ndarray, ranges: StridedRanges) -> bool:
     if dtype.packed or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1):
         return False
-    inner = [d for d in range(chunk.box.rank) if d not in teeth.outer and chunk.shape[d] > 1]
+    inner = [d for d in range(chunk.box.rank) if d not in ranges.outer and chunk.shape[d] > 1]
     dense = c_strides([chunk.shape[d] for d in inner], dtype.bits)
     return all(chunk.strides[d] == bits and target.strides[d] * 8 == bits for d, bits in zip(inner, dense, strict=True))
 
 
-def _batched(strips: Iterable[Strip]) -> Iterator[list[Strip]]:
-    batch: list[Strip] = []
-    teeth = 0
-    for strip in strips:
-        count = strip.comb.count(strip.chunk)
-        if batch and teeth + count > MAX_TEETH:
+def _batched(reads: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
+    batch: list[ChunkRead] = []
+    ranges = 0
+    for read in reads:
+        count = read.ranges.count(read.chunk)
+        if batch and ranges + count > MAX_RANGES:
             yield batch
-            batch, teeth = [], 0
-        batch.append(strip)
-        teeth += count
+            batch, ranges = [], 0
+        batch.append(read)
+        ranges += count
     if batch:
         yield batch
 
 
-def _plan_batch(strips: list[Strip], policy: Policy) -> ReadBatch:
+def _plan_batch(reads: list[ChunkRead], policy: Policy) -> ReadBatch:
     by_key: dict[str, list[int]] = {}
-    for i, strip in enumerate(strips):
-        by_key.setdefault(strip.chunk.storage.key, []).append(i)
+    for i, read in enumerate(reads):
+        by_key.setdefault(read.chunk.storage.key, []).append(i)
     files: list[FileReads] = []
     for key, members in by_key.items():
-        starts, stops, owners, numbers = _teeth(strips, members)
+        starts, stops, owners, numbers = _ranges_of(reads, members)
         order = np.argsort(starts, kind="stable")
         starts, stops, owners, numbers = starts[order], stops[order], owners[order], numbers[order]
         heads = coalesce(starts, stops, policy)
         reach = np.maximum.reduceat(stops, heads) if len(heads) else stops
         files.append(FileReads(key, starts[heads], reach, np.append(heads, len(starts)), owners, numbers))
-    return ReadBatch(tuple(strips), tuple(files))
+    return ReadBatch(tuple(reads), tuple(files))
 
 
-def _teeth(strips: list[Strip], members: list[int]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Of all strips of one file: first byte, byte after the last, strip number and number in the strip of each tooth."""
-    single = [i for i in members if not strips[i].comb.outer]
-    begins = [strips[i].chunk.storage.start * 8 + strips[i].comb.base for i in single]
-    extents = np.array([strips[i].comb.extent for i in single], np.int64)
+def _ranges_of(reads: list[ChunkRead], members: list[int]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Of each range of one file: first byte, byte after the last, number of its chunk read, number in that."""
+    single = [i for i in members if not reads[i].ranges.outer]
+    begins = [reads[i].chunk.storage.start * 8 + reads[i].ranges.base for i in single]
+    extents = np.array([reads[i].ranges.extent for i in single], np.int64)
     bits = np.array(begins, np.int64)
     starts, stops = [bits // 8], [(bits + extents + 7) // 8]
     owners, numbers = [np.array(single, np.int64)], [np.zeros(len(single), np.int64)]
     for i in members:
-        strip = strips[i]
-        if strip.comb.outer:
-            bits = strip.comb.starts(strip.chunk) + strip.chunk.storage.start * 8
+        read = reads[i]
+        if read.ranges.outer:
+            bits = read.ranges.starts(read.chunk) + read.chunk.storage.start * 8
             starts.append(bits // 8)
-            stops.append((bits + strip.comb.extent + 7) // 8)
+            stops.append((bits + read.ranges.extent + 7) // 8)
             owners.append(np.full(len(bits), i, np.int64))
             numbers.append(np.arange(len(bits), dtype=np.int64))
     return np.concatenate(starts), np.concatenate(stops), np.concatenate(owners), np.concatenate(numbers)
 
 
-def tooth_index(strip: Strip, number: int) -> tuple[int | slice, ...]:
-    """The numpy index, into the strip's target, of one tooth."""
-    index: list[int | slice] = [slice(None)] * strip.chunk.box.rank
-    for d in reversed(strip.comb.outer):
-        number, index[d] = divmod(number, strip.chunk.shape[d])
+def range_index(read: ChunkRead, number: int) -> tuple[int | slice, ...]:
+    """The numpy index of one range, in the target of its chunk read."""
+    index: list[int | slice] = [slice(None)] * read.chunk.box.rank
+    for d in reversed(read.ranges.outer):
+        number, index[d] = divmod(number, read.chunk.shape[d])
     return tuple(index)
 
 
-def tooth_chunk(strip: Strip, index: tuple[int | slice, ...]) -> Chunk:
-    """The chunk of one tooth: the strip's chunk narrowed to it."""
-    start, stop = list(strip.chunk.box.start), list(strip.chunk.box.stop)
+def range_chunk(read: ChunkRead, index: tuple[int | slice, ...]) -> Chunk:
+    """The chunk of one range."""
+    start, stop = list(read.chunk.box.start), list(read.chunk.box.stop)
     for d, at in enumerate(index):
         if isinstance(at, int):
             start[d] += at
             stop[d] = start[d] + 1
-    return strip.chunk.narrow(Box(tuple(start), tuple(stop)))
+    return read.chunk.narrow(Box(tuple(start), tuple(stop)))

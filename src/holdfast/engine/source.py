@@ -28,11 +28,11 @@ from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Content, Request, Store, by_source
 from holdfast.core.table import Piece
 from holdfast.core.tensor import NO_CRC, LazyTensor
-from holdfast.engine.blocks import Slab, read_slab
+from holdfast.engine.array_sink import execute
+from holdfast.engine.blocks import ContiguousBlock, read_block
 from holdfast.engine.checks import Checks, damage, whole_storages
 from holdfast.engine.coalesce import FAR, MEMORY, Policy, coalesce
 from holdfast.engine.reads import ReadPlan, plan_reads
-from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
 from holdfast.errors import HoldfastError, Unsupported, located
@@ -153,7 +153,7 @@ class OpenSource:
 
     @contextmanager
     def lend(self, tensor: LazyTensor) -> Iterator[memoryview]:
-        yield read_slab(Slab(tensor, 0))
+        yield read_block(ContiguousBlock(tensor, 0))
 
     def carry_out(self, requests: Sequence[Request], checks: Checks) -> None:
         """Read as the plan says; `checks` sees every block that passes by, and it is up to the caller to finish them."""

@@ -21,8 +21,8 @@ from msgspec import Struct
 from holdfast.core.content_hash import ContentHash
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.value import Value
-from holdfast.engine.beside import Beside
-from holdfast.engine.blocks import Slab, read_slab, slab_block, slabs
+from holdfast.engine.background import BackgroundCall
+from holdfast.engine.blocks import ContiguousBlock, block_size, contiguous_blocks, read_block
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.readback import check_source
 from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
@@ -49,7 +49,7 @@ class Writer(Protocol):
     def write(self, data: bytes | memoryview, /) -> object: ...
 
 
-class Told(Value, frozen=True):
+class CountingWriter(Value, frozen=True):
     """A writer that tells how much it was given."""
 
     file: Writer
@@ -153,7 +153,7 @@ def _asks_ahead(plan: FilePlan) -> bool:
 
 
 def _fetches(far: Iterable[Data], block: int) -> Iterator[Callable[[], list[memoryview]]]:
-    """All of this data in its order, as calls that read a block each: a slab of a large tensor, or some small ones."""
+    """All of this data in its order, as calls that read a block each: a piece of a large tensor, or some small ones."""
     few: list[Data] = []
     for segment in far:
         if segment.nbytes <= GATHER_NBYTES:
@@ -165,15 +165,15 @@ def _fetches(far: Iterable[Data], block: int) -> Iterator[Callable[[], list[memo
         if few:
             yield partial(_fetch_few, few)
             few = []
-        for slab in slabs(segment.tensor, slab_block(segment.tensor, block)):
-            yield partial(_fetch, segment, slab)
+        for piece in contiguous_blocks(segment.tensor, block_size(segment.tensor, block)):
+            yield partial(_fetch, segment, piece)
     if few:
         yield partial(_fetch_few, few)
 
 
-def _fetch(segment: Data, slab: Slab) -> list[memoryview]:
+def _fetch(segment: Data, piece: ContiguousBlock) -> list[memoryview]:
     with located(tensor=segment.label):
-        return [read_slab(slab)]
+        return [read_block(piece)]
 
 
 def _fetch_few(segments: list[Data]) -> list[memoryview]:
@@ -183,10 +183,10 @@ def _fetch_few(segments: list[Data]) -> list[memoryview]:
 
 def _ahead(calls: Iterable[Callable[[], list[memoryview]]], window: int) -> Generator[memoryview, None, None]:
     """What calls give, in their order, so many of them under way at once. Nothing is called before the first is asked for."""
-    waiting: deque[Beside[list[memoryview]]] = deque()
+    waiting: deque[BackgroundCall[list[memoryview]]] = deque()
     try:
         for call in calls:
-            waiting.append(Beside(call).__enter__())
+            waiting.append(BackgroundCall(call).__enter__())
             if len(waiting) >= window:
                 yield from waiting[0].result()
                 waiting.popleft()
@@ -319,7 +319,9 @@ def _write_memory(target: Writer, content: memoryview) -> int:
 
         return run
 
-    with Beside(lambda: run_all([task(start) for start in range(0, content.nbytes, BLOCK_NBYTES)], default_threads())) as summing:
+    with BackgroundCall(
+        lambda: run_all([task(start) for start in range(0, content.nbytes, BLOCK_NBYTES)], default_threads())
+    ) as summing:
         for start in range(0, content.nbytes, 16 * BLOCK_NBYTES):
             write_all(target, content[start : start + 16 * BLOCK_NBYTES])
         summing.result()

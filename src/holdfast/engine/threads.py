@@ -40,7 +40,7 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
         for task in tasks:
             task()
         return
-    Crew(tasks).run(min(threads, len(tasks)) - 1)
+    ThreadPool(tasks).run(min(threads, len(tasks)) - 1)
 
 
 KEPT_NBYTES = 16 << 20
@@ -83,7 +83,7 @@ def computing() -> AbstractContextManager[bool]:
     return turn
 
 
-class Crew:
+class ThreadPool:
     """Those who do the tasks of one `run_all`."""
 
     def __init__(self, tasks: list[Callable[[], None]]) -> None:

@@ -10,7 +10,7 @@
 4. A read that fails is told to the sink, which raises it with the name of the tensor, or takes note of it. The first failure that
    is raised stops the rest.
 
-Sinks: strips.py (arrays of any strides), memory_sink.py (memory of somebody else's), checksums.py (sums alone), equal.py (the
+Sinks: array_sink.py (arrays of any strides), memory_sink.py (memory of somebody else's), checksums.py (sums alone), equal.py (the
 other of two sides), scan.py (whatever is computed of elements). What is in memory already is handed over as it lies there.
 """
 

@@ -23,7 +23,7 @@ from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.protocols import Request, Store, by_source
-from holdfast.engine.blocks import mapped_bytes, pack, read_slab, slab_block, slab_bytes, slabs
+from holdfast.engine.blocks import block_size, contiguous_blocks, lent_bytes, mapped_bytes, pack, read_block
 from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import cached_nbytes, run_reads
@@ -208,7 +208,7 @@ def _tasks(
     progress: Progress | None,
     block: int,
 ) -> Iterator[Callable[[], None]]:
-    """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file."""
+    """Blocks of work: a large tensor's piece each, or a stretch of small segments that are neighbours in the file."""
     stretch: list[tuple[int, Segment]] = []
     size, most = 0, GATHER_NBYTES
     for segment, offset in zip(plan.segments, offsets, strict=True):
@@ -256,8 +256,8 @@ def blocks_of(segment: Data | Memory, nbytes: int) -> Iterator[tuple[int, Lend]]
         for start in range(0, segment.nbytes, nbytes):
             yield start, partial(_held, segment.content[start : start + nbytes])
         return
-    for slab in slabs(segment.tensor, slab_block(segment.tensor, nbytes)):
-        yield slab.start, partial(slab_bytes, slab)
+    for piece in contiguous_blocks(segment.tensor, block_size(segment.tensor, nbytes)):
+        yield piece.start, partial(lent_bytes, piece)
 
 
 def _block(
@@ -374,6 +374,6 @@ def small_bytes(segment: Data) -> memoryview | bytearray:
     if memory is not None:
         return memory
     data = bytearray()
-    for slab in slabs(segment.tensor, BLOCK_NBYTES):
-        data += read_slab(slab)
+    for piece in contiguous_blocks(segment.tensor, BLOCK_NBYTES):
+        data += read_block(piece)
     return data

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from holdfast.core.opaque import Global
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, Unrolled, Way, dotted, unroll
 from holdfast.core.value import Value
@@ -120,7 +120,7 @@ def compare_trees(a: object, b: object, *, settled: Settled | None = None) -> Co
     """
     comparison = ValueComparison(settled)
     # A walk makes many small things that live until it ends; a collector that walks through them each time costs more than it.
-    with resting_collector():
+    with gc_paused():
         unroll(comparison.compare([(None, a, b)]))
     return comparison.found
 

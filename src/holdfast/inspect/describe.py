@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Opaque
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, Path, contents, dotted, module_contents, walk, with_paths
 from holdfast.errors import LimitExceeded
@@ -50,7 +50,7 @@ def metadata_of(checkpoint: Checkpoint, *, stored_nbytes: int, flat: bool) -> Me
 
     `stored_nbytes` is the size of its files, which bounds what the names may take. `flat`: there is nothing but its tensors.
     """
-    with resting_collector():
+    with gc_paused():
         return _describe(checkpoint, stored_nbytes, NOTHING if flat else checkpoint.tree)
 
 

@@ -18,7 +18,7 @@ from holdfast.core.options import validated
 from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import shown
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadArgument, BadArgumentType, HoldfastError, Replaced, UnknownFormat, ZipError, located
@@ -97,7 +97,7 @@ def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:
 
 def _described(source: Source) -> Checkpoint:
     """A checkpoint out of its source; also of one that came from another process."""
-    with located(file=source.store.name), resting_collector(), source.store.reading():
+    with located(file=source.store.name), gc_paused(), source.store.reading():
         return Checkpoint(source, detect(source).describe(source), again=_described)
 
 

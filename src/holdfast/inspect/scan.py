@@ -40,7 +40,7 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import store_of
 from holdfast.inspect.scanning.archives import Span
 from holdfast.inspect.scanning.findings import Allowed, Finding, places_of
-from holdfast.inspect.scanning.model_code import beside_weights, is_config, look_at_config
+from holdfast.inspect.scanning.model_code import is_config, look_at_config, model_code_findings
 from holdfast.inspect.scanning.walk import WHOLE, FileScan
 from holdfast.inspect.severity import Severity
 from holdfast.stores.paths import found_path, place_of
@@ -189,7 +189,7 @@ def _scan_below(directory: str, limits: Limits) -> Iterator[FileReport | str]:
         findings = [finding for report in reports.values() if report is not None for finding in report.findings]
         here = any(report is not None for report in reports.values())
         at = place_at(folder)
-        code = beside_weights(at.name, names, findings, weights=here, above=at.parent.rstrip("/") in told)
+        code = model_code_findings(at.name, names, findings, weights=here, above=at.parent.rstrip("/") in told)
         told |= {folder.rstrip("/")} if here else set()
         for name in code:
             reports.setdefault(_below(folder, name), None)

@@ -26,7 +26,7 @@ from holdfast.core.notebook import Shown
 from holdfast.core.options import validated
 from holdfast.core.protocols import Description, Store
 from holdfast.core.quantities import Size
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.table import Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.engine.budget import reading_threads
@@ -335,7 +335,7 @@ class Verification:
         archives: tuple[str, ...] = ()
         check: Callable[[], Sequence[str]] | None = None
         description: Description | None = None
-        with located(file=path), resting_collector():
+        with located(file=path), gc_paused():
             try:
                 format = detect(source)
                 description = format.describe(source)

@@ -63,11 +63,11 @@ def count_set(values: Elements) -> int:
     return int(np.count_nonzero(values if values.dtype.kind == "u" else are_set(values)))
 
 
-def marks_of(octets: Octets, count: int) -> np.ndarray:
+def marks_of(byte_rows: Octets, count: int) -> np.ndarray:
     """The first `count` bits as booleans. Raises `MetadataError` where any is set behind them."""
-    if count % 8 and octets[-1] >> count % 8:
+    if count % 8 and byte_rows[-1] >> count % 8:
         raise MetadataError("marks behind the last element of a group")
-    return np.unpackbits(octets, count=count, bitorder="little").view(np.bool_)
+    return np.unpackbits(byte_rows, count=count, bitorder="little").view(np.bool_)
 
 
 def fill(out: Elements, positions: np.ndarray, values: Elements) -> None:
@@ -83,16 +83,16 @@ def unequal(marked: int, values: int) -> MetadataError:
     return MetadataError(f"marks for {marked:,} values, and {values:,} values", expected=marked, found=values)
 
 
-def translate(octets: Octets, table: bytes) -> Octets:
+def translate(byte_rows: Octets, table: bytes) -> Octets:
     """Each byte replaced by what a table of 256 has for it."""
-    return np.frombuffer(octets.tobytes().translate(table), np.uint8)
+    return np.frombuffer(byte_rows.tobytes().translate(table), np.uint8)
 
 
 POPULATION = bytes(octet.bit_count() for octet in range(256))
 
 
-def set_bits(octets: Octets) -> int:
-    return int(translate(octets, POPULATION).sum(dtype=np.int64))
+def set_bits(byte_rows: Octets) -> int:
+    return int(translate(byte_rows, POPULATION).sum(dtype=np.int64))
 
 
 BITMAP_ELEMENTS = 1 << 16
@@ -323,17 +323,17 @@ class Pattern(Value, frozen=True):
         return count // self.m * self.n
 
     def mark(self, dense: Elements) -> Octets:
-        if not self._by_octets or len(dense) % 8:
+        if not self._by_bytes or len(dense) % 8:
             return self._positions(np.flatnonzero(self._kept(dense)))
         return translate(np.packbits(are_set(dense), bitorder="little"), _tables(self.n, self.m).positions)
 
     def take(self, dense: Elements) -> Elements:
-        if not self._by_octets or len(dense) % 8:
+        if not self._by_bytes or len(dense) % 8:
             return taken(dense, self._kept(dense))
         marked = are_set(dense)
-        octets = np.packbits(marked, bitorder="little")
-        stored = translate(octets, _tables(self.n, self.m).stored)
-        if not np.array_equal(stored, octets):
+        byte_rows = np.packbits(marked, bitorder="little")
+        stored = translate(byte_rows, _tables(self.n, self.m).stored)
+        if not np.array_equal(stored, byte_rows):
             marked = np.unpackbits(stored, bitorder="little").view(np.bool_)
         values = taken(dense, marked)
         if len(values) != self.most(len(dense)):
@@ -344,7 +344,7 @@ class Pattern(Value, frozen=True):
         return self.most(len(dense))
 
     def unpack(self, where: Octets, values: Elements, out: Elements) -> None:
-        if self._by_octets and len(out) % 8 == 0:
+        if self._by_bytes and len(out) % 8 == 0:
             # A byte that is no positions is no marks, so that there are too few.
             found = np.flatnonzero(marks_of(translate(where, _tables(self.n, self.m).marks), len(out)))
             if len(found) != len(values):
@@ -365,7 +365,7 @@ class Pattern(Value, frozen=True):
         fill(out, found + _origins(self.n, self.m, PACKED_GROUPS)[: len(found)], values)
 
     @property
-    def _by_octets(self) -> bool:
+    def _by_bytes(self) -> bool:
         """Whether the positions in eight elements take one byte (2:4, 2:8): then tables have all there is to know."""
         return 8 % self.m == 0 and self.n * self.width == self.m
 
@@ -410,11 +410,11 @@ def group_counts(marked: np.ndarray, m: int) -> np.ndarray:
     return counts
 
 
-def most_set(marked: np.ndarray, octets: Octets, m: int) -> int:
+def most_set(marked: np.ndarray, byte_rows: Octets, m: int) -> int:
     """The largest of the counts, from booleans and the same as bits."""
     if len(marked) % 16 or m not in (2, 4, 8, 16):
         return int(group_counts(marked, m).max(initial=0))
-    counts = translate(octets, _most_in_octet(min(m, 8)))
+    counts = translate(byte_rows, _most_in_octet(min(m, 8)))
     return int((counts[::2] + counts[1::2]).max(initial=0) if m == 16 else counts.max(initial=0))
 
 

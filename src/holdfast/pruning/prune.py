@@ -50,7 +50,7 @@ from holdfast.pruning.rules import (
     tensor_seed,
 )
 from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, pieces, select
-from holdfast.saving.formats import Options, check_sparse, format_for, plan_save, rehearse
+from holdfast.saving.formats import Options, check_opens, check_sparse, format_for, plan_save
 from holdfast.saving.planned import Destination, Planned, Saved, layout_of, planned_fields, rewritten
 from holdfast.saving.rows import flat_state, with_odd, with_table
 from holdfast.saving.state import tabulate_state
@@ -167,7 +167,7 @@ def plan_prune(
         return Planned(plan, report, where.writing, reads=state.tensors.stores, finish=finish)
 
     directory = False if masks == "only" else None
-    return rewritten(src, dst, lay_out, asked, beside=True, directory=directory)
+    return rewritten(src, dst, lay_out, asked, elsewhere=True, directory=directory)
 
 
 def _jobs(
@@ -275,13 +275,13 @@ class Pruning:
             return plan
         (bits,) = plan_save(target, self._bits(masked), "safetensors", options=Options()).files
         # The reader is asked once more: it must not take the masks for weights.
-        return rehearse(replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)), opens=False), target)
+        return check_opens(replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)), opens=False), target)
 
     def _pruned(self, masked: Masked) -> State:
         table, made = self._state.tensors, dict[int, LazyTensor]()
         for job in self._jobs:
             # What is packed is read several times, and told to nobody: it is weighed by itself.
-            told = job.told if self._options.sparse == "never" else None
+            told = job.open_tally if self._options.sparse == "never" else None
             new = masked.tensor(job.tensor, _mask(job), told)
             for name in job.names:
                 row = table.rows[name]
@@ -294,7 +294,7 @@ class Pruning:
         tensors: dict[str, LazyTensor] = {}
         for job in self._jobs:
             for name in job.names:
-                tally = job.told if self._masks == "only" else None
+                tally = job.open_tally if self._masks == "only" else None
                 tensors[f"{name}.mask"] = masked.bits(f"{name}.mask", job.tensor, _mask(job), tally=tally)
                 notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
         return flat_state(lazy_table([*tensors], [*tensors.values()]), {MASKS: json.dumps(notes)})

@@ -174,7 +174,7 @@ class Job:
         self.tally = Tally(self.tensor.size)
 
     @property
-    def told(self) -> Tally | None:
+    def open_tally(self) -> Tally | None:
         """The tally, if it is to be told what is lost; the search for a threshold may have known."""
         return None if self.tally.whole() else self.tally
 

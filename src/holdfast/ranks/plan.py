@@ -49,7 +49,7 @@ from holdfast.core.box import Box
 from holdfast.core.value import Value
 from holdfast.ranks.merge import Merged, agreed_aliases, hold, merge, share_values
 from holdfast.ranks.state import Catalogue, RankState
-from holdfast.ranks.survey import BITS, Int32s, Slab, survey
+from holdfast.ranks.survey import BITS, BoxBatch, Int32s, survey
 
 MAX_NBYTES = 1 << 60
 """Of a whole checkpoint: an exbibyte. Sums of bytes then fit 64 bits."""
@@ -114,8 +114,8 @@ def plan_ranks(states: Sequence[RankState]) -> RankPlan:
     left_out = np.zeros(len(catalogue), np.bool_)
     left_out[[*merged.conflicts, *(catalogue.positions[name] for name, _ in aliases)]] = True
     found = _Written(len(states))
-    for slab in survey(held, catalogue, left_out):
-        found.add(slab)
+    for batch in survey(held, catalogue, left_out):
+        found.add(batch)
     of_tensors = sorted([*merged.conflicts.items(), *found.problems], key=lambda problem: problem[0])
     problems = [text for _, text in of_tensors] + value_problems + _too_large(catalogue)
     if problems:
@@ -126,40 +126,40 @@ def plan_ranks(states: Sequence[RankState]) -> RankPlan:
 
 
 class _Written:
-    """The different boxes of all slabs, one after the other, and who writes them."""
+    """The different boxes of all batches, one after the other, and who writes them."""
 
     def __init__(self, ranks: int) -> None:
         self.problems: list[tuple[int, str]] = []
         self.loads = np.zeros(ranks, np.int64)
         """Bytes that each rank writes."""
         self.writers: list[Int32s] = []
-        """Of each slab, for each different box the lowest rank that has it; after `deal`, the rank that writes it."""
+        """Of each batch, for each different box the lowest rank that has it; after `deal`, the rank that writes it."""
         self.boxes: list[Int32s] = []
         """What that rank calls it."""
         self.shared: dict[int, _Shared] = {}
-        """By the number of a slab: the boxes that have several holders, where there are some."""
+        """By the number of a batch: the boxes that have several holders, where there are some."""
         self.classes: dict[tuple[int, int], int] = {}
         """Sets of holders, by their key and how many they are, in the order in which they first occur."""
         self.holders: list[Ints] = []
         """The ranks of each set."""
 
-    def add(self, slab: Slab) -> None:
-        self.problems.extend(slab.problems)
+    def add(self, batch: BoxBatch) -> None:
+        self.problems.extend(batch.problems)
         if self.problems:
             return
-        heads = slab.heads[:-1]
-        counts = slab.heads[1:] - heads
-        self.writers.append(slab.ranks[heads])
-        self.boxes.append(slab.boxes[heads])
+        heads = batch.heads[:-1]
+        counts = batch.heads[1:] - heads
+        self.writers.append(batch.ranks[heads])
+        self.boxes.append(batch.boxes[heads])
         alone = counts == 1
-        np.add.at(self.loads, self.writers[-1][alone], slab.nbytes[alone])
+        np.add.at(self.loads, self.writers[-1][alone], batch.nbytes[alone])
         several = (~alone).nonzero()[0]
         if len(several):
-            self.shared[len(self.writers) - 1] = self._share(slab, several, counts)
+            self.shared[len(self.writers) - 1] = self._share(batch, several, counts)
 
-    def _share(self, slab: Slab, numbers: Ints, counts: Ints) -> _Shared:
+    def _share(self, batch: BoxBatch, numbers: Ints, counts: Ints) -> _Shared:
         several = (counts > 1).repeat(counts)
-        ranks, boxes = slab.ranks[several], slab.boxes[several]
+        ranks, boxes = batch.ranks[several], batch.boxes[several]
         counts = counts[numbers]
         heads = counts.cumsum() - counts
         classes = np.empty(len(numbers), np.int64)
@@ -175,7 +175,7 @@ class _Written:
             if ids[i] == len(self.holders):
                 self.holders.append(ranks[begin : begin + count].astype(np.int64))
         classes[order] = ids.repeat(np.diff(np.append(begins, len(order))))
-        return _Shared(numbers, heads, counts, classes, slab.nbytes[numbers], ranks, boxes)
+        return _Shared(numbers, heads, counts, classes, batch.nbytes[numbers], ranks, boxes)
 
     def deal(self) -> None:
         """Choose the writers of the boxes that have several holders, so that all ranks write about as much."""
@@ -201,7 +201,7 @@ class _Written:
         self.shared.clear()
 
     def by_rank(self) -> list[Ints]:
-        """For each rank the boxes that it writes, as it calls them and in the order of the slabs."""
+        """For each rank the boxes that it writes, as it calls them and in the order of the batches."""
         if not self.writers or not len(self.loads):
             return [np.zeros(0, np.int64) for _ in self.loads]
         stops = np.bincount(np.concatenate(self.writers), minlength=len(self.loads)).cumsum()
@@ -212,10 +212,10 @@ class _Written:
 
 
 class _Shared(Value, frozen=True):
-    """The boxes of one slab that have several holders."""
+    """The boxes of one batch that have several holders."""
 
     numbers: Ints
-    """Their places among the different boxes of the slab."""
+    """Their places among the different boxes of the batch."""
     heads: Ints
     """Where their holders begin."""
     counts: Ints

@@ -1,13 +1,13 @@
 """The boxes of all ranks, some tensors at a time: which are the same, who has them, do they tile their tensors?
 
-All boxes of a *slab*, a stretch of the merged catalogue, are gathered from all ranks and sorted by one number: the place of their
-first element among all elements of the slab. Boxes with one number have one start; with the same sizes as well, they are replicas.
+All boxes of a *batch*, a stretch of the merged catalogue, are gathered from all ranks and sorted by one number: the place of their
+first element among all elements of the batch. Boxes with one number have one start; with the same sizes as well, they are replicas.
 
     rank 0    w[0:4]  b[0:2]               box        w[0:4]   w[4:8]   b[0:2]
     rank 1    w[4:8]  b[0:2]      ───►     holders    0  2     1  2     0  1
     rank 2    w[0:4]  w[4:8]               as box     0  0     0  1     1  1
 
-A slab keeps memory bounded: what is left of it are, for each different box, its holders and where they have it.
+A batch keeps memory bounded: what is left of it are, for each different box, its holders and where they have it.
 
 `defects`: do the boxes of each tensor cover it exactly once? For thousands of tensors and millions of boxes at a time.
 
@@ -49,20 +49,20 @@ Int32s = npt.NDArray[np.int32]
 
 BITS = {row.name: row.bits for row in DTYPES.rows}
 
-SLAB_BOXES = 1 << 19
-"""Boxes in one slab, unless one tensor has more. A column of 4 MiB is sorted in the processor's cache."""
+BATCH_BOXES = 1 << 19
+"""Boxes in one batch, unless one tensor has more. A column of 4 MiB is sorted in the processor's cache."""
 
-SLAB_BOXES_A_RANK = 256
+BATCH_BOXES_A_RANK = 256
 """Or as many a rank, if that is more: a stretch that is worth the Python that fetches it."""
 
-SLAB_TENSORS = 1 << 16
+BATCH_TENSORS = 1 << 16
 """numpy sorts 16-bit numbers in linear time."""
 
-SLAB_COUNT = 1 << 52
-"""Elements of the tensors in one slab: room above for the corners of `defects`."""
+BATCH_COUNT = 1 << 52
+"""Elements of the tensors in one batch: room above for the corners of `defects`."""
 
 
-class Slab(Value, frozen=True):
+class BoxBatch(Value, frozen=True):
     """The different boxes of some tensors, in the order of the catalogue and then in C order of their starts."""
 
     heads: Ints
@@ -81,7 +81,7 @@ class _Boxes(Value, frozen=True):
     """Boxes of all ranks, one column each."""
 
     tensors: Ints
-    """Numbered from the first of the slab."""
+    """Numbered from the first of the batch."""
     ranks: Int32s
     boxes: Int32s
     offsets: Ints
@@ -96,32 +96,32 @@ class _Boxes(Value, frozen=True):
         return self.offsets.take(places, axis=1), self.sizes.take(places, axis=1)
 
 
-def cut_slabs(held: Sequence[RankBoxes], catalogue: Catalogue) -> list[int]:
-    """The places in the catalogue at which slabs begin; one more entry marks the end."""
+def cut_batches(held: Sequence[RankBoxes], catalogue: Catalogue) -> list[int]:
+    """The places in the catalogue at which batches begin; one more entry marks the end."""
     boxes = np.zeros(len(catalogue), np.int64)
     for h in held:
         boxes += np.bincount(h.tensors, minlength=len(catalogue))
     counts = np.multiply.reduce(catalogue.extents)
-    room = max(SLAB_BOXES, SLAB_BOXES_A_RANK * len(held))
+    room = max(BATCH_BOXES, BATCH_BOXES_A_RANK * len(held))
     edges = [0]
     while (begin := edges[-1]) < len(catalogue):
-        window = slice(begin, begin + SLAB_TENSORS)
+        window = slice(begin, begin + BATCH_TENSORS)
         # As floating point no sum overflows, and up to twice the limit all are exact.
-        elements = counts[window].cumsum(dtype=np.float64).searchsorted(SLAB_COUNT, "right")
+        elements = counts[window].cumsum(dtype=np.float64).searchsorted(BATCH_COUNT, "right")
         edges.append(begin + max(int(min(boxes[window].cumsum().searchsorted(room, "right"), elements)), 1))
     return edges
 
 
-def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> Iterator[Slab]:
-    """Every slab of the catalogue in turn. The tensors that are `left_out` have no boxes and no problems."""
-    edges = cut_slabs(held, catalogue)
+def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> Iterator[BoxBatch]:
+    """Every batch of the catalogue in turn. The tensors that are `left_out` have no boxes and no problems."""
+    edges = cut_batches(held, catalogue)
     cuts = [h.tensors.searchsorted(edges).tolist() for h in held]
     bits = np.array([BITS[dtype] for dtype in catalogue.dtypes], np.int64)
     for i, (begin, stop) in enumerate(pairwise(edges)):
         parts = [(rank, h, *cut[i : i + 2]) for rank, (h, cut) in enumerate(zip(held, cuts, strict=True))]
         gathered = _gather([part for part in parts if part[2] < part[3]], first=begin, rank=catalogue.rank)
         about = _About(catalogue, begin, catalogue.extents[:, begin:stop], bits[begin:stop])
-        yield about.slab(gathered, left_out[begin:stop].copy())
+        yield about.batch(gathered, left_out[begin:stop].copy())
 
 
 def _gather(parts: Sequence[tuple[int, RankBoxes, int, int]], *, first: int, rank: int) -> _Boxes:
@@ -147,16 +147,18 @@ def _filled(columns: Ints, rank: int, value: int) -> Ints:
 
 
 class _About(Value, frozen=True):
-    """The tensors of a slab."""
+    """The tensors of a batch."""
 
     catalogue: Catalogue
     first: int
     extents: Ints
     bits: Ints
 
-    def slab(self, boxes: _Boxes, left_out: Bools) -> Slab:
+    def batch(self, boxes: _Boxes, left_out: Bools) -> BoxBatch:
         if self._are_one_each(boxes, left_out):
-            return Slab(np.arange(len(boxes.tensors) + 1), boxes.ranks, boxes.boxes, self._nbytes(boxes.tensors, boxes.sizes), ())
+            return BoxBatch(
+                np.arange(len(boxes.tensors) + 1), boxes.ranks, boxes.boxes, self._nbytes(boxes.tensors, boxes.sizes), ()
+            )
         boxes, problems = self._inside(boxes, left_out)
         order, same = self._sorted(boxes)
         heads = _edges(~same, len(order))
@@ -171,7 +173,7 @@ class _About(Value, frozen=True):
             if not left_out[defect.tensor]:
                 problems.append((defect.tensor, self._explain(defect, boxes, different)))
         placed = tuple((self.first + tensor, text) for tensor, text in problems)
-        return Slab(heads, ranks, boxes.boxes[order], self._nbytes(tensors, sizes), placed)
+        return BoxBatch(heads, ranks, boxes.boxes[order], self._nbytes(tensors, sizes), placed)
 
     def _are_one_each(self, boxes: _Boxes, left_out: Bools) -> bool:
         """Whether each tensor has one box, which is all of it, and elements: then nothing is to be sorted or found wrong."""

@@ -1,12 +1,12 @@
 """The files of a sharded save on their way: opened before they are written, written by every rank, published by the first one.
 
-    first rank    would the index open? Asked before there is a place for anything (`check_opens`)
+    first rank    would the index open? Asked before there is a place for anything (`check_contents_open`)
     every rank    its files to where they come together (engine/targets), checksums on the way      ──► receipts
     first rank    compare receipts with the plan, make the index, publish
 
 No rank has the whole checkpoint. What the first one has is its description, so before anything is made it lays out the checkpoint
 that one rank would write of tensors like these, each in one piece, with the functions that lay out the real one, and gives it to
-the reader (`check_opens`). How the pieces are spread decides no more than the length of the index. Where the ranks told different
+the reader (`check_contents_open`). How pieces are spread decides only the length of the index. Where the ranks told different
 trees, or the index comes near to a limit, what is finished is opened as a whole before it is published.
 """
 
@@ -51,7 +51,7 @@ from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
 from holdfast.ranks.together import Together
-from holdfast.saving.formats import Outline, check_holds, described, is_part, near_limits, note_opened, rehearse, was_opened
+from holdfast.saving.formats import Outline, check_holds, check_opens, described, is_part, near_limits, note_opened, was_opened
 from holdfast.saving.references import replaced_at
 from holdfast.saving.state import tabulate_state
 from holdfast.seals.document import Stamp, seal_file
@@ -62,7 +62,7 @@ from holdfast.stores.remote.url import Url
 NONE = np.zeros(0, np.int64)
 
 
-def check_opens(format: Format, contents: Contents, path: str, *, dcp_index: DcpIndex) -> None:
+def check_contents_open(format: Format, contents: Contents, path: str, *, dcp_index: DcpIndex) -> None:
     """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors.
 
     Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
@@ -98,7 +98,7 @@ def check_opens(format: Format, contents: Contents, path: str, *, dcp_index: Dcp
 def check_containers(state: State) -> None:
     """Open a native directory with a container of each kind that a state has. Raises `CannotHold` where that cannot be."""
     sample = tabulate_state({"containers": state.leaves.samples(), "others": state.leaves.others()})
-    rehearse(replace(lay_out_native(sample), holds=sample.tensors), "")
+    check_opens(replace(lay_out_native(sample), holds=sample.tensors), "")
 
 
 def _of_each_kind(catalogue: Catalogue) -> dict[tuple[str, int, bool], int]:

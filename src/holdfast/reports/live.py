@@ -170,9 +170,9 @@ class _Answer(BaseHTTPRequestHandler):
         elif asked.path == "/":
             self._send(200, live.page(), "text/html; charset=utf-8")
         else:
-            self._send(*self._asked(asked.path, query), "application/json")
+            self._send(*self._answer(asked.path, query), "application/json")
 
-    def _asked(self, path: str, query: dict[str, list[str]]) -> tuple[int, bytes]:
+    def _answer(self, path: str, query: dict[str, list[str]]) -> tuple[int, bytes]:
         try:
             return 200, dumps(self.server_of.ask(path, query)).encode("ascii")
         except (HoldfastError, MemoryError) as error:

@@ -105,7 +105,7 @@ def page_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> str
     return where
 
 
-class Asked(Value, frozen=True):
+class ReportRequest(Value, frozen=True):
     stats: bool = False
     sample: float | None = None
     svd: bool = False
@@ -156,7 +156,7 @@ def report(
     for four ranks, "2x2" the first two. `progress` is called with the number of bytes that were read since its last call, from any
     thread.
     """
-    asked = Asked(
+    asked = ReportRequest(
         stats or sample is not None or svd, sample if isinstance(sample, float) else None, svd,
         filter, mesh, max_memory=max_memory, limits=limits, threads=threads,
     )  # fmt: skip
@@ -165,7 +165,7 @@ def report(
 
 
 @contextmanager
-def prepared(src: Openable | Checkpoint, other: Openable | Checkpoint | None, asked: Asked) -> Iterator[Prepared]:
+def prepared(src: Openable | Checkpoint, other: Openable | Checkpoint | None, asked: ReportRequest) -> Iterator[Prepared]:
     """Open what is to be looked at, for a block."""
     with ExitStack() as stack:
         if other is not None:
@@ -187,7 +187,7 @@ def prepared(src: Openable | Checkpoint, other: Openable | Checkpoint | None, as
 
 
 class _Looked:
-    def __init__(self, src: Openable | Checkpoint, checkpoint: Checkpoint, asked: Asked) -> None:
+    def __init__(self, src: Openable | Checkpoint, checkpoint: Checkpoint, asked: ReportRequest) -> None:
         self.checkpoint, self.asked = checkpoint, asked
         self.found = look(checkpoint, None if asked.filter is None else matcher(asked.filter))
         if asked.filter is not None and not self.found.tensors:
@@ -224,7 +224,7 @@ def _checkpoint(looked: _Looked) -> Prepared:
     return Prepared(_reading(tensors, asked), make)
 
 
-def _reading(tensors: Iterable[LazyTensor], asked: Asked) -> int:
+def _reading(tensors: Iterable[LazyTensor], asked: ReportRequest) -> int:
     """How many bytes are read for the numbers of these."""
     if not asked.stats:
         return 0
@@ -234,7 +234,7 @@ def _reading(tensors: Iterable[LazyTensor], asked: Asked) -> int:
     )
 
 
-def _with_numbers(document: Document, tensors: Sequence[LazyTensor], asked: Asked, *, progress: Progress | None) -> Made:
+def _with_numbers(document: Document, tensors: Sequence[LazyTensor], asked: ReportRequest, *, progress: Progress | None) -> Made:
     """The document with what the numbers of the tensors look like, if that was asked for."""
     if not asked.stats:
         return Made(document, tensors)
@@ -280,7 +280,7 @@ def _difference(a: _Looked, b: _Looked) -> Prepared:
     return Prepared(planned.nbytes + _reading(planned.found.tensors.values(), asked), make)
 
 
-def _run(table: RunTable, asked: Asked, stack: ExitStack) -> Prepared:
+def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
     steps = [row.step for row in table.rows if row.step is not None]
     newest = steps[-1] if steps else None
     looked = None if newest is None else _Looked(newest.path, stack.enter_context(newest.open()), asked)

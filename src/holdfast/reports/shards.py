@@ -45,7 +45,7 @@ BOXES = 20_000
 RANKS = 4096
 """Of a mesh."""
 
-Strip = tuple[int, int, int, int]
+Stretch = tuple[int, int, int, int]
 """First byte, the byte behind the last, what it is, and the number of the tensor (-1 for none)."""
 
 
@@ -58,7 +58,7 @@ def shards(found: Structure, mesh: Mapping[str, int] | str | None = None) -> Doc
         return None if mesh is None else {"files": [], "boxes": _boxes(found, []), "replicas": 0, "gaps": 0, "mesh": None}
     spans = _spans(found, known)
     most = max(FEWEST, min(STRIPS, 5 * STRIPS // len(files)))
-    drawn = {file: strips_of(spans.get(file, []), store.size(file)) for file in files}
+    drawn = {file: stretches_of(spans.get(file, []), store.size(file)) for file in files}
     return {
         "files": [
             {"name": file, "nbytes": store.size(file), "strips": list(map(list, joined(drawn[file], most)))} for file in files
@@ -102,13 +102,13 @@ def _ranges(chunk: Chunk, tensor: LazyTensor) -> Iterator[tuple[str, int, int]]:
         yield from storage.ranges
 
 
-def strips_of(held: Sequence[_Held], nbytes: int) -> list[Strip]:
+def stretches_of(held: Sequence[_Held], nbytes: int) -> list[Stretch]:
     """A file of so many bytes as strips, from its first byte to its last.
 
-    >>> strips_of([_Held(100, 200, 0), _Held(200, 300, 1), _Held(90_000, 90_100, 2)], 90_200)
+    >>> stretches_of([_Held(100, 200, 0), _Held(200, 300, 1), _Held(90_000, 90_100, 2)], 90_200)
     [(0, 100, 1, -1), (100, 200, 0, 0), (200, 300, 0, 1), (300, 90000, 2, -1), (90000, 90100, 0, 2), (90100, 90200, 1, -1)]
     """
-    made: list[Strip] = []
+    made: list[Stretch] = []
     at = 0
     for group in disjoint_groups([(one.start, one.stop, one) for one in held]):
         if group.start >= nbytes:
@@ -123,7 +123,7 @@ def strips_of(held: Sequence[_Held], nbytes: int) -> list[Strip]:
     return made
 
 
-def joined(strips: Sequence[Strip], most: int) -> Iterator[Strip]:
+def joined(strips: Sequence[Stretch], most: int) -> Iterator[Stretch]:
     """At most so many strips: those narrower than a share of the file are joined with such neighbours.
 
     >>> list(joined([(0, 10, 1, -1), (10, 11, 0, 0), (11, 12, 0, 1), (12, 40, 0, 2)], 3))
@@ -142,7 +142,7 @@ def joined(strips: Sequence[Strip], most: int) -> Iterator[Strip]:
             yield from members
 
 
-def _runs(members: Sequence[Strip], wide: float) -> Iterator[Strip]:
+def _runs(members: Sequence[Stretch], wide: float) -> Iterator[Stretch]:
     """Narrow neighbours as strips of about one width."""
     first = 0
     for at, strip in enumerate(members):

@@ -44,9 +44,9 @@ class Compacted(Saved):
         """How much smaller it became."""
         return max(self.before_nbytes - self.nbytes, 0)
 
-    def _told(self) -> list[str]:
+    def _lines(self) -> list[str]:
         would = "went" if self.done else "would go"
-        return [f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}", *Saved._told(self)]
+        return [f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}", *Saved._lines(self)]
 
 
 @validated

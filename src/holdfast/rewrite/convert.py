@@ -25,7 +25,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.options import ConvertOptions, EditOptions, Progress, pick, validated
 from holdfast.core.protocols import Request, State
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_bytes
@@ -55,9 +55,9 @@ class Conversion(Saved):
     peak_nbytes: int | None
     """Memory above the interpreter's own that the conversion keeps to; None without a budget."""
 
-    def _told(self) -> list[str]:
+    def _lines(self) -> list[str]:
         over = f" ({self.over_read_nbytes:,} of them between wanted ones)" if self.over_read_nbytes else ""
-        where, write, *space = Saved._told(self)
+        where, write, *space = Saved._lines(self)
         memory = [] if self.peak_nbytes is None else [f"memory {self.peak_nbytes:,} bytes at the most"]
         return [f"{self.source} {where}", f"read   {self.read_nbytes:,} bytes{over}", write, *memory, *space]
 
@@ -86,7 +86,7 @@ def convert(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: 
     store=)` opened.
     """
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
-    with resting_collector():
+    with gc_paused():
         return plan_conversion(src, dst, options).carry_out(options["progress"])
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.keys import beside
+from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.options import CopyOptions, pick, validated
 from holdfast.core.protocols import Source, Store
@@ -114,7 +114,7 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits, *, r
     checked, url, goal = 0, place_at(source.path).url, place_at(target).url
     shares = url is not None and goal is not None and url.root == goal.root and url.client is goal.client
     listed = parse_manifest(origin.bytes(MANIFEST, 0, store.size(MANIFEST)), limits).files if last == MANIFEST else ()
-    shared = {file.name: at for file in listed if (at := beside(file.name))}
+    shared = {file.name: at for file in listed if (at := sibling_key(file.name))}
     for name in (*names, *shared):
         folder, key = shared.get(name, ("", name if store.folder else ""))
         if name != last and url is not None and shares and store.size(name) <= COPIED_NBYTES:

@@ -37,7 +37,7 @@ from holdfast.engine.table import lazy_table
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats import FORMATS, Format, chosen, format_of, titles
 from holdfast.formats.pt2.read import Pt2Reader
-from holdfast.formats.pt2.replace import Beside, lay_out_replaced, read_beside
+from holdfast.formats.pt2.replace import SideRecords, lay_out_replaced, read_side_records
 from holdfast.formats.pt2.write import ModelWeights, lay_out_pt2, models_of
 from holdfast.formats.torch.write import archive_name, without_origin
 from holdfast.formats.zip.reader import read_archive
@@ -45,7 +45,7 @@ from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.tie import tie_state
 from holdfast.saving.formats import Options, check_archive_name, plan_save, suffix_of
-from holdfast.saving.models import CONSTANTS, beside_keys, models_in, weights_of
+from holdfast.saving.models import CONSTANTS, models_in, non_weight_keys, weights_of
 from holdfast.saving.planned import Destination, Planned, Saved, check_target, planned_fields, rewritten
 from holdfast.saving.rejoin import rejoin
 from holdfast.saving.rows import lazy_tree, with_table
@@ -108,7 +108,7 @@ class _Members(Value, frozen=True):
     """The models of a package, as one state."""
 
     state: State
-    beside: Mapping[str, Beside]
+    beside: Mapping[str, SideRecords]
     """For models that come from a `.pt2`: what else they have there."""
     notes: tuple[str, ...] = ()
     """What of a model has no place in a package."""
@@ -136,7 +136,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
     trees: dict[str, object] = {}
     once: dict[int, tuple[State, object]] = {}
     """By identity: two models of one checkpoint are rows of one table, and share what they have."""
-    beside: dict[str, Beside] = {}
+    beside: dict[str, SideRecords] = {}
     memory: dict[str, object] = {}
     notes: list[str] = []
     for model, value in models.items():
@@ -172,15 +172,15 @@ def _state_dict(value: object) -> object:
     return state_dict(keep_vars=True) if callable(state_dict) and not isinstance(value, Mapping) else value
 
 
-def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Beside]:
+def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, SideRecords]:
     """The raw weights and constants of the one model in a `.pt2`, and what else it has."""
     models = models_in(checkpoint, lazy_tree(tabulate_state(checkpoint, limits=limits)))
     if len(models) != 1:
         problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=…)"
         raise CannotHold("a model of a package is one state", [problem])
     ((model, tree),) = models.items()
-    beside = read_beside(checkpoint.source, model)
-    apart = beside_keys(tree)
+    beside = read_side_records(checkpoint.source, model)
+    apart = non_weight_keys(tree)
     member = {name: value for name, value in tree.items() if name not in beside.weights and name not in apart}
     for key in apart:
         constants = tree[key] if key.removesuffix("#2") == CONSTANTS else None
@@ -205,7 +205,7 @@ def _plan_state(members: _Members, target: str, format: Format) -> SavePlan:
     return plan_save(target, replace(state, metadata={**state.metadata, "models": models}), format.name, options=Options())
 
 
-def _plan_pt2(tree: object, besides: Mapping[str, Beside], name: str) -> SavePlan:
+def _plan_pt2(tree: object, besides: Mapping[str, SideRecords], name: str) -> SavePlan:
     parts = _parts(tree)
     problems: list[str] = []
     extra: dict[str, bytes | Data] = {}

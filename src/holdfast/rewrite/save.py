@@ -2,7 +2,7 @@
 
 1. The state is described: every tensor a lazy tensor, nothing copied (saving/state.py).
 2. The format lays out every byte (saving/formats.py); what it cannot hold is refused now, all of it, before a file exists.
-3. The reader opens the plan (`rehearse`, there); what it would refuse is refused now as well.
+3. The reader opens the plan (`check_opens`, there); what it would refuse is refused now as well.
 4. The plan is written beside the target and published by one rename (engine/write.py, engine/commit/transactions.py).
 
 A file object takes the place of 4: what it is given, it is given from front to back (engine/stream.py), and nothing is published.
@@ -22,11 +22,11 @@ from typing import Unpack, cast
 from holdfast.core.limits import Limits
 from holdfast.core.options import OF_STATES, Progress, SaveOptions, pick, validated
 from holdfast.core.protocols import State
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.value import replace
 from holdfast.engine.readback import check_source
 from holdfast.engine.saves import SavePlan
-from holdfast.engine.stream import Told, Writer, write_stream
+from holdfast.engine.stream import CountingWriter, Writer, write_stream
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.formats import format_of
 from holdfast.saving.base import check_shares, not_shared, open_base
@@ -77,7 +77,7 @@ def save(state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[
         limits=limits,
     )  # fmt: skip
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
-    with resting_collector():
+    with gc_paused():
         try:
             return plan(base=older, hashes=hashes).carry_out(progress)
         except NotCommitted as error:
@@ -122,7 +122,7 @@ def _stream(
         done=not writing.dry_run,
     )  # fmt: skip
     if not writing.dry_run:
-        _write_stream(plan, Told(file, progress) if progress else file, described, where)
+        _write_stream(plan, CountingWriter(file, progress) if progress else file, described, where)
     return report
 
 

@@ -20,7 +20,7 @@ from holdfast.engine.commit.target import refusal, refusing
 from holdfast.errors import HoldfastError, NoSuchPath, NotCommitted
 from holdfast.inspect.trainers import recognised, torn
 from holdfast.seals.check import read_seal
-from holdfast.seals.document import SEAL, SUFFIX, Seal, beside
+from holdfast.seals.document import SEAL, SUFFIX, Seal, seal_name
 from holdfast.seals.make import SHOWN, check_place, is_folder, list_files, write_seal
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
@@ -87,7 +87,7 @@ def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
             raise NothingToSeal("there is nothing to seal", file=path) from None
         if not folder and path.endswith(SUFFIX):
             raise refusal("this is a seal itself; seal what it is about", path, errno.EINVAL)
-        place = os.path.join(path, SEAL) if folder else beside(path.rstrip("/"))
+        place = os.path.join(path, SEAL) if folder else seal_name(path.rstrip("/"))
         if os.path.islink(place):
             raise refusal("the seal is a link; remove it", place, errno.ELOOP)
         if not dry_run:

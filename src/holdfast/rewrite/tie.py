@@ -51,7 +51,7 @@ from holdfast.core.strict_json import quoted
 from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.blocks import read_slab, slabs
+from holdfast.engine.blocks import contiguous_blocks, read_block
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.equal import same_bytes
@@ -354,8 +354,8 @@ def _classes(
 def _hash(tensor: LazyTensor) -> bytes:
     """A cryptographic hash of the bytes in C order."""
     digest = hashlib.blake2b(digest_size=32)
-    for slab in slabs(tensor, BLOCK_NBYTES):
-        digest.update(read_slab(slab))
+    for piece in contiguous_blocks(tensor, BLOCK_NBYTES):
+        digest.update(read_block(piece))
     return digest.digest()
 
 
@@ -384,8 +384,8 @@ class Tied(Saved):
         lines = [group.line([quoted(member.name) for member in group.members[:LISTED]]) for group in order[:LISTED]]
         return [first, *lines, *more]
 
-    def _told(self) -> list[str]:
-        return [*self.listing(), *Saved._told(self)]
+    def _lines(self) -> list[str]:
+        return [*self.listing(), *Saved._lines(self)]
 
     def __str__(self) -> str:
         return "\n".join([*self.listing(), *self.notes])

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import msgspec
 
 from holdfast.core.documents import DocumentKind, write_document
-from holdfast.core.keys import beside
+from holdfast.core.keys import sibling_key
 from holdfast.core.value import replace
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.targets.bucket_claims import release
@@ -48,9 +48,9 @@ from holdfast.runs.record import (
     RunRecord,
     RunRules,
     decoded,
+    parse_rules,
     receipts_of,
     record_of,
-    understood_rules,
 )
 from holdfast.runs.steps import Step, step_name
 from holdfast.saving.planned import Planned, Saved
@@ -98,7 +98,7 @@ class RunBucket(BucketSteps):
         return sizes
 
     def identities(self, step: Step) -> Mapping[str, str]:
-        return {name: self.key(*(beside(name) or (step.name, name))) for name in step.files}
+        return {name: self.key(*(sibling_key(name) or (step.name, name))) for name in step.files}
 
     def written(self, step: Step, names: Sequence[str]) -> Mapping[str, float]:
         keys, now = self.identities(step), time.time()
@@ -107,7 +107,7 @@ class RunBucket(BucketSteps):
 
     def kept(self) -> RunRules | None:
         _, _, raw = self._said_in(RECORD)
-        return understood_rules(decoded(raw, RECORD)) if raw else None
+        return parse_rules(decoded(raw, RECORD)) if raw else None
 
     def pins(self) -> Mapping[int, Pin]:
         return _by_step(self._said_in(PINS)[0])
@@ -171,7 +171,7 @@ class RunBucket(BucketSteps):
     def begin(self, kept: RunRules, *, durable: bool) -> ExitStack:
         def write(found: RunRecord | None) -> RunRecord | None:
             with suppress(HeaderError):
-                if found is not None and understood_rules(found) == kept:
+                if found is not None and parse_rules(found) == kept:
                     return None
             return record_of(kept)
 
@@ -203,7 +203,7 @@ class RunBucket(BucketSteps):
     def published(self, planned: Planned[Saved], says: Stamp) -> Step:
         """As it was laid out: no request can fail that would make a failure of a save that is done."""
         name = step_name(says.step)
-        self._lengths[name] = {self.key(*(beside(file) or (name, file))): nbytes for file, nbytes in planned.report.files}
+        self._lengths[name] = {self.key(*(sibling_key(file) or (name, file))): nbytes for file, nbytes in planned.report.files}
         files = [file for file, _ in planned.report.files if file != MANIFEST]
         nbytes = planned.report.nbytes
         self._last = Step(says.step, self.path.below(name), says.saved, says.metrics, nbytes, name, tuple(files), says.ran)
@@ -254,7 +254,9 @@ class RunBucket(BucketSteps):
     def _remove_data(self, steps: Sequence[Step]) -> list[str]:
         """Delete the data of steps whose manifests are gone, unless other steps have it, too. What stood in the way, in words."""
         names = [(step.name, name) for step in steps for name in step.files]
-        keys = dict.fromkeys(self.key(*(beside(name) or (own, name))) for own, name in names if "/" not in name or beside(name))
+        keys = dict.fromkeys(
+            self.key(*(sibling_key(name) or (own, name))) for own, name in names if "/" not in name or sibling_key(name)
+        )
         try:
             left = release(self.path, list(keys), self._references.named).used
         except HoldfastError as error:

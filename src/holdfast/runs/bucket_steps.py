@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 
-from holdfast.core.keys import DATA, beside
+from holdfast.core.keys import DATA, sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.threads import run_all
@@ -95,7 +95,7 @@ def metadata_of(says: Stamp) -> Mapping[str, str]:
 def attributes_of(says: Stamp, files: Iterable[tuple[str, int]]) -> Mapping[str, str]:
     """What the object of a manifest says of a step with this data; nothing where that is more than stores take."""
     sizes = dict(files)
-    shared = sorted(name for name in sizes if beside(name))
+    shared = sorted(name for name in sizes if sibling_key(name))
     saves = {found[1] if (found := DATA.fullmatch(name)) else "" for name in sizes if name not in shared}
     if len(saves) > 1 or "" in saves:
         return {}
@@ -232,7 +232,7 @@ class BucketSteps:
         if said is None or said.etag != etag or said.wrong:
             return None
         names = said.beside if said.files is None else [name for name, _ in said.files]
-        return None if names is None else {found[0] for name in names if (found := beside(name))}
+        return None if names is None else {found[0] for name in names if (found := sibling_key(name))}
 
     def _named(self, below: int | None = None) -> dict[int, list[str]]:
         """The names that are there now, by the number that they say."""
@@ -284,7 +284,7 @@ class BucketSteps:
         files = says.files
         if files is None:
             own = {key: one.nbytes for key, one in objects.items() if (found := DATA.fullmatch(key)) and found[1] == says.save}
-            places = {file: beside(file) for file in says.beside or ()}
+            places = {file: sibling_key(file) for file in says.beside or ()}
             there = {file: folders(at[0]).get(at[1]) for file, at in places.items() if at}
             own |= {file: one.nbytes for file, one in there.items() if one}
             if digest_of(own) == says.digest:
@@ -296,7 +296,7 @@ class BucketSteps:
                 files = says.files
         lengths = {self.key(name, MANIFEST): says.nbytes}
         for file, nbytes in files:
-            at = beside(file) or (name, file)
+            at = sibling_key(file) or (name, file)
             one = folders(at[0]).get(at[1])
             if one is None:
                 return f"{file}: missing"
@@ -323,7 +323,7 @@ class BucketSteps:
             return self._read(name)
         stamp, more = told
         shared = more.get("beside", [])
-        if not isinstance(shared, list) or not all(isinstance(one, str) and beside(one) for one in shared):
+        if not isinstance(shared, list) or not all(isinstance(one, str) and sibling_key(one) for one in shared):
             return self._read(name)
         says = Says(got.found.etag, got.found.nbytes, stamp, str(more.get("save")), str(more.get("files")), tuple(shared))
         self._said[key] = says

@@ -44,7 +44,7 @@ from holdfast.runs.record import (
 )
 from holdfast.runs.steps import RunFolder, Step, step_name
 from holdfast.saving.planned import Planned, Saved
-from holdfast.seals.document import SEAL, Stamp, beside, with_seal
+from holdfast.seals.document import SEAL, Stamp, seal_name, with_seal
 from holdfast.stores.files import FileEntry, Files, is_temporary, make_parents
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.place import place_at
@@ -113,7 +113,7 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
         hidden = temporary_name(PREFIX + name, longest=longest_name(files, PREFIX + name, at=at))
         files.rename(name, hidden, at=at)
         kept.name = hidden
-        return Hidden(kept, seal=None if folder else beside(name), folder=folder)
+        return Hidden(kept, seal=None if folder else seal_name(name), folder=folder)
     except BaseException:
         with suppress(OSError):
             files.close(descriptor)

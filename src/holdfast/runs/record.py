@@ -149,10 +149,10 @@ def write_said(files: Files, folder: str, kind: DocumentKind[D], content: D, *, 
 def read_kept(files: Files, *, at: int) -> RunRules | None:
     """The rules that a run wrote down; None where it has none. Raises `HeaderError` where they cannot be understood."""
     found = read_said(files, RECORD, at=at)
-    return None if found is None else understood_rules(found)
+    return None if found is None else parse_rules(found)
 
 
-def understood_rules(found: RunRecord) -> RunRules:
+def parse_rules(found: RunRecord) -> RunRules:
     """The rules of a record. Raises `HeaderError` where they cannot be understood."""
     try:
         return RunRules(read_rules(found.keep), found.budget)

@@ -36,7 +36,7 @@ from holdfast.core.arguments import one_of
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import Option, StoreOption, validated
 from holdfast.core.quantities import Size, byte_count, seconds, shown
-from holdfast.core.runtime import renewed, resting_collector
+from holdfast.core.runtime import gc_paused, renewed
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.write import Progress
@@ -273,14 +273,14 @@ class Run(RunView):
             )
             try:
                 try:
-                    with resting_collector(), plan(base=base, hashes=self.share) as planned:
+                    with gc_paused(), plan(base=base, hashes=self.share) as planned:
                         saved = self._carry_out(planned, says, progress)
                 except (NoBase, NotCommitted) as error:
                     if base is None or (isinstance(error, NotCommitted) and error.errno != errno.ESTALE):
                         raise
                     # Somebody removed the step before: as it was opened, or while this one was linked to it.
                     base = None
-                    with resting_collector(), plan(base=base, hashes=self.share) as planned:
+                    with gc_paused(), plan(base=base, hashes=self.share) as planned:
                         saved = self._carry_out(planned, says, progress)
             except HoldfastError:
                 self._failed += 1

@@ -6,7 +6,7 @@ transform        changes of a state: keep, drop, rename, other dtypes
 rejoin           tensors that shared a storage before a format copied them share it again
 models           what is in a package, and a choice of it
 formats          the format of a path, and the plan of a state in it, opened by the reader before it is written
-companions       config and tokenizer files of a Hugging Face folder, which go where its weights go
+side_files       config and tokenizer files of a Hugging Face folder, which go where its weights go
 base             the checkpoint before, of which a save takes over what did not change
 references       what the manifests of checkpoints beside each other in a bucket name, which nobody may delete
 writing          how a plan is written: `Writing`

@@ -20,7 +20,7 @@ from contextlib import closing
 from functools import partial
 
 from holdfast.core.content_hash import HASH, Hashed
-from holdfast.core.keys import DATA, beside
+from holdfast.core.keys import DATA, sibling_key
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import Store
 from holdfast.core.table import Table
@@ -115,7 +115,7 @@ def open_base(
     try:
         url, goal = place_at(path).url, place_at(target).url
         if url is not None and goal is not None:
-            return _open_beside(url, goal, limits=limits or DEFAULTS, threads=threads, block=block)
+            return _open_sibling(url, goal, limits=limits or DEFAULTS, threads=threads, block=block)
         if url is not None or goal is not None:
             return not_used(path, "one of the two is in an object store", threads=threads, block=block)
         return _opened(path, target, limits=limits, threads=threads, block=block)
@@ -185,7 +185,7 @@ def not_shared(path: str, problem: str) -> str:
     return f"everything is written, and nothing shared with {path!r}: {problem}"
 
 
-def _open_beside(url: Url, target: Url, *, limits: Limits, threads: int | None, block: int | None) -> OpenBase:
+def _open_sibling(url: Url, target: Url, *, limits: Limits, threads: int | None, block: int | None) -> OpenBase:
     """Open the base of a save to `target`. It is not held: objects of these names have one content, or are gone.
 
     Whether they are there still when the new one is published, and stay, is for `engine/targets/bucket_claims`.
@@ -195,7 +195,7 @@ def _open_beside(url: Url, target: Url, *, limits: Limits, threads: int | None, 
 
     parent, own = target.parent, target.key.rpartition("/")[2]
     folder = url.key.rpartition("/")[2]
-    if url.parent.identity != parent.identity or not target.key or not beside(f"../{folder}/{SOME_DATA}"):
+    if url.parent.identity != parent.identity or not target.key or not sibling_key(f"../{folder}/{SOME_DATA}"):
         return not_used(url, "it is not beside the new one, in the same prefix", threads=threads, block=block)
     try:
         store = RemoteStore(url, limits=limits)
@@ -209,7 +209,7 @@ def _open_beside(url: Url, target: Url, *, limits: Limits, threads: int | None, 
             return not_used(url, "it is no native checkpoint", threads=threads, block=block)
         manifest = read_manifest(source)
         problem = without_hashes(manifest)
-        places = {file.name: beside(file.name) or (folder, file.name) for file in manifest.files}
+        places = {file.name: sibling_key(file.name) or (folder, file.name) for file in manifest.files}
         if problem is None and not all(DATA.fullmatch(name) for _, name in places.values()):
             problem = "its data has names that other checkpoints may write, too"
         going = claims_below(parent, "deletes") if problem is None else set()

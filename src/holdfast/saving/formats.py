@@ -1,6 +1,6 @@
 """Where and how to save: the format of a path, the plan of a state in that format, and the proof that it opens.
 
-What a writer writes, its own reader opens. A plan is opened (`rehearse`) before the first byte of it is written.
+What a writer writes, its own reader opens. A plan is opened (`check_opens`) before the first byte of it is written.
 
 1. A store over the plan stands in for the files (`engine.planned_store`): headers, pickles and indexes as they will be, no data.
 2. The reader that `open` uses describes it, under the default `Limits`.
@@ -22,7 +22,7 @@ from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, State, Store
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import tied
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.value import Value, replace
@@ -131,10 +131,10 @@ def check_sparse(path: str, format: str, sparse: str) -> None:
 def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     """Lay out a state, so that it opens again. Raises `CannotHold` with every problem when the format cannot hold it."""
     check_sparse(path, format, options.sparse)
-    return _rehearse_kinds(_lay_out(path, state, format, options=options), path, state, format, options)
+    return _check_kinds_open(_lay_out(path, state, format, options=options), path, state, format, options)
 
 
-def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, options: Options) -> SavePlan:
+def _check_kinds_open(plan: SavePlan, path: str, state: State, format: str, options: Options) -> SavePlan:
     """The same plan with what it holds, known to open: a state with one tensor of each of its kinds, laid out alike, does.
 
     Of fifty thousand tensors the reader would read the same header fields fifty thousand times. What it counts is compared with
@@ -144,7 +144,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     leaves, table = state.leaves, state.tensors
     # What says where pieces lie names them all.
     if SHARDING_INFO in state.metadata or _near_limits(plan, table, flat=leaves.flat):
-        return rehearse(replace(plan, holds=table), path)
+        return check_opens(replace(plan, holds=table), path)
     alike = _of_each_kind(table)
     # One pair of rows that are tied, and one of parts of a storage, if there are some.
     tie = (*next(iter(tied(table).items()), ()), *_two_views(table))
@@ -161,7 +161,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
     wanted = {*alike.values(), *table.single, *tie}
     rows = sorted(row for row in wanted if not parts or id(leaves.values[row]) not in parts)
     if 2 * (len(rows) + len(parts)) >= len(table):
-        plan = rehearse(plan, path)
+        plan = check_opens(plan, path)
     else:
         sample: dict[str, object] = {f"{at}": table.view(row) for at, row in enumerate(rows)}
         if not leaves.flat:
@@ -170,7 +170,7 @@ def _rehearse_kinds(plan: SavePlan, path: str, state: State, format: str, option
             sample |= {"composites": {f"{at}": whole for at, whole in enumerate(wholes)}} if wholes else {}
         described = tabulate_state(sample, metadata=state.metadata)
         own = replace(options, base=None if options.base is None else OpenBase())
-        rehearse(replace(_lay_out(path, described, format, options=own), holds=described.tensors), path)
+        check_opens(replace(_lay_out(path, described, format, options=own), holds=described.tensors), path)
         plan = replace(plan, opens=True)
     if plain:
         note_opened(key)
@@ -298,11 +298,11 @@ SHOWN = 8
 """Differences that a refusal lists."""
 
 
-def rehearse(plan: SavePlan, path: str) -> SavePlan:
+def check_opens(plan: SavePlan, path: str) -> SavePlan:
     """The same plan, known to open. Raises `CannotHold` with the reason where it would not, or would show something else."""
     if plan.opens:
         return plan
-    with resting_collector():
+    with gc_paused():
         files = (*plan.files, *plan.index)
         # A folder of one file is opened as that file.
         known = format_of(plan.format).opened_as if len(files) == 1 else (plan.format,)

@@ -85,7 +85,7 @@ def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[
     kept: dict[str, Tree] = {}
     notes = []
     for model, tree in chosen.items():
-        beside = beside_keys(tree, compiled=archive)
+        beside = non_weight_keys(tree, compiled=archive)
         left = [key for key in beside if not wanted.get(key.removesuffix("#2"), True)]
         kept[model] = {name: value for name, value in tree.items() if name not in left}
         told = [key.removesuffix("#2").replace("_", " ") for key in left] + ["the program"] * (model in programs)
@@ -98,7 +98,7 @@ def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[
     return replace(with_tree(state, tree), metadata=texts), tuple(notes)
 
 
-def beside_keys(tree: Tree, *, compiled: bool = True) -> list[str]:
+def non_weight_keys(tree: Tree, *, compiled: bool = True) -> list[str]:
     """The keys of a model's tree that are no weights of it."""
     keys = (CONSTANTS, INPUTS, COMPILED) if compiled else (CONSTANTS,)
     return [key for name in keys for key in (name, f"{name}#2") if key in tree and not isinstance(tree[key], LazyTensor)]

@@ -36,8 +36,17 @@ from holdfast.engine.targets.target import Saving, target_of
 from holdfast.errors import CannotHold, StoreError, Unsupported
 from holdfast.formats import format_of, written_formats
 from holdfast.inspect.open import Openable, opened
-from holdfast.saving.companions import Companions, find_companions, is_model
-from holdfast.saving.formats import Options, folder_of, for_programs, format_for, format_named, is_replaceable, rehearse, suffix_of
+from holdfast.saving.formats import (
+    Options,
+    check_opens,
+    folder_of,
+    for_programs,
+    format_for,
+    format_named,
+    is_replaceable,
+    suffix_of,
+)
+from holdfast.saving.side_files import SideFiles, find_side_files, is_model
 from holdfast.saving.writing import Writing
 from holdfast.seals.renew import NOTHING, Renewal, find_seals
 from holdfast.stores.files import Files
@@ -80,9 +89,9 @@ class Saved(Shown):
 
     def explain(self) -> str:
         """In words."""
-        return "\n".join([*self._told(), *(f"note   {note}" for note in self.notes)])
+        return "\n".join([*self._lines(), *(f"note   {note}" for note in self.notes)])
 
-    def _told(self) -> list[str]:
+    def _lines(self) -> list[str]:
         """The lines of `explain` but for the notes."""
         count, enough = len(self.files), self.done or self.free_nbytes >= self.new_nbytes
         shared = f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
@@ -246,16 +255,16 @@ def rewritten(
     lay_out: Callable[[Checkpoint, Destination], Planned[R]],
     asked: Mapping[str, Any],
     *,
-    beside: bool = False,
+    elsewhere: bool = False,
     directory: bool | None = None,
     programs: bool = False,
 ) -> Planned[R]:
     """What a verb makes of a checkpoint: `lay_out` is given the source, open, and where to write. The plan closes the source.
 
-    Beside what was laid out, a directory has the files that lie beside the weights of the source (`saving/companions.py`); where
+    Beside what was laid out, a directory has the files that lie beside the weights of the source (`saving/side_files.py`); where
     nothing says its format, a Hugging Face folder becomes one again.
 
-    `asked` are the options of the verb. `beside` says that the target may not be the source. `directory` says
+    `asked` are the options of the verb. `elsewhere` says that the target may not be the source. `directory` says
     whether a directory is written, where the format of the path does not; `programs` whether the verb writes such archives. Raises
     `NotCommitted` for a target that cannot be had, and `Unsupported` as `_destination` does, before `lay_out` reads anything.
     """
@@ -270,7 +279,7 @@ def rewritten(
             where = Destination(place_of(dst), format, writing)
         else:
             where = _destination(source, dst, in_place=in_place, format=format, writing=writing, programs=programs)
-        if beside and same_place(where.path, source.path):
+        if elsewhere and same_place(where.path, source.path):
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
@@ -279,27 +288,27 @@ def rewritten(
                 where = replace(where, format=_model_format(source, where, options, copy_config) or where.format)
             directory = not archive and format_of(format_for(where.path, where.format, options)).folder
         check_target(where.path, directory=directory, writing=where.writing)
-        beside_it = find_companions(source, where.path, copy_config, directory=directory, stack=stack, limits=limits)
-        planned = lay_out(source, replace(where, index=beside_it.weights, stem=beside_it.stem))
+        side_files = find_side_files(source, where.path, copy_config, directory=directory, stack=stack, limits=limits)
+        planned = lay_out(source, replace(where, index=side_files.weights, stem=side_files.stem))
         stack.callback(planned.close)
         seals = find_seals(source, limits) if same_place(where.path, source.path) else NOTHING
-        return replace(_accompanied(planned, beside_it, source, seals), sources=stack.pop_all())
+        return replace(_accompanied(planned, side_files, source, seals), sources=stack.pop_all())
 
 
-def _accompanied(planned: Planned[R], companions: Companions, source: Checkpoint, seals: Renewal) -> Planned[R]:
+def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint, seals: Renewal) -> Planned[R]:
     """The same with other files in the directory, published with it, and sealed again where it was."""
-    plan, added = companions.beside(planned.plan, source)
+    plan, added = side_files.add_to(planned.plan, source)
     seals = seals.laid_out(plan, {file.key for file in added if file in plan.files}, source.source.store.list())
     if sealing := seals.files():
         added = (*added, *sealing)
         plan = replace(plan, index=(*plan.index, *sealing)) if place_at(planned.report.path).on_disk else plan
     if plan is planned.plan and not added:
         return replace(planned, renews=seals)
-    plan, report = rehearse(plan, planned.report.path), planned.report
+    plan, report = check_opens(plan, planned.report.path), planned.report
     files = (*report.files, *((file.key, file.nbytes) for file in added))
     notes = (*report.notes, *plan.notes[len(planned.plan.notes) :])
     report = replace(report, files=files, nbytes=sum(nbytes for _, nbytes in files), notes=notes)
-    reads = dict.fromkeys((*planned.reads, *(origin.store for origin in companions.files.values())))
+    reads = dict.fromkeys((*planned.reads, *(origin.store for origin in side_files.files.values())))
     return replace(planned, plan=plan, report=report, reads=tuple(reads), renews=seals)
 
 
@@ -412,12 +421,12 @@ def write_plan(
 ) -> Mapping[str, int]:
     """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written.
 
-    First of all the plan is given to the reader (`formats.rehearse`): what would not open again is refused with `CannotHold` while
+    First the reader opens the plan (`formats.check_opens`): what would not open again is refused with `CannotHold` while
     nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
     `before_commit` has the last word: what it raises keeps everything as it was. `copied` is told of files that cannot be linked.
     """
     if rehearsed:
-        plan = rehearse(plan, path)
+        plan = check_opens(plan, path)
     within = writing.budget
     threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
     how = Saving(

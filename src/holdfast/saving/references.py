@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 
-from holdfast.core.keys import beside
+from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
 from holdfast.engine.source import OpenSource
 from holdfast.engine.targets.bucket import BucketNames, ReplacedObjects
@@ -118,7 +118,7 @@ class References:
             self._known[folder] = etag, raw
             self.notes[folder] = error.message
             return
-        places = (beside(name) or (folder, name) for name, _ in files)
+        places = (sibling_key(name) or (folder, name) for name, _ in files)
         self._known[folder] = etag, frozenset(f"{self._start}{one}/{name}" if one else self._start + name for one, name in places)
 
 
@@ -161,7 +161,7 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
     except HoldfastError:
         return ReplacedObjects()  # what cannot be read is not known to be a checkpoint's
     named = References(url.parent).named if shared else None
-    return ReplacedObjects([name for name in names if "/" not in name or beside(name)], named)
+    return ReplacedObjects([name for name in names if "/" not in name or sibling_key(name)], named)
 
 
 NAMES = BucketNames(

@@ -59,7 +59,7 @@ def tabulate_state(
 ) -> State:
     """Describe a state without copying its data: tensors are rows of a table, and the tree is the caller's own.
 
-    Of a checkpoint that says what stands beside its model (`Checkpoint.beside`), the model is described; `whole` takes it all.
+    Of a checkpoint with `non_model_keys`, the model is described; `whole` takes it all.
     """
     if not isinstance(state, Checkpoint):
         return tabulate_tree(state_dicts(state), metadata=metadata, limits=limits, arrays="tensors")
@@ -94,7 +94,7 @@ def tabulate_tree(
 
 def model_of(checkpoint: Checkpoint, *, whole: bool) -> tuple[object, tuple[str, ...]]:
     """The tree of a checkpoint without what stands beside its model, unless `whole` takes it all; and a note about that."""
-    beside, tree = () if whole else checkpoint.beside, checkpoint.tree
+    beside, tree = () if whole else checkpoint.non_model_keys, checkpoint.tree
     if not beside or not isinstance(tree, dict):
         return tree, ()
     note = f"left out: what stands beside the model, under {', '.join(map(repr, beside))}; keep= takes it by its names"

@@ -17,7 +17,7 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath
-from holdfast.seals.document import DOCUMENT, SEAL, SUFFIX, Seal, SealedFile, beside, misfits, parse_seal
+from holdfast.seals.document import DOCUMENT, SEAL, SUFFIX, Seal, SealedFile, misfits, parse_seal, seal_name
 from holdfast.stores import platform
 from holdfast.stores.files import is_temporary
 from holdfast.stores.folder import OpenFile, open_folder, plain
@@ -42,7 +42,7 @@ def is_part(name: str) -> bool:
 def seal_path(path: AnyPath) -> str:
     """Where the seal of a folder is, or of a single file."""
     place = local_path(path)
-    return os.path.join(place, SEAL) if os.path.isdir(place) else beside(place)
+    return os.path.join(place, SEAL) if os.path.isdir(place) else seal_name(place)
 
 
 def read_seal(path: AnyPath, limits: Limits | None = None) -> Seal | None:

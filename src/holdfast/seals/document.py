@@ -127,10 +127,10 @@ DOCUMENT = DocumentKind(
 )  # fmt: skip
 
 
-def beside(name: str) -> str:
+def seal_name(name: str) -> str:
     """The name of the seal of a single file.
 
-    >>> beside("epoch=3.ckpt")
+    >>> seal_name("epoch=3.ckpt")
     'epoch=3.ckpt.seal.json'
     """
     return name + SUFFIX
@@ -178,7 +178,7 @@ KNOWN_NBYTES = 16 << 10
 
 def _parsed(raw: bytes, limits: Limits, file: str) -> Seal:
     with located(file=file):
-        return _understood(read_document(DOCUMENT, raw, limits, file=file), limits)
+        return _validated(read_document(DOCUMENT, raw, limits, file=file), limits)
 
 
 _known = lru_cache(64)(_parsed)
@@ -208,7 +208,7 @@ def _stored(value: float) -> float | str:
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
-def _understood(document: Document, limits: Limits) -> Seal:
+def _validated(document: Document, limits: Limits) -> Seal:
     """The meaning of a document whose form is right."""
     if document.step is not None:
         _check_count(document.step, "step")

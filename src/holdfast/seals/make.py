@@ -25,7 +25,7 @@ from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import LimitExceeded
 from holdfast.seals.check import is_part
-from holdfast.seals.document import SEAL, Seal, SealedFile, beside, encode_seal
+from holdfast.seals.document import SEAL, Seal, SealedFile, encode_seal, seal_name
 from holdfast.stores.files import FileEntry, Files, split_path
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
@@ -46,7 +46,7 @@ def unseal(src: AnyPath, *, durable: bool = True) -> bool:
     with refusing("removing the seal of what is to be written again", path):
         try:
             folder = is_folder(files, path)
-            root, name = (path, SEAL) if folder else (split_path(path.rstrip("/"))[0], beside(split_path(path.rstrip("/"))[1]))
+            root, name = (path, SEAL) if folder else (split_path(path.rstrip("/"))[0], seal_name(split_path(path.rstrip("/"))[1]))
             at = files.open_directory(files.resolve(root or os.curdir))
         except FileNotFoundError:
             return False
@@ -104,7 +104,7 @@ def write_seal(
             raise refusal(f"{message}. No seal was written", path, errno.EBUSY)
         sealed = Seal(about.step, about.saved, about.metrics, tuple(made[one] for one in sorted(made)), about.ran)
         text = encode_seal(sealed)
-    place = os.path.join(path, SEAL) if name is None else beside(path.rstrip("/"))
+    place = os.path.join(path, SEAL) if name is None else seal_name(path.rstrip("/"))
     replace_file(place, text, durable=durable, overwrite=overwrite, files=files)
     return sealed
 

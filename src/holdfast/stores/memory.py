@@ -128,7 +128,7 @@ class FileObjectStore(Store):
         if start < 0 or start + out.nbytes > self.size(key):
             raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {self._size}", offset=self._size)
         done = 0
-        with self.reading(), self._asked():
+        with self.reading(), self._exclusive():
             self._file.seek(start)
             while done < out.nbytes:
                 got = self._some(out[done:])
@@ -138,20 +138,20 @@ class FileObjectStore(Store):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        with self._asked():
+        with self._exclusive():
             if not self._readers:
                 self._position = self._file.tell()
             self._readers += 1
         try:
             yield
         finally:
-            with self._asked():
+            with self._exclusive():
                 self._readers -= 1
                 if not self._readers:
                     self._file.seek(self._position)
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """The file object is this thread's. Its errors are a store's."""
         with self._lock:
             try:

@@ -52,7 +52,7 @@ def test_nested_names_and_parts_of_stages(tmp_path: Path) -> None:
 def test_what_is_beside_the_model(tmp_path: Path) -> None:
     expected = write(tmp_path)
     with holdfast.open(tmp_path) as found:
-        assert found.beside == ("megatron",)
+        assert found.non_model_keys == ("megatron",)
         assert found["megatron.ranks.mp_rank_01.optimizer.optimizer.state.0.exp_avg"].tolist() == [1.0] * 3
         assert any(str(one.what) == "argparse.Namespace" for one in found.foreign)
         assert dict(found.metadata) == {"tensor_parallel": "2", "pipeline_parallel": "1", "step": "iter_0000007"}

@@ -12,7 +12,7 @@ import holdfast
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Medium, Request
 from holdfast.core.tensor import Traits
-from holdfast.engine.blocks import slabs
+from holdfast.engine.blocks import contiguous_blocks
 from holdfast.engine.table import lazy_table
 from holdfast.errors import Closed, StoreError, Truncated
 from holdfast.torch.cuda import gather, host, memory
@@ -117,7 +117,7 @@ def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
             assert np.array_equal(found[key].numpy(), state[key].numpy())
     assert len(lent) > 3 * 2 * 14
     assert set(lent) == {1}
-    assert max(slab.nbytes for slab in slabs(state["a"], gpus.store.medium.block_nbytes)) <= 32768
+    assert max(piece.nbytes for piece in contiguous_blocks(state["a"], gpus.store.medium.block_nbytes)) <= 32768
 
 
 def test_targets_of_any_layout():
@@ -150,7 +150,7 @@ def test_staging_into_locked_and_ordinary_memory(monkeypatch, locked):
 
 
 class Counted(Here):
-    """A lane that counts how often it is asked to wait."""
+    """A stream that counts how often it is asked to wait."""
 
     marks = 0
 

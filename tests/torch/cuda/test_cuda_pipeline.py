@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.torch.cuda import pipeline
 from holdfast.torch.cuda.host import BLOCK_NBYTES, HostBlock, Pool
-from holdfast.torch.cuda.pipeline import pump
+from holdfast.torch.cuda.pipeline import run_pipeline
 
 
 class Copies:
@@ -57,7 +57,7 @@ class Copies:
 @pytest.mark.parametrize("known", [True, False])
 def test_every_task_passes_once(tasks, blocks, threads, known):
     copies = Copies(known=known)
-    pump(range(tasks), [[] for _ in range(blocks)], threads=threads, read=copies.read, put=copies.put)
+    run_pipeline(range(tasks), [[] for _ in range(blocks)], threads=threads, read=copies.read, put=copies.put)
     assert sorted(copies.done) == list(range(tasks))
     assert copies.most <= blocks
     assert not copies.busy
@@ -77,7 +77,7 @@ def test_those_that_can_start_do_all_of_it(monkeypatch, allowed):
 
     monkeypatch.setattr(pipeline, "start", start)
     copies = Copies()
-    pump(range(50), [[] for _ in range(4)], threads=8, read=copies.read, put=copies.put)
+    run_pipeline(range(50), [[] for _ in range(4)], threads=8, read=copies.read, put=copies.put)
     assert sorted(copies.done) == list(range(50))
     assert not copies.busy
 
@@ -97,7 +97,7 @@ def test_tasks_are_made_as_they_are_needed():
         seen.append(len(made))
         return copies.put(full)
 
-    pump(tasks(), [[] for _ in range(2)], threads=1, read=copies.read, put=put)
+    run_pipeline(tasks(), [[] for _ in range(2)], threads=1, read=copies.read, put=put)
     assert seen[0] < 50
     assert len(copies.done) == 50
 
@@ -135,7 +135,7 @@ def test_the_first_failure_is_raised_when_all_has_come_to_rest(where, delay):
 
     threads = set(threading.enumerate())
     with pytest.raises(Broken, match=where):
-        pump(tasks(), [[] for _ in range(4)], threads=3, read=read, put=put)
+        run_pipeline(tasks(), [[] for _ in range(4)], threads=3, read=read, put=put)
     assert set(threading.enumerate()) <= threads, "a thread was left behind"
     assert not copies.busy, "a copy was left behind"
     assert len(begun) < 30, "the others went on"
@@ -150,7 +150,7 @@ def test_a_mark_that_fails_is_raised():
             raise Broken("mark")
 
     with pytest.raises(Broken, match="mark"):
-        pump(range(10), [[] for _ in range(2)], threads=2, read=lambda task, block: None, put=lambda full: Never())
+        run_pipeline(range(10), [[] for _ in range(2)], threads=2, read=lambda task, block: None, put=lambda full: Never())
 
 
 def test_what_is_full_by_then_is_put_together():
@@ -164,7 +164,7 @@ def test_what_is_full_by_then_is_put_together():
             time.sleep(0.1)
         return copies.put(full)
 
-    pump(range(24), [[] for _ in range(12)], threads=3, read=copies.read, put=put)
+    run_pipeline(range(24), [[] for _ in range(12)], threads=3, read=copies.read, put=put)
     assert sum(sizes) == 24
     assert sizes[1] == pipeline.MOST_BLOCKS
 

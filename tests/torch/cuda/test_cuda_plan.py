@@ -229,7 +229,7 @@ def test_without_a_gpu_the_memory_is_ordinary_and_a_note_says_so(tmp_path, monke
     class Elsewhere(Here):
         wants_locked = True
 
-    monkeypatch.setattr(gpu_load, "lanes", lambda devices: {device: Elsewhere() for device in devices})
+    monkeypatch.setattr(gpu_load, "copy_streams", lambda devices: {device: Elsewhere() for device in devices})
     holdfast.save({"a": torch.ones(10)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         notes = load_fills([Fill(checkpoint["a"], torch.zeros(10))])

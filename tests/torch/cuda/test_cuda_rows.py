@@ -52,7 +52,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(storages, "DEVICE", lambda tensor: torch.device(place(tensor)))
     monkeypatch.setattr(memory.GpuStorages, "read", read)
-    monkeypatch.setattr(memory, "lanes", no_streams)
+    monkeypatch.setattr(memory, "copy_streams", no_streams)
     return seen
 
 

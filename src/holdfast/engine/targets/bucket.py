@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import partial
 
-from holdfast.core.keys import beside
+from holdfast.core.keys import sibling_key
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.readback import check_source, stored_crcs
 from holdfast.engine.saves import FilePlan, LinkedFile
-from holdfast.engine.stream import FAR_BLOCK_NBYTES, Told, Writer, write_stream
+from holdfast.engine.stream import FAR_BLOCK_NBYTES, CountingWriter, Writer, write_stream
 from holdfast.engine.targets.bucket_claims import commit_sharing, release
 from holdfast.engine.targets.bucket_commit import ObjectSave, PrefixSave, save_id
 from holdfast.engine.targets.target import Delivered, Fill, Saving, Target, nothing_yet
@@ -56,7 +56,7 @@ class ReplacedObjects(Value, frozen=True):
             return
         with suppress(HoldfastError):
             parent, own = save.url.parent, save.url.key.rpartition("/")[2]
-            release(parent, [parent.below("/".join(beside(name) or (own, name))).key for name in rest], self.named)
+            release(parent, [parent.below("/".join(sibling_key(name) or (own, name))).key for name in rest], self.named)
 
 
 class BucketNames(Value, frozen=True):
@@ -78,7 +78,7 @@ class BucketNames(Value, frozen=True):
 
 def _pass(file: FilePlan, how: Saving, target: Writer) -> dict[str, int]:
     """Write the content of an object, sure of what was read."""
-    with how.seals.noting(file.key, Told(target, how.progress) if how.progress else target) as writer:
+    with how.seals.noting(file.key, CountingWriter(target, how.progress) if how.progress else target) as writer:
         crcs = write_stream(file, writer, known=how.crcs, requests=how.threads, block=how.block or FAR_BLOCK_NBYTES)
     how.crcs.update(crcs)
     check_source(file, how.crcs)
@@ -198,7 +198,7 @@ class PrefixTarget(JoinedPrefix):
 
     def _home(self, key: str) -> tuple[str, str]:
         """The folder of an object, and its name in there."""
-        return beside(key) or (self.url.key.rpartition("/")[2], key)
+        return sibling_key(key) or (self.url.key.rpartition("/")[2], key)
 
     def written(self) -> Store:
         store, bucket, parent = Virtual(self.url), bucket_of(self.url), self.url.parent

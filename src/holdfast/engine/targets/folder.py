@@ -258,7 +258,7 @@ class FolderTarget(Target):
                 self._folder.__enter__()
 
     @property
-    def told(self) -> str:
+    def join_name(self) -> str:
         return self._folder.folder
 
     def link(self, file: LinkedFile) -> bool:

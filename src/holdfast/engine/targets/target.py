@@ -92,7 +92,7 @@ class Target:
     """What the names of data files carry: the id of the save; nothing where the whole is published by a rename."""
 
     @property
-    def told(self) -> str:
+    def join_name(self) -> str:
         """What other parts are told, so that they find it (`join_target`)."""
         return self.save
 

@@ -28,7 +28,7 @@ from holdfast.core.protocols import Foreign, Source, Stamp, Store
 from holdfast.core.runtime import Sent, renewed
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
-from holdfast.core.value import plainer
+from holdfast.core.value import replace_as_base
 from holdfast.engine.coalesce import FAR, HEADERS, coalesce
 from holdfast.engine.files import NO_FILES, FileStorages
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported, located
@@ -298,7 +298,7 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
         return ItemStorage(**{**asdict(self), "home": home})
 
     def __replace__(self, /, **changes: Any) -> Storage:  # noqa: ANN401  # those of a storage
-        return plainer(Storage, self, changes)
+        return replace_as_base(Storage, self, changes)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ItemStorage) or self.home is not other.home or self.key != other.key:
@@ -334,7 +334,7 @@ class ItemChunk(Chunk, frozen=True):
         return ItemChunk.of(self.box, storage) if isinstance(storage, ItemStorage) else Chunk.over(self, storage)
 
     def __replace__(self, /, **changes: Any) -> Chunk:  # noqa: ANN401  # those of a chunk
-        return plainer(Chunk, self, changes)
+        return replace_as_base(Chunk, self, changes)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ItemChunk) or self.box != other.box or self.storage != other.storage:

@@ -24,7 +24,7 @@ from holdfast.core.box import Box
 from holdfast.core.crc import crc32
 from holdfast.core.documents import check_length, hexadecimal
 from holdfast.core.dtype import DTYPES
-from holdfast.core.keys import beside
+from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
 from holdfast.core.strict_json import pointer, quoted
@@ -229,7 +229,7 @@ def check_names(
     seen: set[str] = {file.name for file in files[:first]}
     for i, file in enumerate(files[first:]):
         name = file.name
-        if reaches is not None and beside(name):
+        if reaches is not None and sibling_key(name):
             if not reaches(name):
                 told = "a step that shares data with others beside it opens in its bucket alone; `holdfast cp` makes it whole"
                 raise UnsafePath(f"at {pointer(field, i, 'name')}: {quoted(name)}: {told}", found=name)

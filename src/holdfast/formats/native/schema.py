@@ -20,7 +20,7 @@ them to read; a later save compares with them what it would write (`formats.nati
 Versions 1 (no packed chunks) and 2 have neither `others` nor `self`, and are read as they always were. Version 3 has both, and a
 manifest of version 3 without `self` is damaged. Version 4 has hashes; a manifest without them is written as version 3. Version 5
 is for object stores, which have no links: a file may be named that lies in a folder beside this one,
-`"../step-00001000/data-5f3a…-00001-of-00001.safetensors"` (`core.keys.beside`). It is written where one is.
+`"../step-00001000/data-5f3a…-00001-of-00001.safetensors"` (`core.keys.sibling_key`). It is written where one is.
 
 It is a document of `core.documents`, which tells how it is read and written.
 """

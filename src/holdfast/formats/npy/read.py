@@ -33,7 +33,7 @@ def describe_npy(source: Source) -> Description:
     (key,) = source.store.list()
     nbytes = source.store.size(key)
     with located(file=key):
-        layout, _ = _understood(lambda most: source.bytes(key, 0, min(most, nbytes)), nbytes, source)
+        layout, _ = _parse_layout(lambda most: source.bytes(key, 0, min(most, nbytes)), nbytes, source)
     storage = Storage(key, layout.data_start, layout.nbytes, layout.byteorder, home=source.store)
     chunk = Chunk(Box.whole(layout.shape), storage, 0, _strides(layout))
     tensor = LazyTensor(LONE_TENSOR_NAME, layout.dtype, layout.shape, (chunk,), source)
@@ -132,7 +132,7 @@ class Members:
         known = self._heads.get((near[:128], record.content_nbytes))
         if known is not None and known.layout.data_start <= 128:
             return known
-        layout, header = _understood(lambda most: self._first(record, most), record.content_nbytes, self._source)
+        layout, header = _parse_layout(lambda most: self._first(record, most), record.content_nbytes, self._source)
         head = Head(layout, crc32(header), Box.whole(layout.shape), _strides(layout))
         if len(self._heads) < MOST_HEADS:
             self._heads[near[:128], record.content_nbytes] = head
@@ -171,7 +171,7 @@ PACKED_NBYTES = 1 << 10
 """Packed bytes that are read for the first bytes of content, beyond their number."""
 
 
-def _understood(first: Callable[[int], bytes], nbytes: int, source: Source) -> tuple[Layout, bytes]:
+def _parse_layout(first: Callable[[int], bytes], nbytes: int, source: Source) -> tuple[Layout, bytes]:
     """The layout of so many bytes, of which `first` gives the first so many; and the header that says so."""
     head = first(NEAR_NBYTES)
     found = read_layout(head, nbytes, rank=source.limits.rank)

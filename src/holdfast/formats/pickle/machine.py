@@ -26,7 +26,7 @@ import struct
 
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Foreign
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
 from holdfast.formats.pickle.rare import RARE, REFUSED
@@ -88,7 +88,7 @@ def interpret(
     state = State(data, table, limits, stream=stream, start=start, end=end)
     table.begin(limits, end - start)
     try:
-        with resting_collector():
+        with gc_paused():
             try:
                 value = _run(state)
             except Settled:

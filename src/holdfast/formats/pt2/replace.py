@@ -46,11 +46,11 @@ from holdfast.formats.zip.writer import Payload
 BYTES = DTYPES.name("uint8")
 
 
-class Beside(Value, frozen=True):
+class SideRecords(Value, frozen=True):
     """What a model has in its archive besides raw tensors, ready to be copied.
 
     Nothing of them is read here, and nothing is understood: a copied program is the same bytes under the name of its model. What
-    cannot be copied is said by `Beside.problems`: compiled code names the weight records of its own archive, and those get other
+    cannot be copied is in `SideRecords.problems`: compiled code names the weight records of its own archive, and those get other
     names.
     """
 
@@ -64,7 +64,7 @@ class Beside(Value, frozen=True):
     """What is in the archive and cannot be copied."""
 
 
-def read_beside(source: Source, model: str) -> Beside:
+def read_side_records(source: Source, model: str) -> SideRecords:
     """What a model of an archive that is open has besides raw tensors. Reads the directory and the configs."""
     (key,) = source.store.list()
     archive = read_archive(source, key)
@@ -81,7 +81,7 @@ def read_beside(source: Source, model: str) -> Beside:
         else:
             folder = "/".join(short.split("/")[:-1])
             others[folder] = others.get(folder, 0) + 1
-    return Beside(
+    return SideRecords(
         pickled_weights(source, key, archive, model=model),
         _pickled(source, key, archive, model=model, folder=CONSTANTS),
         None if program is None or not program.nbytes else copied(source, key, program),

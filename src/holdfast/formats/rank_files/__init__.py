@@ -5,7 +5,7 @@ assemble     a rank's file, read by the closed interpreter; parts of several fil
 placements   which part of a tensor a rank has, by its mesh and placements
 flat         rows of elements that are cut into tensors
 steps        which of several steps in a folder is meant: the one that `latest` names
-beside       what stands beside the model in the files, as it is
+side_keys    what stands beside the model in the files, as it is
 megatron     Megatron's folders: tensor- and pipeline-parallel ranks, put together by rules
 zero         DeepSpeed's folders, stages 1 to 3; zero_parts has where each parameter lies
 dtensors     `model_world_size_N_rank_R.pt` of verl, SkyRL and oumi: pickled DTensors and their meshes

@@ -40,8 +40,8 @@ from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, name_at,
 from holdfast.core.value import Value, replace
 from holdfast.errors import BadPlacement, FormatError, LimitExceeded, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, RankBox, RankFile, described, read_rank
-from holdfast.formats.rank_files.beside import free_key, moved
 from holdfast.formats.rank_files.recognise import Place, megatron_files, some
+from holdfast.formats.rank_files.side_keys import free_key, moved
 from holdfast.formats.rank_files.steps import chosen_step
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -191,7 +191,7 @@ class _Iteration:
             "megatron", {**weights, beside: rest}, [rank.file for rank in self.ranks], source=self.assembly.source,
             metadata=metadata | ({"step": step} if step else {}), unequal=self.assembly.unequal,
         )  # fmt: skip
-        return replace(found, beside=(beside,))
+        return replace(found, non_model_keys=(beside,))
 
     # Layers
 

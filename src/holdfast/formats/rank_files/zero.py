@@ -42,9 +42,9 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, read_rank
-from holdfast.formats.rank_files.beside import free_key, moved
 from holdfast.formats.rank_files.flat import FlatRow, FlatSlice, cut
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
+from holdfast.formats.rank_files.side_keys import free_key, moved
 from holdfast.formats.rank_files.steps import chosen_step
 from holdfast.formats.rank_files.zero_parts import FlatGroups, Optimizer, flat_groups, optimizer_of, shapes_of
 from holdfast.formats.torch.tensors import brief
@@ -265,7 +265,7 @@ class _Step:
             "deepspeed", {**weights, beside: kept}, self.files, source=self.own, notes=self.notes, metadata=metadata,
             unequal=self.assembly.unequal,
         )  # fmt: skip
-        return replace(found, beside=(beside,))
+        return replace(found, non_model_keys=(beside,))
 
     def _weights(self) -> tuple[dict[str, LazyTensor], dict[object, object]]:
         """The model in full precision by its names, in the order of the module; and what the optimizer keeps."""

@@ -34,7 +34,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import State
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.table import ODD, Piece
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.engine.saves import BATCH, MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment, text_nbytes
@@ -226,7 +226,7 @@ def lay_out_torch_zip(
     `CannotHold` with every value that has no place in such a file, by its path.
     """
     limits = limits or DEFAULTS
-    with resting_collector():
+    with gc_paused():
         return _lay_out(state, name, alignment, crc=crc, trim=trim, limits=limits)
 
 

@@ -97,7 +97,7 @@ def _texts(value: object) -> Iterator[str]:
             waiting += reversed(one)
 
 
-def beside_weights(
+def model_code_findings(
     folder: str, names: Sequence[str], findings: Iterable[Finding], *, weights: bool, above: bool
 ) -> dict[str, Finding]:
     """What is to be said of the Python files of a folder, by their names.

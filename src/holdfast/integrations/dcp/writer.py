@@ -168,7 +168,7 @@ class Writer(StorageWriter):
         )
         for name in sorted(kept):
             target.adopt(name, os.path.join(os.path.realpath(self.path), name))
-        return [replace(plan, storage_data=Share(target.told, f"__{rank}_")) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=Share(target.join_name, f"__{rank}_")) for rank, plan in enumerate(plans)]
 
     def _found(self) -> list[str] | None:
         """What is in the folder that is to be replaced; None where there is none."""
@@ -260,7 +260,7 @@ class Writer(StorageWriter):
         if self._alone is not None:
             return self.path
         if self._target is not None:
-            return self._target.told
+            return self._target.join_name
         there = unfinished(self.path)
         if share.folder in there:
             return share.folder

@@ -127,12 +127,12 @@ class Bucket:
     def get(self, key: str, start: int, stop: int, *, etag: str | None = None) -> Got:
         """A range, pinned to an etag. Less than that where the object ends before; `Truncated` where it ends before `start`."""
         options: GetOptions = {"range": (start, stop)}
-        return self._asked(key, options, etag, nbytes=stop - start)
+        return self._get(key, options, etag, nbytes=stop - start)
 
     def tail(self, key: str, nbytes: int, *, etag: str | None = None) -> Got:
         """The last so many bytes, or the whole object where it has fewer."""
         try:
-            return self._asked(key, {"range": {"suffix": nbytes}}, etag, nbytes=nbytes)
+            return self._get(key, {"range": {"suffix": nbytes}}, etag, nbytes=nbytes)
         except Unsupported:
             # Azure has no such request.
             found = self.head(key)
@@ -140,7 +140,7 @@ class Bucket:
 
     def whole(self, key: str, most: int) -> Got:
         """A whole object of at most so many bytes; `LimitExceeded` for one that has more, which is not read."""
-        return self._asked(key, {}, None, nbytes=1 << 20, most=most)
+        return self._get(key, {}, None, nbytes=1 << 20, most=most)
 
     def head(self, key: str) -> RemoteObject:
         import obstore
@@ -274,7 +274,7 @@ class Bucket:
         self.requests += 1
         self._run(lambda: answered(obstore.copy_async(self.client, key, to)), key, "copying it")
 
-    def _asked(self, key: str, options: GetOptions, etag: str | None, *, nbytes: int, most: int | None = None) -> Got:
+    def _get(self, key: str, options: GetOptions, etag: str | None, *, nbytes: int, most: int | None = None) -> Got:
         if etag is not None:
             options = {**options, "if_match": etag}
         return self._run(lambda: self._hedged(key, options, nbytes, most), key, "reading it")

@@ -19,7 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 
-from holdfast.core.keys import beside, check_key
+from holdfast.core.keys import check_key, sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Medium, Stamp, Store
 from holdfast.core.runtime import renewed
@@ -132,7 +132,7 @@ class RemoteStore(Store):
             return True
 
     def reaches(self, key: str) -> bool:
-        found = beside(key)
+        found = sibling_key(key)
         return found is not None and self._single is None and bool(self._url.key) and found[0] != self._url.key.rpartition("/")[2]
 
     def list(self) -> Sequence[str]:

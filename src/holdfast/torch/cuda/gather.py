@@ -19,7 +19,7 @@ import torch
 
 from holdfast.core.arrays import Ints
 from holdfast.engine.threads import run_all
-from holdfast.torch.cuda.streams import Lane
+from holdfast.torch.cuda.streams import CopyStream
 
 DTYPE = attrgetter("dtype")
 
@@ -38,7 +38,7 @@ interpreter lock."""
 
 
 def gather(
-    tensors: Callable[[int, int], Sequence[torch.Tensor]], starts: Ints, nbytes: Ints, room: torch.Tensor, lane: Lane
+    tensors: Callable[[int, int], Sequence[torch.Tensor]], starts: Ints, nbytes: Ints, room: torch.Tensor, stream: CopyStream
 ) -> None:
     """Start to copy tensors of one device, each to its place in a room of page-locked memory.
 
@@ -49,7 +49,7 @@ def gather(
     gaps = starts[1:] - stops[:-1]
 
     def copy(first: int, stop: int) -> None:
-        with torch.no_grad(), lane.on():
+        with torch.no_grad(), stream.on():
             joined = _joined(tensors(first, stop), gaps[first : stop - 1])
             room[int(starts[first]) : int(stops[stop - 1])].copy_(joined, non_blocking=True)
 

@@ -33,15 +33,15 @@ from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides
 from holdfast.core.crc import Sums, crc32, have_crcs
 from holdfast.core.protocols import Request, Source
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value
+from holdfast.engine.array_sink import execute
 from holdfast.engine.memory_sink import UNKNOWN
 from holdfast.engine.source import OpenSource
-from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
 from holdfast.errors import BadArgument, HoldfastError, located
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
-from holdfast.torch.cuda.pipeline import Mark, pump
+from holdfast.torch.cuda.pipeline import CopyEvent, run_pipeline
 from holdfast.torch.cuda.plan import (
     ALIGNMENT,
     BlockTask,
@@ -53,7 +53,7 @@ from holdfast.torch.cuda.plan import (
     StridedRead,
     rows_of,
 )
-from holdfast.torch.cuda.streams import Lane, lanes
+from holdfast.torch.cuda.streams import CopyStream, copy_streams
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, copy_values, flat
 
@@ -121,9 +121,9 @@ def load_rows(
     size = blocks_within(most, threads)
     # No more blocks than would hold all, and one: what is small is not worth locking more.
     count = min(size.count, -(-total // size.nbytes) + (total > size.nbytes))
-    found = lanes(rows.device for rows in groups)
+    found = copy_streams(rows.device for rows in groups)
     readers = min(threads, max(count, 1))
-    with resting_collector(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), ExitStack() as open_stores:
+    with gc_paused(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), ExitStack() as open_stores:
         for store in stores:
             open_stores.enter_context(store.reading())
         moves = {id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in _plans(groups, size, readers)}
@@ -131,7 +131,7 @@ def load_rows(
         locked = all(block.locked for block in blocks)
         try:
             if blocks:
-                pump(
+                run_pipeline(
                     chain.from_iterable(move.tasks for move in moves.values()),
                     blocks,
                     threads=readers,
@@ -142,7 +142,7 @@ def load_rows(
             POOL.take_back(blocks)
         for move in moves.values():
             move.finish()
-    return [UNLOCKED] if not locked and any(lane.wants_locked for lane in found.values()) else []
+    return [UNLOCKED] if not locked and any(stream.wants_locked for stream in found.values()) else []
 
 
 def load_fills(
@@ -184,7 +184,7 @@ Full = Sequence[tuple[BlockTask, HostBlock]]
 """Blocks that are full."""
 
 
-class _Marks(list[Mark]):
+class _Events(list[CopyEvent]):
     """Points in the work of several devices."""
 
     def synchronize(self) -> None:
@@ -195,9 +195,11 @@ class _Marks(list[Mark]):
         return all(mark.query() for mark in self)
 
 
-def _put_all(full: Full, *, moves: Mapping[int, Move], found: Mapping[torch.device, Lane], progress: Progress | None) -> Mark:
+def _put_all(
+    full: Full, *, moves: Mapping[int, Move], found: Mapping[torch.device, CopyStream], progress: Progress | None
+) -> CopyEvent:
     """Start all copies out of blocks. Before the first, all tensors are made."""
-    marks = _Marks()
+    marks = _Events()
     for move in moves.values():
         move.prepare()
     for device in dict.fromkeys(task.plan.rows.device for task, _ in full):
@@ -212,26 +214,26 @@ def _put_all(full: Full, *, moves: Mapping[int, Move], found: Mapping[torch.devi
     return marks
 
 
-def _put(full: Full, moves: Mapping[int, Move], lane: Lane) -> Mark:
+def _put(full: Full, moves: Mapping[int, Move], stream: CopyStream) -> CopyEvent:
     """Those that go to one device."""
     try:
         copies = Copies()
-        with lane.on():
+        with stream.on():
             for task, block in full:
                 moves[id(task.plan)].put(task, block, copies)
             if copies.targets:
                 # One call for all of them: it gives the interpreter lock away, for which the readers wait.
                 torch._foreach_copy_(copies.targets, copies.values, non_blocking=True)
             if not copies.later:
-                return lane.mark()
-        mark = lane.hold_caller()
+                return stream.mark()
+        mark = stream.hold_caller()
         for make in copies.later:
             make()
         return mark
     except BaseException:
         # What was started must not be left behind when the block goes to somebody else.
-        with lane.on():
-            lane.mark().synchronize()
+        with stream.on():
+            stream.mark().synchronize()
         raise
 
 
@@ -249,8 +251,8 @@ class Copies:
 class Move:
     """Rows on their way to a device."""
 
-    def __init__(self, plan: RowPlan, lane: Lane, losses: CastLosses) -> None:
-        self.plan, self._lane, self._losses = plan, lane, losses
+    def __init__(self, plan: RowPlan, stream: CopyStream, losses: CastLosses) -> None:
+        self.plan, self._stream, self._losses = plan, stream, losses
         self._sums: dict[int, Sums] = {}
         """Of rows that come in several pieces, by their positions."""
         self._places: dict[tuple[int, int], torch.Tensor] = {}
@@ -294,7 +296,7 @@ class Move:
                 skips, lengths = zip(*cuts, strict=True)
                 views = self._places[position, 0].split(lengths)
                 self._places.update(zip(zip([position] * len(skips), skips, strict=True), views, strict=True))
-        self._lane.follow()
+        self._stream.follow()
 
     # On the threads of the readers.
 
@@ -467,7 +469,7 @@ class Move:
     def _make(self, arrived: torch.Tensor, members: list[int], places: Ints) -> None:
         """Make the tensors of rows that have arrived. On the caller's stream."""
         plan = self.plan
-        self._lane.lend(arrived)
+        self._stream.lend(arrived)
         made, order = plan.rows.tensors, plan.order[members].tolist()
         kinds = [plan.destinations[position] for position in members]
         for pieces, owners in _cut(arrived, [kind for kind in kinds if isinstance(kind, ByteKind)], places):

@@ -28,16 +28,16 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Medium, Request
 from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
-from holdfast.engine.blocks import contiguous_bytes, slabs
+from holdfast.engine.blocks import contiguous_blocks, contiguous_bytes
 from holdfast.engine.saves import Data
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import Virtual, VirtualFile
 from holdfast.torch.cuda.gather import SHORT_NBYTES, gather
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
-from holdfast.torch.cuda.pipeline import Mark
-from holdfast.torch.cuda.streams import Lane, Side, lanes, refuse_capture
-from holdfast.torch.tensors.from_lazy import carrier_dtype, torch_dtype
+from holdfast.torch.cuda.pipeline import CopyEvent
+from holdfast.torch.cuda.streams import CopyStream, Side, copy_streams, refuse_capture
+from holdfast.torch.tensors.from_lazy import torch_dtype, view_dtype
 from holdfast.torch.tensors.scratch import flat
 from holdfast.torch.tensors.shared_regions import BYTES
 
@@ -52,11 +52,11 @@ class GpuMemory(Virtual):
 
     medium = Medium(block_nbytes=BLOCK_NBYTES)
 
-    def __init__(self, lane: Callable[[torch.device], Lane] = Side) -> None:
+    def __init__(self, stream: Callable[[torch.device], CopyStream] = Side) -> None:
         super().__init__("<GPU memory>")
-        self._make_lane = lane
+        self._make_stream = stream
         self._bytes: dict[str, torch.Tensor] = {}
-        self._lanes: dict[torch.device, Lane] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
 
     def add(self, storage: torch.UntypedStorage) -> Storage:
         """The storage as one of ours; the same one for the same memory."""
@@ -64,9 +64,9 @@ class GpuMemory(Virtual):
         device = storage.device
         key = f"{device}/{storage.data_ptr() if nbytes else 0:x}+{nbytes:x}"
         if key not in self._bytes:
-            if device not in self._lanes:
+            if device not in self._streams:
                 refuse_capture([device])
-                self._lanes[device] = self._make_lane(device)
+                self._streams[device] = self._make_stream(device)
             self._bytes[key] = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             self.put(VirtualFile(nbytes, partial(weakly(self._read), key)), key)
         return Storage(key, 0, nbytes, location=str(device), home=self)
@@ -76,11 +76,11 @@ class GpuMemory(Virtual):
         self.entry(key)  # raises where it was closed, and for what is not among the storages that are saved
         return self._bytes[key]
 
-    def lane(self, device: torch.device) -> Lane:
+    def stream(self, device: torch.device) -> CopyStream:
         """The side stream of a device, waiting for what the caller's stream has been asked to do up to now."""
-        lane = self._lanes[device]
-        lane.follow()
-        return lane
+        stream = self._streams[device]
+        stream.follow()
+        return stream
 
     def close(self) -> None:
         super().close()
@@ -88,7 +88,7 @@ class GpuMemory(Virtual):
 
     def _read(self, key: str, start: int, out: memoryview) -> None:
         row = self.flat(key)
-        with self.lane(row.device).on():
+        with self.stream(row.device).on():
             torch.from_numpy(np.frombuffer(out, np.uint8)).copy_(row[start : start + out.nbytes])
 
 
@@ -136,9 +136,9 @@ class GpuSource(OpenSource):
             requests = [request for request in requests if request.tensor.nbytes > SHORT_NBYTES or request.tensor.dtype.packed]
         for request in requests:
             with _in_c_order(request.out) as row:
-                for slab in slabs(request.tensor, BLOCK_NBYTES):
-                    with self.lend(slab.tensor) as data:
-                        np.copyto(row[slab.start : slab.start + slab.nbytes], np.frombuffer(data, np.uint8))
+                for piece in contiguous_blocks(request.tensor, BLOCK_NBYTES):
+                    with self.lend(piece.tensor) as data:
+                        np.copyto(row[piece.start : piece.start + piece.nbytes], np.frombuffer(data, np.uint8))
 
     def _read_together(self, requests: Sequence[Request]) -> None:
         """Small ones, as many at a time as go into a block."""
@@ -149,10 +149,10 @@ class GpuSource(OpenSource):
                 with self._turns:
                     (block,) = POOL.lend(1)
                     try:
-                        lane = self.memory.lane(device)
-                        self._gather([tensor for tensor, _ in members], nbytes.cumsum() - nbytes, block.tensor, lane)
-                        with lane.on():
-                            mark = lane.mark()
+                        stream = self.memory.stream(device)
+                        self._gather([tensor for tensor, _ in members], nbytes.cumsum() - nbytes, block.tensor, stream)
+                        with stream.on():
+                            mark = stream.mark()
                         mark.synchronize()
                         at = 0
                         for tensor, request in members:
@@ -162,16 +162,16 @@ class GpuSource(OpenSource):
                     finally:
                         POOL.take_back([block])
 
-    def copy_later(self, wanted: Sequence[tuple[LazyTensor, int]], room: torch.Tensor) -> list[Mark]:
+    def copy_later(self, wanted: Sequence[tuple[LazyTensor, int]], room: torch.Tensor) -> list[CopyEvent]:
         """Start to copy tensors, in C order, each to its place in a room of page-locked memory. The callers' streams wait for that.
 
         Places ascend. Few bytes between two of them are nobody's, and may be written to. Gives back marks of where the copies end.
         """
         marks = []
         for device, pairs in self._by_device(wanted).items():
-            lane = self.memory.lane(device)
-            self._gather([tensor for tensor, _ in pairs], np.array([place for _, place in pairs], np.int64), room, lane)
-            marks.append(lane.hold_caller())
+            stream = self.memory.stream(device)
+            self._gather([tensor for tensor, _ in pairs], np.array([place for _, place in pairs], np.int64), room, stream)
+            marks.append(stream.hold_caller())
         return marks
 
     def _by_device(self, pairs: Iterable[tuple[LazyTensor, T]]) -> dict[torch.device, list[tuple[LazyTensor, T]]]:
@@ -180,35 +180,35 @@ class GpuSource(OpenSource):
             found.setdefault(self._device(tensor), []).append((tensor, other))
         return found
 
-    def _gather(self, tensors: Sequence[LazyTensor], starts: Ints, room: torch.Tensor, lane: Lane) -> None:
+    def _gather(self, tensors: Sequence[LazyTensor], starts: Ints, room: torch.Tensor, stream: CopyStream) -> None:
         """Start to copy tensors of one device to their places."""
         nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
-        gather(lambda first, stop: [self._octets(tensor) for tensor in tensors[first:stop]], starts, nbytes, room, lane)
+        gather(lambda first, stop: [self._byte_row(tensor) for tensor in tensors[first:stop]], starts, nbytes, room, stream)
 
     def _fetch(self, tensor: LazyTensor, block: HostBlock) -> memoryview:
         self._copy(tensor, block.tensor[: tensor.nbytes]).synchronize()
         return block.array.data[: tensor.nbytes]
 
-    def _copy(self, tensor: LazyTensor, out: torch.Tensor) -> Mark:
-        lane = self.memory.lane(self._device(tensor))
-        with torch.no_grad(), lane.on():
+    def _copy(self, tensor: LazyTensor, out: torch.Tensor) -> CopyEvent:
+        stream = self.memory.stream(self._device(tensor))
+        with torch.no_grad(), stream.on():
             self._start(tensor, out)
-            return lane.mark()
+            return stream.mark()
 
     def _device(self, tensor: LazyTensor) -> torch.device:
         return self.memory.flat(tensor.chunks[0].storage.key).device
 
-    def octets(self, tensors: Sequence[LazyTensor]) -> Iterator[torch.Tensor]:
+    def byte_rows(self, tensors: Sequence[LazyTensor]) -> Iterator[torch.Tensor]:
         """The bytes of tensors in C order, where they are, one after the other on the caller's stream."""
         for tensor in tensors:
             with torch.no_grad():
-                yield self._octets(tensor)
+                yield self._byte_row(tensor)
 
     def _start(self, tensor: LazyTensor, out: torch.Tensor) -> None:
         # What is made on the way belongs to the side stream, and is used again behind this copy.
-        out.copy_(self._octets(tensor), non_blocking=True)
+        out.copy_(self._byte_row(tensor), non_blocking=True)
 
-    def _octets(self, tensor: LazyTensor) -> torch.Tensor:
+    def _byte_row(self, tensor: LazyTensor) -> torch.Tensor:
         place = contiguous_bytes(tensor)
         if place is not None:
             row = self.memory.flat(place[0])
@@ -218,7 +218,7 @@ class GpuSource(OpenSource):
     def _value(self, tensor: LazyTensor) -> torch.Tensor:
         """The elements of a tensor on its device, conjugated and negated as they are meant to be."""
         traits = tensor.traits
-        dtype = torch_dtype(tensor.dtype) if traits.conj or traits.neg else carrier_dtype(tensor.dtype.numpy.itemsize)
+        dtype = torch_dtype(tensor.dtype) if traits.conj or traits.neg else view_dtype(tensor.dtype.numpy.itemsize)
         views = [self._view(chunk, dtype) for chunk in tensor.chunks]
         if len(views) == 1 and tensor.chunks[0].shape == tensor.shape:
             (value,) = views
@@ -259,8 +259,8 @@ class GpuStorages:
         """`tensors`: one over each storage, on these devices; `nbytes` of all storages. `alike`: all tensors are of one dtype, and
         each is all of its storage in C order."""
         self._nbytes, self._tensors = nbytes, tensors
-        self._lanes = lanes(devices)
-        self._source = GpuSource(GpuMemory(self._lanes.__getitem__))
+        self._streams = copy_streams(devices)
+        self._source = GpuSource(GpuMemory(self._streams.__getitem__))
         self._making = renewed(threading.Lock())
         self._flat: Mapping[int, torch.Tensor] | None = tensors if alike else None
 
@@ -275,10 +275,10 @@ class GpuStorages:
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
-        if len(self._lanes) == 1:
-            return self._fetch(next(iter(self._lanes)), numbers) if numbers else []
+        if len(self._streams) == 1:
+            return self._fetch(next(iter(self._streams)), numbers) if numbers else []
         pieces: dict[int, memoryview] = {}
-        for device in self._lanes:
+        for device in self._streams:
             own = [number for number in numbers if self._tensors[number].device == device]
             if own:
                 pieces.update(zip(own, self._fetch(device, own), strict=True))
@@ -294,12 +294,12 @@ class GpuStorages:
         stops = nbytes.cumsum()
         total = int(stops[-1])
         (block,) = POOL.lend(1, max(total, BLOCK_NBYTES))
-        lane = self._lanes[device]
+        stream = self._streams[device]
         try:
-            lane.follow()
-            gather(lambda first, stop: [known[number] for number in some[first:stop]], stops - nbytes, nbytes, block.tensor, lane)
-            with lane.on():
-                mark = lane.mark()
+            stream.follow()
+            gather(lambda first, stop: [known[number] for number in some[first:stop]], stops - nbytes, nbytes, block.tensor, stream)
+            with stream.on():
+                mark = stream.mark()
             mark.synchronize()
         except BaseException:
             POOL.take_back([block])

@@ -9,7 +9,7 @@ readers only read and sum, which needs no interpreter lock. But every call into 
 many readers takes long. So the caller takes all blocks that are full by then, and starts their copies by as few calls as it can.
 
 The first failure, of a reader or of a copy, stops all readers; whatever has been started is waited for, and then the failure is
-raised. So when `pump` is left, nothing touches the blocks or the targets any more.
+raised. So when `run_pipeline` is left, nothing touches the blocks or the targets any more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Task = TypeVar("Task")
 Block = TypeVar("Block")
 
 
-class Mark(Protocol):
+class CopyEvent(Protocol):
     """A point in the work of a device."""
 
     def synchronize(self) -> None:
@@ -43,10 +43,10 @@ MOST_BLOCKS = 4
 """Blocks that are put together. They are free together as well, when the last of them is copied."""
 
 
-Put = Callable[[Sequence[tuple[Task, Block]]], Mark]
+Put = Callable[[Sequence[tuple[Task, Block]]], CopyEvent]
 """Starts the copies out of full blocks."""
 
-Started = deque[tuple[list[Block], Mark]]
+Started = deque[tuple[list[Block], CopyEvent]]
 """Copies that are under way, the oldest first."""
 
 
@@ -61,7 +61,7 @@ class Failed:
         self.error = error
 
 
-def pump(
+def run_pipeline(
     tasks: Iterable[Task],
     blocks: Sequence[Block],
     *,

@@ -19,13 +19,13 @@ import torch
 from holdfast.core.arrays import Ints
 from holdfast.core.runtime import at_fork
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.blocks import Slab, slabs
+from holdfast.engine.blocks import ContiguousBlock, contiguous_blocks
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.torch.cuda.gather import gather
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock, available_nbytes
 from holdfast.torch.cuda.memory import GpuSource
-from holdfast.torch.cuda.pipeline import Mark
-from holdfast.torch.cuda.streams import lanes
+from holdfast.torch.cuda.pipeline import CopyEvent
+from holdfast.torch.cuda.streams import copy_streams
 
 
 class Room:
@@ -75,7 +75,7 @@ class Copies:
 
     def __init__(self, room: HostBlock) -> None:
         self._room = room
-        self._marks: list[Mark] = []
+        self._marks: list[CopyEvent] = []
         self._kept: list[object] = []
         """Sources, whose tensors must not go before they are copied."""
         self.unlocked_nbytes = 0
@@ -93,7 +93,7 @@ class Copies:
             else:
                 self.unlocked_nbytes += tensor.nbytes
                 flat = self._room.array[place:end]
-                work += [_slab_task(source, slab, flat) for slab in slabs(tensor, BLOCK_NBYTES)]
+                work += [_block_task(source, piece, flat) for piece in contiguous_blocks(tensor, BLOCK_NBYTES)]
         self._marks += source.copy_later(direct, self._room.tensor)
         if work:
             run_all(work, default_threads())
@@ -102,9 +102,9 @@ class Copies:
         """Start to copy tensors of one device that are all of their storages in C order, each to its place in the locked part of
         the room. Places ascend. The caller's stream waits for that."""
         self._kept.append(tensors)
-        (lane,) = lanes([device]).values()
-        gather(lambda first, stop: tensors[first:stop], starts, nbytes, self._room.tensor, lane)
-        self._marks.append(lane.hold_caller())
+        (stream,) = copy_streams([device]).values()
+        gather(lambda first, stop: tensors[first:stop], starts, nbytes, self._room.tensor, stream)
+        self._marks.append(stream.hold_caller())
 
     def wait(self) -> None:
         """Come back when all bytes are there."""
@@ -120,9 +120,9 @@ class Copies:
         return (f"{self.unlocked_nbytes:,} bytes went through ordinary memory: page-locked memory was not allowed, or refused",)
 
 
-def _slab_task(source: GpuSource, slab: Slab, out: np.ndarray) -> Callable[[], None]:
+def _block_task(source: GpuSource, piece: ContiguousBlock, out: np.ndarray) -> Callable[[], None]:
     def run() -> None:
-        with source.lend(slab.tensor) as data:
-            np.copyto(out[slab.start : slab.start + slab.nbytes], np.frombuffer(data, np.uint8))
+        with source.lend(piece.tensor) as data:
+            np.copyto(out[piece.start : piece.start + piece.nbytes], np.frombuffer(data, np.uint8))
 
     return run

@@ -17,10 +17,10 @@ import torch
 
 from holdfast.core.runtime import renewed
 from holdfast.errors import Refused
-from holdfast.torch.cuda.pipeline import Mark
+from holdfast.torch.cuda.pipeline import CopyEvent
 
 
-class Lane:
+class CopyStream:
     """Where copies to and from a device run."""
 
     wants_locked = True
@@ -30,24 +30,24 @@ class Lane:
         """Wait for what the caller's stream has been asked to do up to now."""
         raise NotImplementedError
 
-    def hold_caller(self) -> Mark:
-        """Have the caller's stream wait for what this lane has been asked to do up to now, and mark that point."""
+    def hold_caller(self) -> CopyEvent:
+        """Have the caller's stream wait for what this stream has been asked to do up to now, and mark that point."""
         raise NotImplementedError
 
     def on(self) -> AbstractContextManager[object]:
-        """Inside of it, work is asked of this lane."""
+        """Inside of it, work is asked of this stream."""
         raise NotImplementedError
 
-    def mark(self) -> Mark:
-        """The point that the lane has been asked to get to."""
+    def mark(self) -> CopyEvent:
+        """The point that the stream has been asked to get to."""
         raise NotImplementedError
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """The caller's stream uses a tensor of this lane as well: its memory is not for others until that is over."""
+        """The caller's stream uses a tensor of this stream as well: its memory is not for others until that is over."""
         raise NotImplementedError
 
 
-class Side(Lane):
+class Side(CopyStream):
     """The side stream of one GPU, which waits for the stream that is current now."""
 
     def __init__(self, device: torch.device) -> None:
@@ -58,22 +58,22 @@ class Side(Lane):
     def follow(self) -> None:
         self.stream.wait_stream(self.current)
 
-    def hold_caller(self) -> Mark:
+    def hold_caller(self) -> CopyEvent:
         event = self.stream.record_event()
         self.current.wait_event(event)
-        return cast(Mark, event)
+        return cast(CopyEvent, event)
 
     def on(self) -> AbstractContextManager[object]:
         return cast(AbstractContextManager[object], torch.cuda.stream(self.stream))
 
-    def mark(self) -> Mark:
-        return cast(Mark, self.stream.record_event())
+    def mark(self) -> CopyEvent:
+        return cast(CopyEvent, self.stream.record_event())
 
     def lend(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self.current)
 
 
-class Here(Lane):
+class Here(CopyStream):
     """No stream at all: copies are done when they return."""
 
     wants_locked = False
@@ -81,13 +81,13 @@ class Here(Lane):
     def follow(self) -> None:
         """There is nothing to wait for."""
 
-    def hold_caller(self) -> Mark:
+    def hold_caller(self) -> CopyEvent:
         return _Done()
 
     def on(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def mark(self) -> Mark:
+    def mark(self) -> CopyEvent:
         return _Done()
 
     def lend(self, tensor: torch.Tensor) -> None:
@@ -102,8 +102,8 @@ class _Done:
         return True
 
 
-def lanes(devices: Iterable[torch.device]) -> dict[torch.device, Lane]:
-    """A lane for each of these devices."""
+def copy_streams(devices: Iterable[torch.device]) -> dict[torch.device, CopyStream]:
+    """A stream for each of these devices."""
     found = dict.fromkeys(devices)
     refuse_capture(found)
     return {device: Side(device) if device.type == "cuda" else Here() for device in found}

@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 
 from holdfast.core.options import validated
 from holdfast.core.quantities import Size, shown
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgumentType, CannotHold
@@ -88,7 +88,7 @@ def package_program(
     )
     check_target(target, directory=False, writing=writing)
     # torch makes a hundred thousand objects of a program, and a collection among all of its own takes longer than that.
-    with resting_collector():
+    with gc_paused():
         parts = _parts(programs, sample_inputs, dict(opset_version) if opset_version else None)
     extra = {name: text.encode() if isinstance(text, str) else bytes(text) for name, text in (extra_files or {}).items()}
     plan = lay_out_pt2(parts, name=archive_name(target), extra=extra, trim=trim)

@@ -52,7 +52,7 @@ from holdfast.core.notebook import Shown
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, validated
 from holdfast.core.protocols import Request
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value
 from holdfast.engine.checks import check_first
 from holdfast.engine.source import OpenSource
@@ -267,7 +267,7 @@ def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> Agreed:
         with asked.unharmed():
             checkpoint = open_checkpoint(asked.where, verify=asked.verify, threads=asked.threads or ranks.threads())
             held.callback(checkpoint.close)
-        with resting_collector():
+        with gc_paused():
             names = Names(checkpoint, asked.prefix)
             place = {"rank": ranks.rank, "size": ranks.size}
             wanted = match_state(asked.state, names, cast=asked.cast, strict=strict, per_rank=asked.per_rank, **place)
@@ -300,7 +300,7 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
 
 def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> list[bytes]:
     """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
-    with resting_collector():
+    with gc_paused():
         told = [read_document(RANK_MATCH, message) for message in messages]
     used: dict[bytes, np.ndarray] = {}
     for one in told:

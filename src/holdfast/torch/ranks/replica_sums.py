@@ -21,7 +21,7 @@ from holdfast.core.crc import crc32_each
 from holdfast.core.documents import write_document
 from holdfast.core.table import ODD, Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.blocks import slabs
+from holdfast.engine.blocks import contiguous_blocks
 from holdfast.engine.digest import tensor_crcs
 from holdfast.ranks.merge import SUMS
 from holdfast.torch.cuda.host import BLOCK_NBYTES
@@ -75,28 +75,33 @@ def _small_rows(table: Table) -> list[int]:
     return [row for row in range(len(table)) if storage[row] != ODD and short[kind[row]]]
 
 
-def octet_sums(octets: torch.Tensor) -> torch.Tensor:
+def octet_sums(byte_rows: torch.Tensor) -> torch.Tensor:
     """The weighted sums of a row of bytes, on its device: one for every `ROW` words; what is left over follows as it is."""
-    body = octets.numel() // SMALL_NBYTES * SMALL_NBYTES
+    body = byte_rows.numel() // SMALL_NBYTES * SMALL_NBYTES
     if not body:
-        return octets
-    words = octets[:body]
+        return byte_rows
+    words = byte_rows[:body]
     words = (words if words.data_ptr() % 8 == 0 and words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
     # Odd numbers without a pattern: a change of one word changes its sum, and so does an exchange of two.
-    weights = torch.arange(1, ROW + 1, dtype=torch.int64, device=octets.device) * 0x1E3779B97F4A7C15 | 1
+    weights = torch.arange(1, ROW + 1, dtype=torch.int64, device=byte_rows.device) * 0x1E3779B97F4A7C15 | 1
     sums = (words.view(-1, ROW) * weights).sum(1)
-    return torch.cat([sums.view(torch.uint8), octets[body:]])
+    return torch.cat([sums.view(torch.uint8), byte_rows[body:]])
 
 
 def _on_gpu(tensor: LazyTensor, source: GpuSource) -> torch.Tensor:
-    return torch.cat([octet_sums(octets) for octets in source.octets([slab.tensor for slab in slabs(tensor, BLOCK_NBYTES)])])
+    return torch.cat(
+        [
+            octet_sums(byte_rows)
+            for byte_rows in source.byte_rows([piece.tensor for piece in contiguous_blocks(tensor, BLOCK_NBYTES)])
+        ]
+    )
 
 
 def _fetched(sums: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, memoryview]]:
     """Bytes from GPUs, all of a device in one piece: for each by itself this would wait, thousands of times."""
     by_device: dict[torch.device, list[str]] = {}
-    for name, octets in sums.items():
-        by_device.setdefault(octets.device, []).append(name)
+    for name, byte_rows in sums.items():
+        by_device.setdefault(byte_rows.device, []).append(name)
     for names in by_device.values():
         row = torch.cat([sums[name] for name in names]).cpu().numpy().data
         start = 0

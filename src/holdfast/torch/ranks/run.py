@@ -40,8 +40,8 @@ from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.group import ranks_of
 from holdfast.torch.ranks.load_sharded import ShardedLoad, load_full, load_together
-from holdfast.torch.ranks.save_sharded import begin_asked, save_asked
-from holdfast.torch.ranks.saving import Asked, SavedShards
+from holdfast.torch.ranks.save_sharded import begin_requested, save_requested
+from holdfast.torch.ranks.saving import SavedShards, SaveRequest
 from holdfast.torch.ranks.wanted import PerRank
 
 ASK_S, MOST_CALLS = 1.0, 100_000
@@ -113,9 +113,9 @@ class Run(PlainRun):
         """
         began = time.perf_counter()
         self._settle()
-        asked = self._asked(step, options)
+        asked = self._request(step, options)
         try:
-            done = save_asked(state, asked, group=self.group, deadline=self.deadline)
+            done = save_requested(state, asked, group=self.group, deadline=self.deadline)
         except HoldfastError:
             self._failed += 1
             raise
@@ -132,7 +132,7 @@ class Run(PlainRun):
         """
         began = time.perf_counter()
         self._settle()
-        asked = self._asked(step, options)
+        asked = self._request(step, options)
         stalled: list[float] = []
 
         def after(done: SavedShards) -> None:
@@ -141,7 +141,7 @@ class Run(PlainRun):
             self._note(saved, stalled_s=stalled[0] if stalled else took, took_s=took)
 
         try:
-            self._handle = begin_asked(
+            self._handle = begin_requested(
                 state, asked, group=self.group, deadline=self.deadline, max_host_memory=options["max_host_memory"], after=after
             )
         except HoldfastError:
@@ -339,7 +339,7 @@ class Run(PlainRun):
             for one in read_document(ANSWERS, raw)
         )  # fmt: skip
 
-    def _asked(self, step: int, options: RankStepOptions) -> Asked:
+    def _request(self, step: int, options: RankStepOptions) -> SaveRequest:
         with self._folder.asking():
             says = stamp(step, options["metrics"], self._ran())
 
@@ -355,7 +355,7 @@ class Run(PlainRun):
             self._linked_nbytes = nbytes
 
         return pick(
-            Asked,
+            SaveRequest,
             {
                 **options,
                 "metadata": self._folder.noted(options["metadata"], says),
@@ -373,9 +373,9 @@ class Run(PlainRun):
         """How many bytes a step is going to take, where what did not change is linked: about what the one before it took."""
         return nbytes if self._new_nbytes is None else min(nbytes, self._new_nbytes + self._new_nbytes // 8)
 
-    def _after(self, asked: Asked, done: SavedShards) -> Step:
+    def _after(self, asked: SaveRequest, done: SavedShards) -> Step:
         """The step is published: the first rank lets the rules delete. On others its files may not be seen yet."""
-        assert asked.step is not None  # `_asked` sets it
+        assert asked.step is not None  # `_request` sets it
         says = asked.step.stamp
         made = Step(says.step, asked.path, says.saved, says.metrics, done.nbytes, step_name(says.step), ran=says.ran)
         if self._lock is None:

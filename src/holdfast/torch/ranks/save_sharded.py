@@ -19,7 +19,7 @@ from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch.ranks.background import Course, SaveHandle, begin
 from holdfast.torch.ranks.group import ranks_of
-from holdfast.torch.ranks.saving import Asked, Job, SavedShards, describe, plan, stage_described, stage_planned, write
+from holdfast.torch.ranks.saving import Job, SavedShards, SaveRequest, describe, plan, stage_described, stage_planned, write
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 
 FORMATS = one_of(*titles(rank_formats()))
@@ -55,8 +55,8 @@ def save_sharded(
     A URL (`s3://bucket/step-1000`) is a place in an object store, and so is a key with a `store` that the caller has made. Every
     rank uploads its part, and the first one publishes by one conditional put: native or DCP.
     """
-    state, asked = _asked(state, path, options)
-    return save_asked(state, asked, group=group, deadline=options["deadline"], when_busy=options["when_busy"])
+    state, asked = _request(state, path, options)
+    return save_requested(state, asked, group=group, deadline=options["deadline"], when_busy=options["when_busy"])
 
 
 @validated(format=FORMATS)
@@ -75,25 +75,25 @@ def async_save_sharded(
     up to `max_host_memory` bytes of it, or half of what the machine has to give. This returns when the copies are under way: what
     the current stream is asked to do from then on comes behind them.
     """
-    state, asked = _asked(state, path, options)
-    return begin_asked(
+    state, asked = _request(state, path, options)
+    return begin_requested(
         state, asked, group=group, deadline=options["deadline"], when_busy=options["when_busy"],
         max_host_memory=options["max_host_memory"],
     )  # fmt: skip
 
 
-def _asked(
+def _request(
     state: Stateful | Mapping[str, object], path: str | os.PathLike[str], options: ShardedOptions
-) -> tuple[Stateful | Mapping[str, object], Asked]:
+) -> tuple[Stateful | Mapping[str, object], SaveRequest]:
     state, path = state_and_path(state, path)
     base = options["base"]
     given = {**options, "base": None if base is None else place_at(place_of(base)).rooted}
-    return state, pick(Asked, given, path=place_of(path, options["store"]))
+    return state, pick(SaveRequest, given, path=place_of(path, options["store"]))
 
 
-def save_asked(
+def save_requested(
     state: object,
-    asked: Asked,
+    asked: SaveRequest,
     *,
     group: dist.ProcessGroup | None,
     deadline: float,
@@ -113,9 +113,9 @@ def save_asked(
         course.close()
 
 
-def begin_asked(
+def begin_requested(
     state: object,
-    asked: Asked,
+    asked: SaveRequest,
     *,
     group: dist.ProcessGroup | None,
     deadline: float,
@@ -165,7 +165,7 @@ def begin_asked(
             course.close()
 
 
-def _job(asked: Asked, course: Course, *, group: dist.ProcessGroup | None, deadline: float) -> Job:
+def _job(asked: SaveRequest, course: Course, *, group: dist.ProcessGroup | None, deadline: float) -> Job:
     """A save that has been asked for and found possible, among ranks that see a pulse from here on."""
     check_sparse(asked.path, asked.format, asked.sparse)
     check_shares(asked.path, asked.format, asked.base, asked.hashes)

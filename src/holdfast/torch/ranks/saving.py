@@ -31,7 +31,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import tied
 from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
@@ -54,7 +54,7 @@ from holdfast.ranks.write import (
     AsStep,
     Publishing,
     check_containers,
-    check_opens,
+    check_contents_open,
     check_value,
     open_publishing,
     publish,
@@ -83,7 +83,7 @@ Copy = Callable[[Table, Sequence[object]], Staged]
 """Copies the tensors of a table into memory of our own; the caller's own tensors, a row each, where they are known."""
 
 
-class Asked(Value, frozen=True, kw_only=True):
+class SaveRequest(Value, frozen=True, kw_only=True):
     """What was asked for."""
 
     path: str
@@ -108,7 +108,7 @@ class Asked(Value, frozen=True, kw_only=True):
 class Job(Value, frozen=True):
     """What was asked for, and among whom."""
 
-    asked: Asked
+    asked: SaveRequest
     ranks: Ranks
     format: Format
     place: str
@@ -212,7 +212,7 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
     """Describe what `state` gives: a state in usual containers. A failure is told to the others when they plan."""
     try:
         raw, matched = mark(state(), job.asked.per_rank, rank_key(job.ranks.rank, job.ranks.size))
-        with resting_collector():
+        with gc_paused():
             found = tabulate_tree(raw, metadata=job.asked.metadata, arrays="tensors")
             format = job.format
             flat = FlatState() if format.keeps == "state" else flatten(found, raw)
@@ -263,7 +263,7 @@ def stage_described(described: Described, copy: Copy) -> Described:
     try:
         # Before any copy is under way: a value may refuse to be pickled.
         archives = {name: value.archive() for name, value in described.flat.values.items()}
-        with resting_collector():
+        with gc_paused():
             table = described.state.tensors
             staged = copy(table, described.values)
         return replace(described, state=replace(described.state, tensors=staged.table), archives=archives, staged=staged)
@@ -281,13 +281,13 @@ def plan(described: Described) -> Planned:
     columns, said = _columns(described)
 
     def decide(messages: list[bytes]) -> list[bytes]:
-        with resting_collector():
+        with gc_paused():
             together = put_together(messages, values=asked.values, per_rank=asked.per_rank, own=columns)
-            check_opens(job.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
+            check_contents_open(job.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
         opened = open_publishing(job.place, job.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step)
         job.open.callback(opened.target.give_up)
         publishing.append(opened)
-        told, notes = opened.target.told if len(messages) > 1 else "", list(together.notes)
+        told, notes = opened.target.join_name if len(messages) > 1 else "", list(together.notes)
         base = opened.base
         tasks = (RankTask(told, as_bytes(writes.boxes), list(writes.values), notes, base) for writes in together.writes)
         return [write_document(TASK, task) for task in tasks]
@@ -329,7 +329,7 @@ def _columns(described: Described) -> tuple[RankState, bytes | Exception]:
     if isinstance(described.told, Exception):
         return columns, described.told
     try:
-        with resting_collector():
+        with gc_paused():
             table = described.state.tensors
             columns = RankState.of_table(table, values=described.digests, aliases=described.aliases)
             told = message(described.told, None if job.ranks.first else columns)
@@ -374,7 +374,7 @@ def write(planned: Planned) -> SavedShards:
     def decide(messages: list[bytes]) -> list[bytes]:
         assert planned.publishing is not None  # it is the first rank that decides
         delivered = [read_document(RECEIPTS, told) for told in messages]
-        with resting_collector():
+        with gc_paused():
             publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.asked.path))
         return [b""] * len(messages)
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from holdfast import metadata as ours
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.errors import Unsupported
 from holdfast.torch import versions
 
@@ -70,7 +70,7 @@ def metadata_to_torch(value: object) -> object:
 def _to_torch(value: object) -> object:
     match value:
         case ours.Metadata():
-            with resting_collector():
+            with gc_paused():
                 made = torchs.Metadata(
                     {name: metadata_to_torch(each) for name, each in value.state_dict_metadata.items()},
                     value.planner_data,
@@ -164,7 +164,7 @@ def metadata_from_torch(value: object) -> object:
 def _from_torch(value: object) -> object:
     match value:
         case torchs.Metadata():
-            with resting_collector():
+            with gc_paused():
                 return ours.Metadata(
                     {name: metadata_from_torch(each) for name, each in value.state_dict_metadata.items()},
                     value.planner_data,

@@ -120,7 +120,7 @@ class Matching:
         self._wanted = Wanted()
         self._held: dict[int, tuple[object, bool]] = {}
         """By identity: containers, and whether there are tensors in them."""
-        self._asked: set[int] = set()
+        self._request: set[int] = set()
         self._around: set[int] = set()
         """Objects that were asked for their state, and containers, around the value at work."""
 
@@ -163,10 +163,10 @@ class Matching:
         return self._walk(inner, at, found=found)
 
     def _walk(self, inner: object, at: Path, *, found: list[Leaf], put: Put | None = None) -> Unrolled[None]:
-        if is_stateful(inner) and id(inner) not in self._asked:
-            self._asked.add(id(inner))
+        if is_stateful(inner) and id(inner) not in self._request:
+            self._request.add(id(inner))
             yield self._enter(cast(Stateful, inner), at, found=found)
-            self._asked.remove(id(inner))
+            self._request.remove(id(inner))
         elif id(inner) in self._around:
             raise ValueError(f"{dotted(at)} contains itself")
         elif isinstance(inner, Mapping):

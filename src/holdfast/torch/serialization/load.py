@@ -26,7 +26,7 @@ from torch.serialization import LoadEndianness
 from holdfast.core.chunk import Extent
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.value import replace
 from holdfast.engine.threads import default_threads
 from holdfast.errors import Corrupted, HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
@@ -92,7 +92,7 @@ def load(
     if weights_only and set(arguments) != {"encoding"}:
         unknown = next(name for name in arguments if name != "encoding")
         raise TypeError(f"load() got an unexpected keyword argument {unknown!r}: there is no unpickler that would take it")
-    with opened(f, verify=verify) as file, _Located(map_location), resting_collector():
+    with opened(f, verify=verify) as file, _Located(map_location), gc_paused():
         place = _placement(map_location, weights_only=weights_only)
         if file.head(4) == b"PK\x03\x04":
             if mmap and file.path is None:

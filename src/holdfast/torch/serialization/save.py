@@ -29,7 +29,7 @@ from typing import Protocol, cast
 import numpy as np
 import torch
 
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.engine.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
 from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused
@@ -84,7 +84,7 @@ def save(
     if path is None:
         check_binary(f, "wb")
     # The collector would walk through fifty thousand rows and pieces, none of which is garbage.
-    with resting_collector():
+    with gc_paused():
         plan = plan_object(
             obj,
             path,
@@ -156,7 +156,7 @@ def _lay_out(
     if not 1 <= alignment <= MAX_ALIGNMENT:
         raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
     crc: bool = saving.compute_crc32
-    with resting_collector():
+    with gc_paused():
         ids = StorageIds()
         content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol)
         numbered = bool(versions.NUMBERED_CONTAINER)

@@ -13,7 +13,7 @@ from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Unsupported
-from holdfast.torch.tensors.from_lazy import carrier_dtype
+from holdfast.torch.tensors.from_lazy import view_dtype
 
 
 def is_two_of_four(tensor: torch.Tensor) -> bool:
@@ -83,4 +83,4 @@ def _sorted_bits(values: torch.Tensor) -> torch.Tensor:
     """The bit patterns of everything that is not zero, in order."""
     flat = values.reshape(-1)
     kept = flat[flat != 0] if flat.dtype.itemsize > 1 or not flat.dtype.is_floating_point else flat[flat.float() != 0]
-    return kept.view(carrier_dtype(flat.element_size())).sort().values
+    return kept.view(view_dtype(flat.element_size())).sort().values

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.protocols import Source
-from holdfast.core.runtime import resting_collector
+from holdfast.core.runtime import gc_paused
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -92,7 +92,7 @@ def read_tensors(
     say is a warning here.
     """
     place, keys = device or CPU, [*dict.fromkeys(tensors if names is None else names)]
-    with resting_collector():
+    with gc_paused():
         if isinstance(tensors, Table):
             rows = [tensors.rows[key] for key in keys]
             table = tensors.located(rows)

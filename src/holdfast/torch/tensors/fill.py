@@ -29,7 +29,7 @@ from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.table import ODD, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.beside import Beside
+from holdfast.engine.background import BackgroundCall
 from holdfast.engine.checks import Checks, damage, whole_storages
 from holdfast.engine.coalesce import RECORDS, Ranges
 from holdfast.engine.files import NO_FILES, FileStorages
@@ -298,7 +298,7 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: 
         for parts in _batches((part for one in members for part in parts_of(one, blocks.nbytes)), blocks.nbytes):
             batch = blocks.hold(parts)
             # A thread that has the engine read; this one casts and copies meanwhile, with all of torch's threads.
-            with Beside(partial(_read, source, batch.requests(), checks), name="holdfast-fill") as reading:
+            with BackgroundCall(partial(_read, source, batch.requests(), checks), name="holdfast-fill") as reading:
                 if before is not None:
                     _put(before, progress, losses)
                 reading.result()

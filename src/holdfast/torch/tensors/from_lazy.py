@@ -80,16 +80,16 @@ def tensor_from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(array.shape, dtype=dtype, device="cpu")
     if array.ndim == 0:
         return tensor_from_array(array.reshape(1), dtype).reshape(())
-    return torch.from_numpy(array.view(_carrier(array.dtype))).view(dtype)
+    return torch.from_numpy(array.view(_view_dtype(array.dtype))).view(dtype)
 
 
 def array_of(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
     """The memory of a CPU tensor as a writable array of the same shape and strides; `dtype` is the tensor's own."""
     plain = tensor.detach()
-    return plain.view(carrier_dtype(plain.element_size())).numpy().view(dtype.numpy)
+    return plain.view(view_dtype(plain.element_size())).numpy().view(dtype.numpy)
 
 
-def carrier_dtype(nbytes: int) -> torch.dtype:
+def view_dtype(nbytes: int) -> torch.dtype:
     """A torch dtype of the same width that numpy knows."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[nbytes]
 
@@ -110,10 +110,10 @@ def tensor_from_composite(whole: Composite) -> torch.Tensor:
         raise MetadataError(f"the parts of a {whole.kind} tensor do not fit: {error}", found=whole.shape) from error
 
 
-def _carrier(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+def _view_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """A numpy dtype of the same width that torch takes."""
-    carriers: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
-    return np.dtype(carriers[dtype.itemsize])
+    dtypes: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+    return np.dtype(dtypes[dtype.itemsize])
 
 
 def _pairs(array: np.ndarray, lazy: LazyTensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from holdfast.core.value import Value, replace
 from holdfast.numeric.cast import OUTCOMES, count_losses
 from holdfast.saving.transform import Losses
 from holdfast.torch import versions
-from holdfast.torch.tensors.from_lazy import array_of, carrier_dtype
+from holdfast.torch.tensors.from_lazy import array_of, view_dtype
 
 
 class Fill(Value, frozen=True, eq=False):
@@ -87,7 +87,7 @@ def copy_values(value: torch.Tensor, target: torch.Tensor, *, conj: bool, neg: b
     value = value.neg() if neg else value
     if value.dtype == target.dtype and not (value.is_conj() or target.is_conj() or target.is_neg()):
         # As integers of the same width: there are dtypes that torch cannot copy.
-        carrier = carrier_dtype(target.element_size())
+        carrier = view_dtype(target.element_size())
         target, value = target.view(carrier), value.view(carrier)
     target.copy_(value)
 

@@ -18,7 +18,7 @@ import torch
 from holdfast.core.limits import Limits
 from holdfast.core.options import validated
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.beside import Beside
+from holdfast.engine.background import BackgroundCall
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.tensors.allocate import read_tensors
@@ -110,9 +110,9 @@ class Slices(Mapping[str, Slice]):
         tensors = read_tensors(ahead) if ahead is not None else {}
         while tensors:
             coming = next(batches, {})
-            with Beside(partial(read_tensors, coming), name="holdfast-stream") as beside:
+            with BackgroundCall(partial(read_tensors, coming), name="holdfast-stream") as call:
                 yield from tensors.items()
-                tensors = beside.result()
+                tensors = call.result()
 
     def close(self) -> None:
         """Close the checkpoint; slices of it cannot be read any more."""

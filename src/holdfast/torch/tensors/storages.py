@@ -206,7 +206,7 @@ def _columns(tensors: list[torch.Tensor]) -> _Columns:
         rows, tensors = [], []
     while True:
         try:
-            numbers, offsets, columns = _asked(tensors)
+            numbers, offsets, columns = _tensor_columns(tensors)
             break
         except RuntimeError:
             fine = _with_places(tensors)
@@ -233,7 +233,7 @@ _Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, bool, 
 class, whether they are conjugated, and whether they are negated."""
 
 
-def _asked(
+def _tensor_columns(
     tensors: list[torch.Tensor],
 ) -> tuple[Iterable[_Key], Mapping[int, int], tuple[list[int], list[torch.UntypedStorage], list[int], list[int]]]:
     """The kinds of tensors; the offsets of those that have one; and of each the number of its kind, its storage, how long that

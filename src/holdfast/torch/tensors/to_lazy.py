@@ -22,7 +22,7 @@ from holdfast.errors import Unsupported
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.composites import KINDS, Elements, kind_of
-from holdfast.torch.tensors.from_lazy import carrier_dtype
+from holdfast.torch.tensors.from_lazy import view_dtype
 
 
 class Memories:
@@ -132,7 +132,7 @@ def _composite(tensor: torch.Tensor, kind: str, memories: Memories, *, traits: T
         return made
 
     def elements(part: Elements) -> LazyTensor:
-        ints = torch.empty(0, dtype=carrier_dtype(part.dtype.bits // 8), device=part.storage.device)
+        ints = torch.empty(0, dtype=view_dtype(part.dtype.bits // 8), device=part.storage.device)
         return replace(lazy(ints.set_(part.storage, part.offset, part.shape, part.strides)), dtype=part.dtype)
 
     shape, parts, attributes = KINDS[kind].take_apart(tensor)

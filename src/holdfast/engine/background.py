@@ -1,4 +1,4 @@
-"""`Beside`: one call on a thread of its own, which is over when its block ends."""
+"""`BackgroundCall`: one call on a thread of its own, which is over when its block ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.core.runtime import start
 T = TypeVar("T")
 
 
-class Beside(Generic[T]):
+class BackgroundCall(Generic[T]):
     """One call beside what the caller does: on a thread of its own or, where none can start, when its result is asked for.
 
     Used in a `with`; at its end the call is over, or will never begin.

@@ -1,6 +1,6 @@
-"""Carry out a read plan: a sink that puts the teeth of strips where they belong, into arrays of any strides.
+"""Carry out a read plan: a sink that puts the ranges of reads where they belong, into arrays of any strides.
 
-A tooth whose elements lie in the file as in its target is read straight into place, unless it was joined with others; everything
+A number whose elements lie in the file as in its target is read straight into place, unless it was joined with others; everything
 else is copied out of scratch memory, with its strides, its byte order and its packing.
 """
 
@@ -17,7 +17,7 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Store
 from holdfast.engine.checks import Checks
-from holdfast.engine.reads import FileReads, ReadBatch, ReadPlan, Strip, tooth_chunk, tooth_index
+from holdfast.engine.reads import ChunkRead, FileReads, ReadBatch, ReadPlan, range_chunk, range_index
 from holdfast.engine.transfer import Sink, Straight, transfer
 
 FEW_READS = 4
@@ -26,20 +26,20 @@ FEW_READS = 4
 
 def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
     """Carry out every fetch; `checks` sees the bytes of the storages that it wants. Raises the first error at the end."""
-    transfer(((store, file, Strips(batch, file, checks)) for batch in plan.batches for file in batch.files), threads)
+    transfer(((store, file, ArraySink(batch, file, checks)) for batch in plan.batches for file in batch.files), threads)
 
 
-class Strips(Sink):
-    """The fetches of one file, of which each has teeth of one or several strips."""
+class ArraySink(Sink):
+    """The fetches of one file, of which each has ranges of one or several reads."""
 
     def __init__(self, batch: ReadBatch, file: FileReads, checks: Checks) -> None:
-        self._strips, self._file, self._checks = batch.strips, file, checks
+        self._chunk_reads, self._file, self._checks = batch.reads, file, checks
 
     def name(self, number: int) -> str:
         return self._owner(number).tensor
 
-    def _owner(self, number: int) -> Strip:
-        return self._strips[int(self._file.owners[self._file.heads[number]])]
+    def _owner(self, number: int) -> ChunkRead:
+        return self._chunk_reads[int(self._file.owners[self._file.heads[number]])]
 
     def straight(self, first: int, last: int) -> Straight:
         count, heads = last - first, self._file.heads[first : last + 1]
@@ -50,10 +50,10 @@ class Strips(Sink):
             single = np.diff(heads) == 1
             edges = (np.flatnonzero((owners[1:] != owners[:-1]) | (single[1:] != single[:-1])) + 1).tolist()
         for low, high in pairwise([0, *edges, count]):
-            strip = self._strips[owners[low]]
-            if strip.direct and heads[high] - heads[low] == high - low:
-                addresses[low:high] = _places(strip, self._file.numbers[heads[low:high]]) if strip.comb.outer else _address(strip)
-                seen[low:high] = self._checks.wants(strip.chunk.storage)
+            read = self._chunk_reads[owners[low]]
+            if read.direct and heads[high] - heads[low] == high - low:
+                addresses[low:high] = _places(read, self._file.numbers[heads[low:high]]) if read.ranges.outer else _address(read)
+                seen[low:high] = self._checks.wants(read.chunk.storage)
         return Straight(addresses, seen)
 
     def passed(self, number: int, start: int, data: memoryview) -> None:
@@ -63,46 +63,46 @@ class Strips(Sink):
         start = int(self._file.starts[number])
         span = slice(*self._file.heads[number : number + 2].tolist())
         owners, numbers = self._file.owners[span], self._file.numbers[span]
-        strip = self._strips[int(owners[0])]
-        if len(owners) > 1 and len(strip.comb.outer) == 1 and (owners == owners[0]).all() and (np.diff(numbers) == 1).all():
-            # Teeth side by side are one box of the strip: placed together.
-            (axis,) = strip.comb.outer
+        read = self._chunk_reads[int(owners[0])]
+        if len(owners) > 1 and len(read.ranges.outer) == 1 and (owners == owners[0]).all() and (np.diff(numbers) == 1).all():
+            # Teeth side by side are one box of the read: placed together.
+            (axis,) = read.ranges.outer
             rows = slice(int(numbers[0]), int(numbers[-1]) + 1)
-            target = strip.target[(*(slice(None),) * axis, rows)]
-            place(_slab(strip, axis, rows), strip.dtype, data, start, target)
+            target = read.target[(*(slice(None),) * axis, rows)]
+            place(_consecutive(read, axis, rows), read.dtype, data, start, target)
             return
-        for owner, tooth in zip(owners.tolist(), numbers.tolist(), strict=True):
-            strip = self._strips[owner]
-            if strip.comb.outer:
-                index = tooth_index(strip, tooth)
-                place(tooth_chunk(strip, index), strip.dtype, data, start, strip.target[_keep(index)])
+        for owner, number in zip(owners.tolist(), numbers.tolist(), strict=True):
+            read = self._chunk_reads[owner]
+            if read.ranges.outer:
+                index = range_index(read, number)
+                place(range_chunk(read, index), read.dtype, data, start, read.target[_keep(index)])
             else:
-                place(strip.chunk, strip.dtype, data, start, strip.target)
-                begin = strip.chunk.storage.start + strip.comb.base // 8 - start
-                self._checks.add(strip.chunk.storage, begin + start, data[begin : begin + (strip.comb.extent + 7) // 8])
+                place(read.chunk, read.dtype, data, start, read.target)
+                begin = read.chunk.storage.start + read.ranges.base // 8 - start
+                self._checks.add(read.chunk.storage, begin + start, data[begin : begin + (read.ranges.extent + 7) // 8])
 
 
-def _address(strip: Strip) -> int:
+def _address(read: ChunkRead) -> int:
     """Of the first element of the target."""
-    address: int = strip.target.__array_interface__["data"][0]
+    address: int = read.target.__array_interface__["data"][0]
     return address
 
 
-def _places(strip: Strip, numbers: Ints) -> Ints:
-    """The addresses of teeth that are read straight into the target."""
-    places = np.full(len(numbers), _address(strip), np.int64)
-    for d in reversed(strip.comb.outer):
-        numbers, index = np.divmod(numbers, strip.chunk.shape[d])
-        places += index * strip.target.strides[d]
+def _places(read: ChunkRead, numbers: Ints) -> Ints:
+    """The addresses of ranges that are read straight into the target."""
+    places = np.full(len(numbers), _address(read), np.int64)
+    for d in reversed(read.ranges.outer):
+        numbers, index = np.divmod(numbers, read.chunk.shape[d])
+        places += index * read.target.strides[d]
     return places
 
 
-def _slab(strip: Strip, axis: int, rows: slice) -> Chunk:
-    """Consecutive teeth of a strip as one chunk."""
-    box = strip.chunk.box
+def _consecutive(read: ChunkRead, axis: int, rows: slice) -> Chunk:
+    """Consecutive ranges of a read as one chunk."""
+    box = read.chunk.box
     start, stop = list(box.start), list(box.stop)
     start[axis], stop[axis] = start[axis] + rows.start, start[axis] + rows.stop
-    return strip.chunk.narrow(Box(tuple(start), tuple(stop)))
+    return read.chunk.narrow(Box(tuple(start), tuple(stop)))
 
 
 def _keep(index: tuple[int | slice, ...]) -> tuple[slice, ...]:

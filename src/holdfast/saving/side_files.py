@@ -74,10 +74,10 @@ SHOWN = 5
 """Names that a note lists."""
 
 
-def is_companion(name: str) -> bool:
+def is_side_file(name: str) -> bool:
     """Whether a name is that of a file which describes a model and is no weights.
 
-    >>> [is_companion(name) for name in ("tokenizer.json", "model.safetensors.index.json", "training_args.bin", "LICENSE")]
+    >>> [is_side_file(name) for name in ("tokenizer.json", "model.safetensors.index.json", "training_args.bin", "LICENSE")]
     [True, False, False, True]
     """
     if "/" in name or name.startswith(".") or is_replaceable(name) or name.endswith((".index.json", SEAL_SUFFIX)):
@@ -87,7 +87,7 @@ def is_companion(name: str) -> bool:
 
 def _tells(name: str) -> bool:
     """Whether a folder with such a file is a model's."""
-    return is_companion(name) and (name.endswith(CONFIG) or name.startswith("tokenizer") or name == "params.json")
+    return is_side_file(name) and (name.endswith(CONFIG) or name.startswith("tokenizer") or name == "params.json")
 
 
 def is_model(source: Checkpoint, copy_config: CopyConfig = True) -> bool:
@@ -95,7 +95,7 @@ def is_model(source: Checkpoint, copy_config: CopyConfig = True) -> bool:
     return not isinstance(copy_config, bool) or any(map(_tells, source.source.store.list()))
 
 
-class Companions(Value, frozen=True):
+class SideFiles(Value, frozen=True):
     """Files to be written beside the weights."""
 
     files: Mapping[str, Source]
@@ -103,7 +103,7 @@ class Companions(Value, frozen=True):
     elsewhere: bool = False
     """Whether they come from another folder, and say nothing of these weights yet."""
     strangers: bool = False
-    """Whether files are among them that are no companions by their names: the reader has to pass over them."""
+    """Whether files are among them that are no side_files by their names: the reader has to pass over them."""
     stays: bool = False
     """Whether they are at the target already, in an object store: only what changes is written."""
     notes: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class Companions(Value, frozen=True):
         """Whether there are safetensors files among them, which only an index tells from those that are written."""
         return any(name.endswith(SUFFIX) for name in self.files)
 
-    def beside(self, plan: SavePlan, source: Mapping[str, LazyTensor]) -> tuple[SavePlan, tuple[FilePlan, ...]]:
+    def add_to(self, plan: SavePlan, source: Mapping[str, LazyTensor]) -> tuple[SavePlan, tuple[FilePlan, ...]]:
         """The plan with these files in it, and their own plans. `source` are the tensors that the weights are made of."""
         if not self.files and not self.notes:
             return plan, ()
@@ -165,12 +165,12 @@ def _edited(origin: Source, dtype: str, changes: dict[str, str]) -> bytes:
     return (json.dumps(made, indent=_indent(raw), ensure_ascii=False) + "\n").encode("utf-8")
 
 
-def find_companions(
+def find_side_files(
     source: Checkpoint, target: str, copy_config: CopyConfig, *, directory: bool, stack: ExitStack, limits: Limits | None
-) -> Companions:
+) -> SideFiles:
     """What is to lie beside the weights at the target. Another folder that is opened for it is closed with the stack.
 
-    Raises `Unsupported` for what cannot be: companions of a single file, and files that would be lost.
+    Raises `Unsupported` for what cannot be: side_files of a single file, and files that would be lost.
     """
     if not isinstance(copy_config, bool | str | os.PathLike) or copy_config == "":
         kind = type(copy_config).__name__
@@ -189,17 +189,17 @@ def find_companions(
     if not isinstance(copy_config, bool):
         taken = dict.fromkeys(*_from_folder(copy_config, stack, limits, notes))
         kept = kept if place_at(target).on_disk else {}
-        strangers = any(not is_companion(name) for name in kept)
+        strangers = any(not is_side_file(name) for name in kept)
         stem = _stem(next(iter(taken.values())).store.list(), source)
-        return Companions(kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes), stem=stem)
+        return SideFiles(kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes), stem=stem)
     stem = _stem(own, source) if folder else STEM
     if kept and not place_at(target).on_disk:
         # Nothing there is moved out of the way, so nothing has to be put back.
-        return Companions({name: origin for name, origin in kept.items() if name == CONFIG}, stays=True, stem=stem)
+        return SideFiles({name: origin for name, origin in kept.items() if name == CONFIG}, stays=True, stem=stem)
     if kept:
-        return Companions(kept, strangers=any(not is_companion(name) for name in kept), stem=stem)
+        return SideFiles(kept, strangers=any(not is_side_file(name) for name in kept), stem=stem)
     if not copy_config or not folder or not any(map(_tells, own)):
-        return Companions({}, stem=stem)
+        return SideFiles({}, stem=stem)
     taken = dict.fromkeys(_chosen(source.source, own, notes), source.source)
     format = format_of(source.format)
     used = {*format.weight_files(source.source).files} if format.weights_by else set()
@@ -207,16 +207,16 @@ def find_companions(
     left = sorted({name.partition("/")[0] for name in others if not name.endswith(INDEX)})
     if left:
         notes.append(f"left behind, since they are no config, tokenizer or text: {_some(left)}")
-    return Companions(taken, notes=tuple(notes), stem=stem)
+    return SideFiles(taken, notes=tuple(notes), stem=stem)
 
 
-def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig) -> Companions:
+def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig) -> SideFiles:
     if not isinstance(copy_config, bool):
         message = "one file has no place for a config; give a directory (with a slash at its end, or format=)"
         raise Unsupported(f"{message}, or leave copy_config= away", found=str(copy_config))
-    left = [name for name in own if is_companion(name)] if copy_config and any(map(_tells, own)) else []
+    left = [name for name in own if is_side_file(name)] if copy_config and any(map(_tells, own)) else []
     notes = (f"one file is written; these stay in {source.path!r} alone: {_some(left)}",) if left else ()
-    return Companions({}, notes=notes)
+    return SideFiles({}, notes=notes)
 
 
 def _others(source: Checkpoint, own: Sequence[str]) -> Iterable[str]:
@@ -268,9 +268,9 @@ def _from_folder(
 
 
 def _chosen(origin: Source, names: Sequence[str], notes: list[str]) -> list[str]:
-    """The companions among the files of a folder."""
+    """The side_files among the files of a folder."""
     found = []
-    for name in filter(is_companion, names):
+    for name in filter(is_side_file, names):
         size = origin.store.size(name)
         head = origin.bytes(name, 0, min(size, len(ZIP)))
         if size > MOST_NBYTES:

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import holdfast
 from holdfast.errors import CannotHold, NotCommitted, StoreError, UnsafePath, Unsupported
-from holdfast.saving import companions, planned
+from holdfast.saving import planned, side_files
 
 WEIGHTS = {
     "model.embed_tokens.weight": np.arange(64, dtype=np.float32).reshape(16, 4),
@@ -169,7 +169,7 @@ def test_what_is_left_behind(tmp_path):
 
 
 def test_a_file_that_is_no_config_by_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(companions, "MOST_NBYTES", 1000)
+    monkeypatch.setattr(side_files, "MOST_NBYTES", 1000)
     a = folder(tmp_path / "a", **{"corpus.txt": bytes(1001)})
     done = holdfast.convert(a, tmp_path / "b")
     assert "corpus.txt" not in os.listdir(tmp_path / "b")
