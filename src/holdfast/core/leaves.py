@@ -213,12 +213,14 @@ class Leaves:
         kinds, entered, refuses, depth, paths = self.kinds, policy.entered, policy.refuses, policy.depth, policy.paths
         names, values, forms = self.names, self.values, dict[Sort, Form]()
         spare, characters, room = policy.again, 0, FREE_CHARACTERS
+        is_tensor = kinds.__contains__
         walked: dict[int, bool] = {}
         """Containers, and whether there may be tensors in them."""
         on_path: set[int] = set()
         pending: list[tuple[Iterator[tuple[str | int, object]], str | None, object, Sequence[int], int]] = []
         """Containers that are entered: what is left around each, what names around it begin with, itself, the identities of what it
         is stored in, and how much was found before it."""
+        level = 0
         passed = 0
         """Containers that were passed over, and may have tensors in them."""
         path: list[str | int] = []
@@ -281,14 +283,13 @@ class Leaves:
                         self.left_out += 1
                         passed += 1
                         continue
-                if len(pending) >= depth:
+                if level >= depth:
                     self._refuse_depth((*path, key), policy)
                     continue
                 sort = kind, INTEGER if type(keys) is range else frozenset(map(type, keys)), frozenset(map(type, content))
-                form = forms.get(sort)
-                if form is None:
-                    form = forms[sort] = self._form(sort, item)
-                texts, odd, plain, whole, flat, named = form
+                if sort not in forms:
+                    forms[sort] = self._form(sort, item)
+                texts, odd, plain, whole, flat, named = forms[sort]
                 if odd:
                     keys = [*map(step, keys)]
                 if pending:
@@ -306,11 +307,11 @@ class Leaves:
                         below = f"{prefix}{key!s}."
                     # Before they are made: a long path may stand before each of very many keys.
                     if characters + len(below) * len(content) > room:
-                        count = sum(map(kinds.__contains__, map(type, content)))
+                        count = sum(map(is_tensor, map(type, content)))
                         room = policy.room(characters + len(below) * count, len(names) + count)
                     if flat:
                         if not whole:
-                            mask = [type(value) in kinds for value in content]
+                            mask = [*map(is_tensor, map(type, content))]
                             keys, content = [*compress(keys, mask)], [*compress(content, mask)]
                         made = keys if texts and not below else [f"{below}{one!s}" for one in keys]
                         characters += len("".join(made))
@@ -325,12 +326,14 @@ class Leaves:
                 owners = (ident,) if held is None else owners
                 on_path.update(owners)
                 pending.append((inside, prefix, item, owners, len(values) + passed))
+                level += 1
                 inside, prefix = zip(keys, content, strict=True), below if named or not path else None
                 break
             else:
                 if not pending:
                     return characters
                 inside, prefix, _, owners, before = pending.pop()
+                level -= 1
                 on_path.difference_update(owners)
                 walked[owners[0]] = len(values) + passed > before
                 if pending:

@@ -384,9 +384,11 @@ class Taking:
         while not (types := {*map(type, level)}) <= self._leaves:
             if not self._leaves.issuperset(types - CONTAINERS):
                 return True
-            inner: dict[int, Any] = {id(value): value for value in level if type(value) in CONTAINERS}
-            inside = [inner[one] for one in {*inner} - seen] if seen else inner.values()
-            level = [*chain.from_iterable([value.values() if type(value) in DICTS else value for value in inside])]
+            containers: list[Any] = [value for value in level if type(value) in CONTAINERS]
+            inner = dict(zip(map(id, containers), containers, strict=True))
+            inside = [inner[one] for one in inner.keys() - seen]
+            dicts, others = [one for one in inside if type(one) in DICTS], [one for one in inside if type(one) not in DICTS]
+            level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(others)]
             seen.update(inner)
         return False
 

@@ -134,8 +134,10 @@ def test_the_first_failure_is_raised_when_all_has_come_to_rest(where, delay):
         return copies.put(full)
 
     threads = set(threading.enumerate())
+    # Where the readers wait for the one that fails, it needs a block that nobody else holds.
+    blocks = [[] for _ in range(30 if where == "read" else 4)]
     with pytest.raises(Broken, match=where):
-        run_pipeline(tasks(), [[] for _ in range(4)], threads=3, read=read, put=put)
+        run_pipeline(tasks(), blocks, threads=3, read=read, put=put)
     assert set(threading.enumerate()) <= threads, "a thread was left behind"
     assert not copies.busy, "a copy was left behind"
     assert len(begun) < 30, "the others went on"
