@@ -19,7 +19,7 @@ import holdfast
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
-from holdfast.engine.packed import choose
+from holdfast.engine.packed import choose, parse_wanted
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Closed, Corrupted, HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Unsupported
 from holdfast.formats.detect import detect
@@ -28,7 +28,6 @@ from holdfast.formats.native.write import lay_out_native
 from holdfast.inspect.sparsity import BLOCKS
 from holdfast.numeric import pack as encoding
 from holdfast.numeric.pack import SparseStorage, encoding_of, packing_of
-from holdfast.numeric.pack_choice import parse_wanted
 from holdfast.numeric.zeros import SHAPES, MarkedBlocks
 from holdfast.rewrite.reshard import reshard
 from holdfast.saving.state import tabulate_state

@@ -29,7 +29,7 @@ from holdfast.core.runtime import Sent, renewed
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import replace_as_base
-from holdfast.engine.coalesce import FAR, HEADERS, coalesce
+from holdfast.engine.coalesce import HEADERS, REMOTE, coalesce
 from holdfast.engine.files import NO_FILES, FileStorages
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported, located
 from holdfast.formats.dcp.index import SavedChunk, check_inside
@@ -216,7 +216,7 @@ class Items:
         """The bytes of ranges of a file, each with its number, in the order of the file. What lies side by side is read at once."""
         order = np.argsort(starts, kind="stable")
         starts, stops = starts[order], stops[order]
-        edges = [*coalesce(starts, stops, FAR if self.source.store.medium.requests else HEADERS).tolist(), len(order)]
+        edges = [*coalesce(starts, stops, REMOTE if self.source.store.medium.requests else HEADERS).tolist(), len(order)]
         for low, high in pairwise(edges):
             begin = int(starts[low])
             data = self.source.bytes(file, begin, int(stops[low:high].max()))

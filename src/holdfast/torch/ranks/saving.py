@@ -35,7 +35,7 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import tied
 from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
-from holdfast.engine.packed import choose
+from holdfast.engine.packed import choose, parse_wanted
 from holdfast.engine.table import NO_TENSORS, value_state
 from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
@@ -46,7 +46,6 @@ from holdfast.formats.native.manifest import as_bytes, as_column
 from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.sharded import NOTHING, RankOutput, Receipt, Storing, spread
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.numeric.pack_choice import parse_wanted
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, message, put_together, with_sums
