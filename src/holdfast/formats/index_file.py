@@ -87,12 +87,11 @@ def choose_index(keys: Sequence[str], directory: str, suffix: str = ".safetensor
     if usual in found:
         return usual
     if len(found) > 1:
-        raise Unsupported(
+        message = (
             f"this directory has {len(found)} indexes ({some(found)}): several checkpoints in one place; open one {suffix[1:]} "
-            "file, or give one index and its files a directory",
-            file=directory,
-            found=tuple(found),
+            "file, or give one index and its files a directory"
         )
+        raise Unsupported(message, file=directory, found=tuple(found))
     return found[0] if found else None
 
 
@@ -111,12 +110,8 @@ def read_index(source: Source, key: str) -> Index:
     """
     size = source.store.size(key)
     if size > source.limits.index_nbytes:
-        raise LimitExceeded(
-            f"an index of {size:,} bytes is more than Limits(index_nbytes={source.limits.index_nbytes:,})",
-            file=key,
-            expected=source.limits.index_nbytes,
-            found=size,
-        )
+        message = f"an index of {size:,} bytes is more than Limits(index_nbytes={source.limits.index_nbytes:,})"
+        raise LimitExceeded(message, file=key, expected=source.limits.index_nbytes, found=size)
     document = parse(source.bytes(key, 0, size), source.limits, file=key)
     if not isinstance(document, dict):
         raise HeaderError(f"at $: expected an object, found {kind(document)}", file=key)
@@ -149,34 +144,22 @@ def read_index(source: Source, key: str) -> Index:
 def _check_plain(file: str, name: str, key: str) -> None:
     """Raise `UnsafePath` for anything but a relative path of ordinary names."""
     if "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")):
-        raise UnsafePath(
-            f"at {pointer(WEIGHT_MAP, name)}: {quoted(file)} is not the plain name of a file inside the directory",
-            file=key,
-            tensor=name,
-            found=file,
-        )
+        message = f"at {pointer(WEIGHT_MAP, name)}: {quoted(file)} is not the plain name of a file inside the directory"
+        raise UnsafePath(message, file=key, tensor=name, found=file)
 
 
 def claimed_twice(name: str, files: Sequence[str]) -> MetadataError:
     """The refusal of a tensor that several files have: which one is loaded would depend on the order of the files."""
-    return MetadataError(
-        f"{some(files)} all claim this tensor, and do not say that they hold pieces of it; open one of them alone",
-        file=files[-1],
-        tensor=name,
-        found=tuple(files),
-    )
+    message = f"{some(files)} all claim this tensor, and do not say that they hold pieces of it; open one of them alone"
+    return MetadataError(message, file=files[-1], tensor=name, found=tuple(files))
 
 
 def check_mapped(weight_map: Mapping[str, str], holding: Mapping[str, Collection[object]], index: str) -> None:
     """Raise `MetadataError` where a file lacks a tensor that the index sends to it. `holding` says what each file has."""
     for name, key in weight_map.items():
         if name not in holding[key]:
-            raise MetadataError(
-                f"at {pointer(WEIGHT_MAP, name)}: {quoted(key)} has no such tensor",
-                file=index,
-                tensor=name,
-                found=key,
-            )
+            message = f"at {pointer(WEIGHT_MAP, name)}: {quoted(key)} has no such tensor"
+            raise MetadataError(message, file=index, tensor=name, found=key)
 
 
 def other_copies(keys: Iterable[str], used: Collection[str] = ()) -> list[str]:

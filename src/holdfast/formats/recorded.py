@@ -297,13 +297,11 @@ def _check_view(tensor: LazyTensor, view: AliasView) -> None:
         last += sum((n - 1) * stride for n, stride in zip(tensor.shape, view.strides, strict=True))
     whole = tensor.dtype.packed or not any(place % 8 for place in (view.offset, *view.strides))
     if not fits or not whole or last > view.nbytes * 8:
-        raise MetadataError(
+        message = (
             f"at {pointer('views', view.group, 'names', tensor.name)}: no view of {list(tensor.shape)} {tensor.dtype} "
-            f"in {view.nbytes:,} bytes",
-            tensor=tensor.name,
-            expected=view.nbytes * 8,
-            found=last,
+            f"in {view.nbytes:,} bytes"
         )
+        raise MetadataError(message, tensor=tensor.name, expected=view.nbytes * 8, found=last)
 
 
 def _as_pairs(tensor: LazyTensor) -> LazyTensor:

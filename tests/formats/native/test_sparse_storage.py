@@ -50,7 +50,7 @@ def shrink(patch):
     patch.setattr(encoding, "BLOCKS_ELEMENTS", 24)
     patch.setattr(encoding, "GROUP_ROWS", 4)
     patch.setattr(unpacked, "RUN_NBYTES", 64)
-    patch.setattr(unpacked, "KEPT_NBYTES", 512)
+    patch.setattr(unpacked, "CACHE_NBYTES", 512)
 
 
 def save(tree, sparse, **options):
@@ -573,8 +573,8 @@ def test_few_groups_are_kept(monkeypatch):
     files, manifest, array = hostile_directory(monkeypatch)
     tensor = reopen(files | {MANIFEST: json.dumps(manifest).encode()})["w"]
     assert [int(tensor[i, i].numpy()) for i in range(40)] == array.diagonal().tolist()
-    kept = tensor.source.store._kept
-    assert 0 < kept.nbytes <= unpacked.KEPT_NBYTES
+    kept = tensor.source.store._cache
+    assert 0 < kept.nbytes <= unpacked.CACHE_NBYTES
 
 
 def test_a_damaged_source_is_not_packed(tmp_path):

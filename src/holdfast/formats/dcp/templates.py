@@ -236,7 +236,7 @@ class RecordTemplates:
         if written:
             memo.append(name)
         memo += record.stubs[2:]
-        self.made = ItemIndex.of(name, record.index, record.corner), Item.of(record.file, offset, length)
+        self.made = ItemIndex(True, name, record.index, record.corner), Item(True, record.file, offset, length)
         self.opcodes = record.opcodes + written
         return end
 

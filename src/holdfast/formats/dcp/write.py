@@ -22,15 +22,18 @@ from typing import cast
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.chunk import c_strides
+from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32, crc32_each
 from holdfast.core.dtype import DType
+from holdfast.core.protocols import Source
 from holdfast.core.table import Table
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.saves import SMALL_NBYTES, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
 from holdfast.engine.table import segment_of, segment_runs
 from holdfast.errors import Unsupported
 from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, first_bytes, fold, lay_out_container, mistaken_crc
+from holdfast.formats.torch.writer import TorchPickle
 
 ARCHIVE, STORAGE, VERSION = "archive", "data/0", b"3\n"
 """The folder in an archive, the record of the elements, and what the record behind it says."""
@@ -178,59 +181,11 @@ def tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
     """The `data.pkl` of a contiguous CPU tensor that fills its storage, as torch 2.13 pickles it with protocol 2."""
     if dtype.torch is None:
         raise Unsupported(f"torch has no dtype for {dtype}")
-    count = 1
-    for n in shape:
-        count *= n
-    typed = dtype.storage is not None
-    puts = _Puts()
-    kind = b"ctorch\n%s\n" % dtype.storage.encode() if dtype.storage else b"ctorch.storage\nUntypedStorage\n"
-    out = [
-        b"\x80\x02", puts(b"ctorch._utils\n_rebuild_tensor_%s\n" % (b"v2" if typed else b"v3")), b"((",
-        puts(_text("storage")), puts(kind),
-        puts(_text("0")), puts(_text("cpu")), _integer(count if typed else dtype.nbytes(count)), puts(b"t"), b"Q", b"K\x00",
-        _tuple(shape, puts), _tuple(tuple(s // dtype.bits for s in _strides(shape, dtype.bits)), puts), b"\x89",
-        puts(b"ccollections\nOrderedDict\n"), b")", puts(b"R"),
-    ]  # fmt: skip
-    if not typed:
-        out.append(puts(b"ctorch\n%s\n" % dtype.torch.encode()))
-    return b"".join((*out, puts(b"t"), puts(b"R"), b"."))
-
-
-class _Puts:
-    """An opcode with a BINPUT behind it, numbered on."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def __call__(self, code: bytes) -> bytes:
-        self._next += 1
-        return code + b"q" + bytes([self._next - 1])
-
-
-def _strides(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
-    """torch's strides of a fresh tensor: a dimension of length 0 counts as one of length 1."""
-    return tuple(c_strides(tuple(max(n, 1) for n in shape), bits))
-
-
-def _text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
-
-
-def _integer(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return b"K" + bytes([value])
-    if 0 <= value < 1 << 16:
-        return b"M" + struct.pack("<H", value)
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(raw)]) + raw
-
-
-def _tuple(values: tuple[int, ...], puts: _Puts) -> bytes:
-    if not values:
-        return b")"
-    inside = b"".join(map(_integer, values))
-    if len(values) <= 3:
-        return inside + puts(bytes([0x84 + len(values)]))
-    return b"(" + inside + puts(b"t")
+    storage = Storage("", 0, dtype.nbytes(math.prod(shape)), home=None)
+    writer = TorchPickle()
+    # Neither source nor store: the pickle has the outline of a tensor, and nothing is read.
+    writer.write(LazyTensor.contiguous("", dtype, shape, storage, cast("Source", None)))
+    raw = writer.finish()
+    if writer.problems:
+        raise Unsupported(writer.problems[0])
+    return raw

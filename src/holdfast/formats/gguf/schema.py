@@ -170,9 +170,8 @@ class HeaderCursor:
             )  # fmt: skip
         most = self._source.limits.header_nbytes
         if stop > most:
-            raise LimitExceeded(
-                f"a header of more than {most:,} bytes, above Limits(header_nbytes={most:,})", file=self._key, expected=most
-            )
+            message = f"a header of more than {most:,} bytes, above Limits(header_nbytes={most:,})"
+            raise LimitExceeded(message, file=self._key, expected=most)
         reach = min(max(stop, 4 * len(self.raw)), self._size, most)
         self.raw += self._source.bytes(self._key, len(self.raw), reach)
         return self.raw
@@ -188,10 +187,8 @@ class HeaderCursor:
         """A number of things that take so many bytes each, of which there are enough."""
         (count,) = self.unpack(self.forms.u64)
         if count > (self._size - self.at) // each:
-            raise Truncated(
-                f"{count:,} {what} need {count * each:,} bytes at the least, and {self._size - self.at:,} are left",
-                file=self._key, offset=self.at - 8, expected=count * each, found=self._size - self.at,
-            )  # fmt: skip
+            message = f"{count:,} {what} need {count * each:,} bytes at the least, and {self._size - self.at:,} are left"
+            raise Truncated(message, file=self._key, offset=self.at - 8, expected=count * each, found=self._size - self.at)
         return count
 
     def text(self, what: str) -> str:
@@ -345,9 +342,8 @@ def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key:
     if not addressable(shape, dtype.bits):
         raise MetadataError(f"{list(shape)} of {dtype} is more than any file can hold", file=key, tensor=name, found=shape)
     if offset % alignment:
-        raise HeaderError(
-            f"an offset of {offset:,}, which is no multiple of the alignment, {alignment:,}", file=key, tensor=name, found=offset
-        )
+        message = f"an offset of {offset:,}, which is no multiple of the alignment, {alignment:,}"
+        raise HeaderError(message, file=key, tensor=name, found=offset)
     return TensorInfo(dtype, shape, start + offset, math.prod(shape) * dtype.bits // 8, None if blocks is None else blocks.name)
 
 

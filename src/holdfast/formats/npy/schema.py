@@ -117,15 +117,11 @@ def read_layout(head: bytes, nbytes: int, *, rank: int) -> Layout | int:
     layout = parse_layout(head[:whole], rank=rank)
     there = nbytes - whole
     if layout.nbytes > there:
-        raise Truncated(
-            f"{list(layout.shape)} of {layout.dtype} takes {layout.nbytes:,} bytes, and {there:,} are there",
-            offset=nbytes, expected=layout.nbytes, found=there,
-        )  # fmt: skip
+        message = f"{list(layout.shape)} of {layout.dtype} takes {layout.nbytes:,} bytes, and {there:,} are there"
+        raise Truncated(message, offset=nbytes, expected=layout.nbytes, found=there)
     if layout.nbytes < there:
-        raise HeaderError(
-            f"{there - layout.nbytes:,} bytes follow the array (several arrays in one file are only found by who wrote it)",
-            offset=whole + layout.nbytes, expected=layout.nbytes, found=there,
-        )  # fmt: skip
+        message = f"{there - layout.nbytes:,} bytes follow the array (several arrays in one file are only found by who wrote it)"
+        raise HeaderError(message, offset=whole + layout.nbytes, expected=layout.nbytes, found=there)
     return layout
 
 

@@ -241,10 +241,8 @@ class Pt2Reader:
         if most is not None and record.nbytes > most:
             raise HeaderError(f"the record {record.name!r} is {record.nbytes:,} bytes long", found=record.nbytes)
         if record.nbytes > limit:
-            raise LimitExceeded(
-                f"{record.name} is {record.nbytes:,} bytes, above Limits(header_nbytes={limit:,})",
-                expected=limit, found=record.nbytes,
-            )  # fmt: skip
+            message = f"{record.name} is {record.nbytes:,} bytes, above Limits(header_nbytes={limit:,})"
+            raise LimitExceeded(message, expected=limit, found=record.nbytes)
         return record_bytes(self._source, self._key, record)
 
     def _part(self, model: str, folder: str, suffix: str, *, what: str) -> Values:
@@ -291,10 +289,8 @@ class Pt2Reader:
             known = self._raw[record.name] = (meta.dtype, self._storage(record, meta), name)
         dtype, storage, first = known
         if dtype is not meta.dtype:
-            raise MetadataError(
-                f"the record {record.name!r} is {dtype} for {quoted(first)} and {meta.dtype} here", expected=dtype.name,
-                found=meta.dtype.name,
-            )  # fmt: skip
+            message = f"the record {record.name!r} is {dtype} for {quoted(first)} and {meta.dtype} here"
+            raise MetadataError(message, expected=dtype.name, found=meta.dtype.name)
         shape, strides, offset, last = reach(meta.offset, meta.sizes, meta.strides, self._source.limits)
         bits, room = dtype.bits, storage.nbytes * 8 // dtype.bits
         if last >= room:
@@ -308,10 +304,8 @@ class Pt2Reader:
         if not record.stored:
             raise ZipError(f"the storage {record.name!r} is compressed", offset=record.header)
         if record.nbytes * 8 % meta.dtype.bits:
-            raise MetadataError(
-                f"the record {record.name!r} has {record.nbytes:,} bytes, which are no whole elements of {meta.dtype}",
-                found=record.nbytes,
-            )
+            message = f"the record {record.name!r} has {record.nbytes:,} bytes, which are no whole elements of {meta.dtype}"
+            raise MetadataError(message, found=record.nbytes)
         label = record.name.removeprefix(f"{self._archive.prefix}/")
         place = self._key, record.start, record.nbytes
         return Storage(*place, self._byteorder, record.crc32, meta.location, label, home=self._source.store)

@@ -132,13 +132,8 @@ def read_header(source: Source, key: str) -> Header:
     if length > size - PREFIX_NBYTES:
         _refuse_length(source, key, length, size=size)
     if length > source.limits.header_nbytes:
-        raise LimitExceeded(
-            f"a header of {length:,} bytes is more than Limits(header_nbytes={source.limits.header_nbytes:,})",
-            file=key,
-            offset=0,
-            expected=source.limits.header_nbytes,
-            found=length,
-        )
+        message = f"a header of {length:,} bytes is more than Limits(header_nbytes={source.limits.header_nbytes:,})"
+        raise LimitExceeded(message, file=key, offset=0, expected=source.limits.header_nbytes, found=length)
     data_start = PREFIX_NBYTES + length
     document = parse_document(source.bytes(key, PREFIX_NBYTES, data_start), source.limits, file=key)
     columns = check_layout(document.entries, range(data_start, size), source.limits, file=key)
@@ -185,22 +180,16 @@ def refuse_orphans(headers: Iterable[Header]) -> None:
     """Raise for files of a folder that say that they belong to a native directory, whose manifest is then missing."""
     for header in headers:
         if header.record.rest == MANIFEST:
-            raise Corrupted(
+            message = (
                 f"a data file of a native checkpoint, and its manifest {MANIFEST} is not in the folder: values and second names "
-                "are lost without it. Get the manifest again; the tensors are in the data files, which open one by one",
-                file=header.key,
-                expected=MANIFEST,
+                "are lost without it. Get the manifest again; the tensors are in the data files, which open one by one"
             )
+            raise Corrupted(message, file=header.key, expected=MANIFEST)
 
 
 def _refuse_length(source: Source, key: str, length: int, *, size: int) -> NoReturn:
     """Raise for a header that would end after the file does."""
     if source.bytes(key, 0, min(size, len(LFS_POINTER))) == LFS_POINTER:
         raise HeaderError("this is a Git LFS pointer in place of the file: run `git lfs pull`", file=key, offset=0)
-    raise Truncated(
-        f"the header would take {length:,} bytes, but the file ends after {size:,}",
-        file=key,
-        offset=0,
-        expected=PREFIX_NBYTES + length,
-        found=size,
-    )
+    message = f"the header would take {length:,} bytes, but the file ends after {size:,}"
+    raise Truncated(message, file=key, offset=0, expected=PREFIX_NBYTES + length, found=size)

@@ -233,12 +233,11 @@ def _look_elsewhere(about: About) -> None:
     """Raise where a record that is about this very content stands under another name: its name is damaged."""
     for name, text in about.texts.items():
         if isinstance(text, str) and text.startswith('{"version":') and f'"of":"{fingerprint(about.content)}"' in text[:64]:
-            raise Corrupted(
+            message = (
                 f"the record of Holdfast stands under __metadata__.{quoted(name)} and not under {RECORD}: the header changed after "
-                "it was written; get the file again",
-                expected=RECORD,
-                found=name,
+                "it was written; get the file again"
             )
+            raise Corrupted(message, expected=RECORD, found=name)
 
 
 def _checksums(digits: object, names: Mapping[str, object]) -> array[int]:
@@ -292,12 +291,11 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
         entry = header.entry(name)
         shape, other = entry.shape, ROWS[entry.dtype]
         if other is not dtype or len(shape) != rank:
-            raise MetadataError(
+            message = (
                 f"the pieces in {first.key!r} and {header.key!r} do not go together: {dtype} of rank {rank} and "
-                f"{other} of rank {len(shape)}",
-                file=header.key,
-                tensor=name,
+                f"{other} of rank {len(shape)}"
             )
+            raise MetadataError(message, file=header.key, tensor=name)
         storage = header.storage(name, source.store)
         chunks.append(Chunk(Box.at(offsets, shape), storage, 0, c_strides(shape, dtype.bits)))
     whole = Box.whole([max(chunk.box.stop[d] for chunk in chunks) for d in range(rank)])

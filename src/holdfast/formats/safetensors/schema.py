@@ -66,11 +66,8 @@ ENTRIES = msgspec.json.Decoder(dict[str, HeaderEntry])
 def parse_document(raw: bytes, limits: Limits, *, file: str | None = None) -> Document:
     """Parse a header. Raises `HeaderError`, or `LimitExceeded` for nesting; the meaning of numbers is not looked at."""
     if raw[:1] != b"{":
-        raise HeaderError(
-            f"a header must begin with {{, not with {quoted(raw[:1].decode('latin-1'))}",
-            file=file,
-            offset=PREFIX_NBYTES,
-        )
+        message = f"a header must begin with {{, not with {quoted(raw[:1].decode('latin-1'))}"
+        raise HeaderError(message, file=file, offset=PREFIX_NBYTES)
     end = len(raw.rstrip(b" "))
     if raw[end - 1 : end] != b"}":
         raise HeaderError("only spaces may follow the header's closing }", file=file, offset=PREFIX_NBYTES + end - 1)
@@ -150,9 +147,8 @@ def _entry(name: str, value: object, file: str | None) -> HeaderEntry:
             raise HeaderError(f"at {pointer(name)}: the field {field} is missing", file=file, tensor=name, offset=PREFIX_NBYTES)
     for field in value:
         if field not in FIELDS:
-            raise HeaderError(
-                f"at {pointer(name, field)}: a tensor has no such field", file=file, tensor=name, offset=PREFIX_NBYTES
-            )
+            message = f"at {pointer(name, field)}: a tensor has no such field"
+            raise HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES)
     dtype = value["dtype"]
     if not isinstance(dtype, str):
         raise _wrong("text", dtype, file, name, name, "dtype")
@@ -261,12 +257,8 @@ def check_layout(entries: Mapping[str, HeaderEntry], data: range, limits: Limits
                 _explain(name, entry, limits, file=file)
         position = _check_sorted(entries, file)
     if position > len(data):
-        raise Truncated(
-            f"the header describes {position:,} bytes of tensors, the file has {len(data):,}",
-            file=file,
-            expected=position,
-            found=len(data),
-        )
+        message = f"the header describes {position:,} bytes of tensors, the file has {len(data):,}"
+        raise Truncated(message, file=file, expected=position, found=len(data))
     if position < len(data):
         raise HeaderError(f"{len(data) - position:,} bytes follow the last tensor", file=file, expected=position, found=len(data))
     return HeaderColumns(outlines, array("q", outline), array("q", starts), array("q", map(lengths.__getitem__, outline)))
@@ -293,14 +285,8 @@ def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:
                 found = f"overlaps tensor {quoted(before)}, which ends at {position:,}"
             else:
                 found = f"leaves a hole after byte {position:,} of the data"
-            raise HeaderError(
-                f"at {pointer(name, 'data_offsets', 0)}: {begin:,} {found}",
-                file=file,
-                tensor=name,
-                offset=PREFIX_NBYTES,
-                expected=position,
-                found=begin,
-            )
+            message = f"at {pointer(name, 'data_offsets', 0)}: {begin:,} {found}"
+            raise HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=position, found=begin)
         position, before = end, name
     return position
 
@@ -312,14 +298,8 @@ def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None)
     if bits is None:
         _refuse(name, ("dtype",), f"there is no dtype {quoted(entry.dtype)}", file=file)
     if len(entry.shape) > limits.rank:
-        raise LimitExceeded(
-            f"at {pointer(name, 'shape')}: {len(entry.shape):,} dimensions are more than Limits(rank={limits.rank})",
-            file=file,
-            tensor=name,
-            offset=PREFIX_NBYTES,
-            expected=limits.rank,
-            found=len(entry.shape),
-        )
+        message = f"at {pointer(name, 'shape')}: {len(entry.shape):,} dimensions are more than Limits(rank={limits.rank})"
+        raise LimitExceeded(message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=limits.rank, found=len(entry.shape))
     for i, n in enumerate(entry.shape):
         if not 0 <= n <= ADDRESSABLE:
             _refuse(name, ("shape", i), f"{_shown(n)} is no length", file=file)

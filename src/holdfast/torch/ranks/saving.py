@@ -43,7 +43,6 @@ from holdfast.errors import CannotHold, RankLost, RanksFailed
 from holdfast.formats import Format
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
-from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.sharded import NOTHING, RankOutput, Receipt, Storing, spread
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.numeric.pack_choice import parse_wanted
@@ -233,7 +232,7 @@ def _description(state: State, table: Table, flat: FlatState, matched: list[str]
     """What is said of a state beside its tensors. Raises `CannotHold` with everything that stands in the way."""
     tree = None
     problems = list(flat.problems)
-    if format.keeps == "state" and not is_flat(state):
+    if format.keeps == "state" and not state.leaves.flat:
         encoded = encode_state(state)
         problems += encoded.problems
         tree = msgspec.json.encode(encoded.value)
