@@ -267,7 +267,6 @@ def _stored(file: BoxFiles, crcs: Mapping[str, int]) -> StoredBoxes:
 
 
 def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]]:
-    """Boxes in so many shares of about equal size, in their order. There is always a first share."""
     if files == 1:
         return [rows]
     nbytes = boxes.table.nbytes_of(rows)
@@ -279,7 +278,6 @@ def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]
 
 
 def _once_each(table: Table, rows: Sequence[int]) -> list[Sequence[int]]:
-    """Boxes in groups. No group has two boxes of one tensor."""
     names = table.names
     if len({names[row] for row in rows}) == len(rows):
         return [rows] if rows else []
@@ -295,7 +293,6 @@ def _once_each(table: Table, rows: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _check_names(table: Table, rows: Sequence[int], *, strict: bool) -> None:
-    """Raise `CannotHold` where safetensors files cannot have these names or, with `strict`, dtypes."""
     names, problems = [table.names[row] for row in rows], list[str]()
     if RESERVED in names or not is_unicode("".join(names)):
         problems += [f"{name}: {problem}" for name in names if (problem := name_problem(name))]

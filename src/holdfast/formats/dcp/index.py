@@ -51,13 +51,14 @@ from holdfast.errors import (
 )
 from holdfast.formats.dcp.schema import Item, ItemIndex, Metadata, Properties, StoredBox, StoredBytes, StoredTensor
 from holdfast.formats.dcp.templates import IndexTable
+from holdfast.formats.index_file import is_plain_path
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.torch.tensors import checked_shape
 
 BESIDE = ".holdfast.json"
 MOST_NBYTES = 4096
-"""Of the file beside: it has four short fields."""
+"""The longest `.holdfast.json`, which has four short fields."""
 
 
 class SideFileFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,14 +75,14 @@ DOCUMENT = DocumentKind(
 
 
 def checksum_file(metadata: bytes) -> bytes:
-    """What stands beside this metadata."""
+    """The content of `.holdfast.json` for this metadata."""
     return write_document(DOCUMENT, SideFileFields(1, len(metadata), f"{crc32(metadata):08x}"))
 
 
 def compare_metadata(source: Source) -> Corrupted | None:
-    """What is wrong with the metadata of a directory, or with the file that says so; None where nothing is known to be.
+    """What is wrong with the metadata of a directory, or with its checksum file; None if nothing is.
 
-    Raises `Corrupted` where the metadata is damaged for sure.
+    Raises `Corrupted` where the metadata is certainly damaged.
     """
     keys = source.store.list()
     if BESIDE not in keys or METADATA not in keys:
@@ -111,7 +112,6 @@ def compare_metadata(source: Source) -> Corrupted | None:
 
 
 def _read(source: Source) -> SideFileFields | None:
-    """The file beside; None for one of a later version. Raises `Corrupted`."""
     try:
         return read_document(DOCUMENT, source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES)))
     except (FormatError, LimitExceeded, Unsupported):
@@ -123,7 +123,6 @@ METADATA = ".metadata"
 RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
 
 ADDRESSABLE = 1 << 61
-"""No file is longer."""
 
 
 class SavedChunk(Value, frozen=True):
@@ -135,7 +134,7 @@ class SavedChunk(Value, frozen=True):
 
 
 class SavedTensor(Value, frozen=True):
-    """A tensor whose pieces, in the order of their offsets, cover it exactly once; where that was not asked for, perhaps not."""
+    """A tensor whose pieces, in the order of their offsets, cover it exactly once if `read_index` checked `whole`."""
 
     dtype: DType
     size: tuple[int, ...]
@@ -153,19 +152,18 @@ class SavedTensor(Value, frozen=True):
 
 
 class Index(Struct):
-    """What the metadata of a directory says, checked."""
+    """The checked metadata of a directory."""
 
     entries: dict[str, SavedTensor | Item | Opaque] = field(default_factory=dict)
-    """By name, in the order of the file: a tensor, the item of a value that is none, or what stands there instead of either."""
+    """By name, in the order of the file: a tensor, the item of another value, or an object that was not built."""
     planner: object = None
-    """The path of each name, as the planner noted it."""
+    """The paths of names, from the planner."""
     texts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     foreign: tuple[Foreign, ...] = ()
     files: tuple[str, ...] = ()
-    """The data files that items lie in."""
     nbytes: int = 0
-    """Bytes of the metadata itself."""
+    """Bytes of the metadata."""
 
     def items(self) -> Iterator[tuple[str, Item]]:
         """Every item with the name of its tensor or value."""
@@ -177,15 +175,14 @@ class Index(Struct):
 
 
 def is_index(key: str) -> bool:
-    """Whether a file of a directory is the index, or one rank's share of it."""
     return key == METADATA or RANK_FILE.fullmatch(key) is not None
 
 
 def read_index(source: Source, *, rank: int | None = None, whole: bool = True) -> Index:
-    """Read and check the index of a directory; with `rank`, what this rank alone has written.
+    """Read and check the index of a directory; with `rank`, only the part of this rank.
 
-    Without `whole`, the chunks of a tensor need not cover it, and may overlap: each is read for itself.
-    Raises `FormatError`, `LimitExceeded`, `UnsafePath`, `StoreError` for missing files, `Truncated` for short ones.
+    Without `whole`, chunks of a tensor may overlap and leave holes. Raises `FormatError`, `LimitExceeded`, `UnsafePath`,
+    `StoreError` for missing files, `Truncated` for short ones.
     """
     metadata, index = read_metadata(source, rank=rank)
     with located(file=METADATA if METADATA in source.store.list() else None):
@@ -198,13 +195,13 @@ def read_index(source: Source, *, rank: int | None = None, whole: bool = True) -
 
 
 def ranks_alone(source: Source) -> list[int]:
-    """The ranks that saved each for itself (`use_collectives=False`); none where there is one index for all."""
+    """The ranks that saved without the others (`use_collectives=False`); none if there is one index for all."""
     keys = source.store.list()
     return [] if METADATA in keys else sorted(_rank(key) for key in keys if RANK_FILE.fullmatch(key))
 
 
 def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata, Index]:
-    """The metadata of a directory as one record, that of several ranks put together; and the index that it is for, still empty."""
+    """The metadata of a directory, that of several ranks merged; and its index, still empty."""
     keys = source.store.list()
     shares = sorted((key for key in keys if RANK_FILE.fullmatch(key) and rank in (None, _rank(key))), key=_rank)
     names = [METADATA] if METADATA in keys and rank is None else shares
@@ -245,7 +242,7 @@ def _rank(key: str) -> int:
 
 
 def _together(shares: Sequence[Metadata], index: Index) -> Metadata:
-    """The shares of several ranks as one: all chunks of each tensor, and of each chunk the item of the lowest rank that has it."""
+    """The shares of several ranks as one: all chunks of each tensor, and for each chunk the item of the lowest rank."""
     whole = Metadata(True, version=shares[0].version, note=shares[0].note)
     planner: dict[object, object] = {}
     places: dict[str, list[tuple[ItemIndex, object]]] = {}
@@ -299,7 +296,6 @@ def _extent(box: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> None:
-    """Enter everything that has a name."""
     found: dict[str, list[tuple[ItemIndex, Item]]] = {}
     for place, item in metadata.items.items():
         if not isinstance(place, ItemIndex) or not isinstance(item, Item) or not place.filled or not item.filled:
@@ -353,7 +349,7 @@ def _entry(stored: object, found: list[tuple[ItemIndex, Item]], limits: Limits, 
 
 
 def _tensor(stored: StoredTensor, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool) -> SavedTensor:
-    """A tensor with an item for each of its chunks. Without `whole`, ranks may have said one chunk several times."""
+    """A tensor with an item for each chunk. Without `whole`, several ranks may list one chunk."""
     properties = stored.properties
     dtype = properties.dtype
     if not stored.filled or dtype is None:
@@ -410,7 +406,7 @@ def _piece(
 
 
 def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
-    """Refuse names that lead away, files that are not there, and items that do not lie in them."""
+    """Refuse names outside of the directory, missing files, and items beyond the ends of files."""
     files: dict[str, tuple[str, Item]] = {}
     for name, item in items:
         if not 0 <= item.offset <= ADDRESSABLE or not 0 <= item.length <= ADDRESSABLE:
@@ -421,7 +417,7 @@ def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
     present = set(source.store.list())
     missing = []
     for file, (name, _) in files.items():
-        if "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")):
+        if not is_plain_path(file):
             raise UnsafePath(f"{file[:256]!r} is not the plain name of a file inside the directory", tensor=name, found=file[:256])
         if file not in present:
             missing.append(file)
@@ -444,7 +440,7 @@ def check_inside(item: Item, size: int, name: str) -> None:
 
 
 def _check_apart(items: Sequence[tuple[str, Item]], index: Index) -> None:
-    """Refuse items that overlap: what is claimed is never more than the files hold. Tied tensors may have one and the same item."""
+    """Refuse items that overlap. Tied tensors may have the same item."""
     numbers: dict[str, int] = {}
     rows = [(numbers.setdefault(item.file, len(numbers)), item.offset, item.stop) for _, item in items]
     places = np.array(rows, np.int64).reshape(-1, 3)

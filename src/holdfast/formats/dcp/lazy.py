@@ -232,7 +232,6 @@ class Items:
 
 
 def _arrived(source: Source, inflated: InflatedStore | None) -> Items:
-    """Items from another process, over the source that was pickled with them."""
     items = Items(source)
     items._inflated = inflated
     return items
@@ -311,7 +310,7 @@ class ItemChunk(Chunk, frozen=True):
         return cls(box, storage, 0, ())
 
     def __post_init__(self) -> None:
-        """Nothing is compared yet: that would ask the item."""
+        """No check, which would read the item."""
 
     @property  # type: ignore[misc]  # no field, but read-only as one
     def strides(self) -> tuple[int, ...]:

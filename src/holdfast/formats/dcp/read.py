@@ -46,7 +46,6 @@ class Grown(Struct):
 
     tree: dict[str | int, object]
     flat: list[str] = field(default_factory=list)
-    """Names with an invalid path."""
     holes: int = 0
     """Empty positions in lists."""
     numbered: int = 0
@@ -83,7 +82,6 @@ def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: L
 
 
 def _path(name: str, path: object, limits: Limits, *, most: int) -> tuple[str | int, ...] | None:
-    """A valid path; None for any other."""
     if type(path) is not tuple or not 0 < len(path) <= limits.depth:
         return None
     characters = len(path) - 1

@@ -232,7 +232,6 @@ class Metadata(PickledObject, eq=False):
 
 
 def _ints(value: object, what: str) -> tuple[int, ...]:
-    """A `torch.Size`, which was checked when it was made, or another short sequence of lengths."""
     if type(value) is Size:
         return value
     if isinstance(value, tuple | list) and len(value) > RANK:

@@ -43,25 +43,24 @@ HEADER_NBYTES, ENTRY_NBYTES, DESCRIPTOR_CRC, ENTRY_CRC = 30, 46, 4, 16
 
 
 class ArchiveKind(Value, frozen=True, eq=False):
-    """What all archives of tensors of one dtype and shape have in common."""
+    """The common bytes of all archives of tensors of one dtype and shape."""
 
     head: bytes
-    """What stands before the elements."""
+    """The bytes before the elements."""
     rest: tuple[bytes, ...]
-    """What stands behind them, cut where their CRC, the id, the CRC of the id, and both CRCs once more are filled in."""
+    """The bytes behind the elements, cut where their CRC, the id, the CRC of the id, and both CRCs again are filled in."""
     nbytes: int
-    """Of the whole archive."""
     names: bytes
     """The first half of the id."""
     before: int
-    """The checksums of the records before the elements, folded."""
+    """The folded checksums of the records before the elements."""
 
     @property
     def rest_nbytes(self) -> int:
         return sum(map(len, self.rest)) + NBYTES + 16
 
     def fill(self, crc: int, mistaken: int | None) -> tuple[bytes, ...]:
-        """What stands behind elements of this checksum, in pieces."""
+        """The bytes behind elements with this checksum, in pieces."""
         sums = (crc, VERSION_CRC) if mistaken is None else (mistaken, crc, VERSION_CRC)
         identity = b"%b%020d" % (self.names, fold(sums, self.before))
         own, of_id = crc.to_bytes(4, "little"), crc32(identity).to_bytes(4, "little")
@@ -96,18 +95,16 @@ def archive_kind(dtype: DType, shape: tuple[int, ...]) -> ArchiveKind:
 
 
 def _joined(segments: Sequence[Segment]) -> bytes:
-    """The bytes of segments that depend on no data."""
     return b"".join([one.content({}) if isinstance(one, Late) else one.data for one in segments if isinstance(one, Late | Literal)])
 
 
 @lru_cache(4096)
 def _empty_archive(dtype: DType, shape: tuple[int, ...]) -> Literal:
-    """The archive of tensors of this dtype and shape, which have no elements."""
     return Literal(_joined(lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, b"")])))
 
 
 def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequence[int]) -> tuple[FilePlan, Ints]:
-    """The file of a rank, with the archives of values and those of rows of a table; and the length of each, in that order.
+    """The file of a rank with the archives of values and of rows of a table, and the length of each archive.
 
     The label of a row's elements is its number.
     """
@@ -144,7 +141,6 @@ def _archive(table: Table, row: int, kind: ArchiveKind) -> tuple[Segment, ...]:
 
 
 def _archives(kinds: Sequence[ArchiveKind], pieces: Sequence[bytes], crcs: Sequence[int]) -> list[bytes]:
-    """The archives of elements of these checksums."""
     own, folded = np.array(crcs, np.uint64), np.array([kind.before for kind in kinds], np.uint64)
     for sums in (own, np.full(len(own), VERSION_CRC, np.uint64)):
         folded ^= sums + SALT + (folded << SIX) + (folded >> TWO)  # `fold`, of all of them
@@ -166,7 +162,6 @@ DESCRIPTOR = b"PK\7\x08"
 
 
 def _gathered(table: Table, rows: Sequence[int], kinds: Sequence[ArchiveKind], nbytes: int) -> Gathered:
-    """The archives of small tensors that follow each other."""
     labels = [*map(str, rows)]
 
     def make(*, zeros: bool = False) -> tuple[bytes, dict[str, int]]:

@@ -266,7 +266,7 @@ TAILS = {("hash", False): 42, ("hash", True): 60, ("head", False): 42, ("head", 
 """The length of the text of hash and head, by the kind of hashing and whether there are more bytes than a head has."""
 
 
-NO_SUMS = Counter[str]()
+NO_SUMS: Mapping[str, int] = Counter()
 """The checksums of data that is not written yet: 0 each."""
 
 

@@ -264,7 +264,6 @@ class UnpackedStore(Virtual):
         return made
 
     def _unpack(self, storage: SparseStorage, first: int, last: int, *, out: memoryview) -> None:
-        """Unpack the groups [first, last)."""
         encoding, width = storage.encoding, storage.width
         kind = element_type(width)
         dense = np.frombuffer(out, kind)
@@ -283,7 +282,6 @@ class UnpackedStore(Virtual):
                 self._blame(storage, error)
 
     def _starts(self, storage: SparseStorage, first: int, last: int, *, counts: Sequence[int]) -> Sequence[int]:
-        """The start of the values of each group, and the end of the last."""
         encoding, total = storage.encoding, storage.values.nbytes // storage.width
         if storage.starts is None:
             full = encoding.most(encoding.group)

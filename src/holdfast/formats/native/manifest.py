@@ -260,7 +260,6 @@ class _Chunks:
             yield f"{text[len(ENDING) + (not first) :]}{ENDING}".encode()
 
     def _packed_texts(self, stored: Sequence[StoredBoxes]) -> dict[int, str]:
-        """The texts of packed chunks, by their places."""
         found: dict[int, str] = {}
         for number, (one, first) in enumerate(zip(stored, self._edges, strict=False)):
             for at, sparse in one.packed.items():
@@ -296,7 +295,6 @@ POWERS = 10 ** np.arange(1, 19)
 
 
 def _digits(numbers: Ints) -> int:
-    """The number of digits of all numbers together."""
     return len(numbers) + int(POWERS.searchsorted(numbers, side="right").sum())
 
 

@@ -202,7 +202,6 @@ def check_files(tensors: Stored) -> list[str]:
 
 
 def _differing_rows(tensors: Stored, header: Header, rows: Ints, kinds: Ints) -> list[int]:
-    """The first ordinary tensor that differs between manifest and header."""
     table, held, columns = tensors.table, tensors.storages, header.columns
     names = [table.names[row] for row in rows.tolist()]
     at = np.fromiter(map(header.positions.get, names, repeat(-1)), np.int64, len(names))
@@ -242,7 +241,6 @@ def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
 
 
 def _check_other(other: OtherFile, source: Source) -> None:
-    """Compare a file that no tensor depends on with its entry in the manifest."""
     if not source.store.holds(other.name):
         raise Corrupted(f"the manifest names this file, and it is not there; {NOT_NEEDED}", file=other.name)
     found = crc32(source.bytes(other.name, 0, source.store.size(other.name)))
@@ -378,13 +376,11 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
 
 
 def _are_digits(texts: Sequence[str], least: int, most: int) -> bool:
-    """Whether every text is hexadecimal digits, at least `least` and at most `most` of them."""
     lengths = {*map(len, texts)}
     return all(least <= length <= most for length in lengths) and not "".join(texts).strip("0123456789abcdef")
 
 
 def _bits_of(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
-    """Bits of a tensor of a dtype and shape; None where no such tensor can exist."""
     bits = BITS.get(dtype, 0)
     # The rank before the product: that of a million long dimensions would take hours.
     if not bits or len(shape) > limits.rank or not all(0 <= n <= ADDRESSABLE for n in shape) or not addressable(shape, bits):
@@ -463,7 +459,6 @@ def _check_apart(ranges: list[int], manifest: Parsed) -> None:
 
 
 def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:
-    """Raise for an impossible tensor, naming the first wrong field."""
     if stored.dtype not in BITS:
         _refuse(name, f"there is no dtype {quoted(stored.dtype)}", "dtype")
     if len(stored.shape) > limits.rank:

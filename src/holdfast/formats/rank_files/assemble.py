@@ -43,7 +43,7 @@ from holdfast.formats.torch.zip import PickleReader, saved_archive
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 STEP_NBYTES = 1 << 20
-"""Bytes that are compared at a time: what is read for that is thrown away."""
+"""Bytes that are compared at a time."""
 
 
 class ReplicaStorage(Storage, frozen=True, kw_only=True, eq=False):
@@ -66,7 +66,6 @@ class Replicas(Virtual):
     def __init__(self, source: Source) -> None:
         super().__init__(over=source.store)
         self.source: Source = source.over(self)
-        """The source of assembled tensors."""
         self._known: dict[tuple[object, ...], Storage] = {}
         self.unequal: dict[str, str] = {}
         """Tensors whose copies are known to differ, with the message."""
@@ -134,7 +133,6 @@ def _read(name: str, copies: Sequence[RankBox], start: int, out: memoryview) -> 
 
 
 def _bytes_of(tensor: LazyTensor, start: int, nbytes: int) -> np.ndarray:
-    """Bytes of a tensor in C order, little-endian."""
     chunk = tensor.chunks[0]
     plain = len(tensor.chunks) == 1 and chunk.storage.byteorder == "little" and chunk.offset % 8 == 0
     if plain and in_c_order(chunk.shape, chunk.strides, tensor.dtype.bits):
@@ -157,7 +155,7 @@ def _stamp(copies: Sequence[RankBox]) -> Stamp:
 
 
 EXPLAINED = 1024
-"""Parts of which two are looked for that overlap; the search is quadratic where all of them do."""
+"""The most parts among which two overlapping ones are searched, in quadratic time."""
 
 
 class RankFile(Value, frozen=True):
@@ -167,7 +165,6 @@ class RankFile(Value, frozen=True):
     key: str
     tree: object
     nbytes: int
-    """Bytes of the pickle."""
     foreign: tuple[Foreign, ...] = ()
 
 
@@ -313,7 +310,6 @@ def in_step(files: Sequence[RankFile], join: Callable[[str, Leaf], object], allo
 
 
 def _keys(values: Leaf) -> Collection[object] | None:
-    """The keys where all ranks have a dict, a list or a tuple; None for a leaf."""
     first, inside = next(iter(values.values())), cast("Collection[Collection[object]]", values.values())
     if isinstance(first, dict) and all(isinstance(value, dict) for value in inside):
         return dict.fromkeys(chain.from_iterable(inside))

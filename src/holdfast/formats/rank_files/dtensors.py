@@ -128,7 +128,6 @@ def _too_many(count: int, world: int) -> MetadataError:
 
 
 def _numbers(tensor: LazyTensor, world: int) -> tuple[int, ...]:
-    """The values of a tensor of rank numbers, which is not part of the state."""
     if tensor.size > world:
         raise _too_many(tensor.size, world)
     if tensor.dtype.kind not in ("int", "uint"):
@@ -222,7 +221,6 @@ class _Joined:
         return first
 
     def _has_tensors(self, value: Opaque) -> bool:
-        """Whether there is a tensor inside of an object that was not built."""
         seen: set[int] = set()
 
         def inside(value: object) -> Iterator[tuple[str | int, object]] | None:
@@ -334,7 +332,6 @@ class _Joined:
         return DTensorSpec(shape, dtype, mesh, cuts, local, traits)
 
     def _outline(self, value: Opaque, spec: Opaque) -> tuple[tuple[int, ...], DType, bool]:
-        """Shape and dtype of the whole, and whether it requires a gradient. Tensor and spec must agree."""
         match value.args:
             case (_, DType() as dtype, size, stride, _, _, _, bool(grad)):
                 shape = self._shape(size)
@@ -374,7 +371,6 @@ class _Joined:
 
 
 def _unwrapped(value: object) -> object:
-    """The DTensor in a parameter."""
     if isinstance(value, Opaque) and value.module == "torch._utils" and value.name.startswith("_rebuild_parameter") and value.args:
         return value.args[0]
     return value
@@ -403,7 +399,6 @@ PLAIN_VALUES = (bool, int, float, str, bytes, type(None), DType)
 
 
 def _differ(first: object, other: object) -> bool:
-    """Whether two values are known to be different."""
     if type(first) is not type(other):
         return True
     # NaN is no other value than NaN.
@@ -411,7 +406,6 @@ def _differ(first: object, other: object) -> bool:
 
 
 def _cuts(spec: Opaque, rank: int, axes: int) -> tuple[Cut, ...]:
-    """The cuts of placements, in their order."""
     placements = spec.attribute("placements")
     if not isinstance(placements, tuple) or len(placements) != axes:
         raise MetadataError(f"a mesh of {axes} dimensions needs as many placements", found=brief(placements))
@@ -434,7 +428,6 @@ def _cuts(spec: Opaque, rank: int, axes: int) -> tuple[Cut, ...]:
 
 
 def _ordered(cuts: Sequence[Cut], order: object) -> tuple[Cut, ...]:
-    """The cuts in the order of the spec, by default that of the mesh's dimensions."""
     if not isinstance(order, tuple):
         return tuple(cuts)
     if len(order) > len(cuts):

@@ -223,7 +223,6 @@ class _Iteration:
         return found
 
     def _stage(self, key: object, pp: int) -> dict[str, Copies]:
-        """The parameters of a stage, or of one part of it, on all its tensor-parallel ranks."""
         own = sorted((rank for rank in self.ranks if rank.pp == pp), key=lambda rank: rank.tp)
         flats = []
         for rank in own:
@@ -237,7 +236,6 @@ class _Iteration:
         return {name: [(rank, flat[name]) for rank, flat in zip(own, flats, strict=True)] for name in flats[0]}
 
     def _flatten(self, model: object) -> dict[str, LazyTensor]:
-        """The tensors of nested dicts under dotted names. Other states of layers are left out."""
         found: dict[str, LazyTensor] = {}
         for way, value in walk(model, _under_texts, most=self._spare, depth=self.source.limits.depth):
             name = name_at(way)
@@ -307,7 +305,6 @@ def _rule(given: str | PlacementRule) -> PlacementRule:
 
 
 def _block(tensor: LazyTensor, axis: int, length: int, *, number: int, at: int) -> tuple[Box, LazyTensor]:
-    """A block of a rank's rows, and its box in the whole."""
     offsets = [0] * tensor.ndim
     offsets[axis] = at
     own = (slice(None),) * axis + (slice(number * length, (number + 1) * length),)
@@ -320,7 +317,6 @@ def _is_model(key: object) -> bool:
 
 
 def _layer(name: str) -> tuple[str, int] | None:
-    """The name up to the number of a layer, and the number."""
     words = name.split(".")
     at = next((at for at in range(len(words) - 1) if words[at] == "layers" and words[at + 1].isdecimal()), None)
     if at is None or len(words[at + 1]) > 9:

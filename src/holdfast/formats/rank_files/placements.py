@@ -92,10 +92,7 @@ def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, Box]]:
         sides.append(side)
     for chosen in product(*sides):
         whole, own = [pair[0] for pair in chosen], [pair[1] for pair in chosen]
-        yield (
-            Box(tuple(a for a, _ in whole), tuple(b for _, b in whole)),
-            Box(tuple(a for a, _ in own), tuple(b for _, b in own)),
-        )
+        yield (Box(tuple(a for a, _ in whole), tuple(b for _, b in whole)), Box(tuple(a for a, _ in own), tuple(b for _, b in own)))
 
 
 def _cut(runs: Sequence[Run], ranks: int, rank: int, *, split: int) -> list[Run]:
@@ -118,7 +115,6 @@ def _cut(runs: Sequence[Run], ranks: int, rank: int, *, split: int) -> list[Run]
 
 
 def _between(runs: Sequence[Run], first: int, last: int) -> Iterator[Run]:
-    """The runs under the local positions [first, last)."""
     at = 0
     for start, stop in runs:
         low, high = max(first - at, 0), min(last - at, stop - start)

@@ -75,7 +75,6 @@ class Universal:
 
 
 def _shaped(tensor: LazyTensor, shape: tuple[int, ...] | None, source: Source) -> LazyTensor:
-    """A flat row in its shape, if that is known. Any other tensor (a step) stays as it is."""
     if shape is None or tensor.shape == shape or tensor.ndim != 1:
         return tensor
     if tensor.size != math.prod(shape):
@@ -129,7 +128,6 @@ def describe(source: Source) -> Description:
 
 
 def _steps(keys: Iterable[str]) -> dict[str, StepFiles]:
-    """The files of each step, in the opened folder itself or in folders below it."""
     found: dict[str, StepFiles] = {}
     for key in keys:
         folder, _, name = key.rpartition("/")
@@ -163,7 +161,6 @@ def _some_model(files: StepFiles) -> list[str]:
 
 
 def _check_files(files: StepFiles) -> None:
-    """Raise where the names alone show that the files cannot be put together."""
     if files.others:
         raise Unsupported(
             "experts and the layers of a pipeline have files of their own, which this does not put together; open the files one by "
@@ -249,7 +246,6 @@ class _Step:
         return replace(found, non_model_keys=(beside,))
 
     def _weights(self) -> tuple[dict[str, LazyTensor], dict[object, object]]:
-        """The model in full precision by its names, in the order of the module; and the state of the optimizer."""
         masters: dict[str, LazyTensor] = {}
         optimizer: dict[object, object] = {}
         if self.optimizers:
@@ -268,7 +264,6 @@ class _Step:
             return self._named(masters, frozen), optimizer
 
     def _frozen(self) -> dict[str, LazyTensor]:
-        """Parameters that are not trained: whole in stages 1 and 2, cut in stage 3."""
         listed, fragments = (
             self.contents[0].get("frozen_param_shapes"),
             [content.get("frozen_param_fragments") for content in self.contents],
@@ -333,7 +328,6 @@ class _Step:
         return entry.size == 0 and not (isinstance(buffers, list | tuple | set) and name in buffers)
 
     def _buffer(self, name: str) -> LazyTensor:
-        """A tensor that every model file has whole and equal."""
         copies = [
             (file.rank, value)
             for file, content in zip(self.models, self.contents, strict=True)

@@ -97,7 +97,6 @@ def _check_flat(part: LazyTensor) -> None:
 
 
 def _range(storage: Storage, start: int, nbytes: int, *, home: Store) -> Storage:
-    """A range of a storage as a storage. The whole storage keeps its checksum."""
     crc = storage.crc32 if start == 0 and nbytes == storage.nbytes else None
     place = storage.key, storage.start + start, nbytes
     # Not `replace`: with many ranks these are 100,000.
@@ -295,7 +294,6 @@ def _places_by_group(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) 
 
 
 def _paddings(content: object, group: int, count: int) -> Sequence[int]:
-    """Elements of padding after each parameter of a group; 0 where the file has no such field."""
     if content is None:
         return (0,) * count
     own = content[group] if isinstance(content, list | tuple) and group < len(content) else None
@@ -366,7 +364,6 @@ def _check_mappings(places: Sequence[Sequence[ParameterRange]], optimizers: Sequ
 
 
 def _fragment(value: object) -> tuple[int, int] | None:
-    """Start and length of a `fragment_address`; None for anything else."""
     if not isinstance(value, Opaque):
         return None
     start, count = value.attribute("start"), value.attribute("numel")

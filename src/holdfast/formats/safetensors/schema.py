@@ -33,14 +33,13 @@ from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, Truncated
 
 METADATA = "__metadata__"
-"""The one name in a header that is no tensor."""
 
 PREFIX_NBYTES = 8
 """The length in front of the header; byte offsets in errors count from the start of the file."""
 
 
 class HeaderEntry(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
-    """What a header says about one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
+    """A header's entry of one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +55,7 @@ class Document(msgspec.Struct, frozen=True):
 
 FIELDS = ("dtype", "shape", "data_offsets")
 QUOTES = 10
-"""Those of one entry: around its name, the names of its fields, and its dtype."""
+"""Quotes of one entry: around its name, the names of its fields, and its dtype."""
 STAND_IN = '{"__metadata__":{"dtype":"","shape":[],"data_offsets":[0,0]}'
 METADATA_FIRST = re.compile(r'\{[ \t\r\n]*"__metadata__"[ \t\r\n]*:[ \t\r\n]*')
 NEGATIVE_ZERO = re.compile(r"[\[, \t\r\n]-0")
@@ -178,16 +177,14 @@ class Pairs(list[tuple[str, str]]):
 
 
 FIRST_OBJECT = json.JSONDecoder(object_pairs_hook=Pairs)
-"""Parses `__metadata__` where it comes first."""
 
 
 Outline = tuple[str, tuple[int, ...]]
 
 ROWS = {row.safetensors: row for row in DTYPES.rows if row.safetensors is not None}
-"""Dtypes by their codes. The layout check looks every code up."""
+"""Dtypes by their codes."""
 
 BITS = {code: row.bits for code, row in ROWS.items()}
-"""Bits of an element."""
 
 ADDRESSABLE = (1 << 63) - 1
 """The most bits in one tensor, and the last place in a file. numpy and the safetensors library stop near here, even for
@@ -213,11 +210,10 @@ class HeaderColumns(Value, frozen=True):
     outlines: Sequence[Outline]
     """Dtypes and shapes, each pair once."""
     outline: array[int]
-    """Of each entry, a position in `outlines`."""
+    """For each entry a position in `outlines`."""
     starts: array[int]
-    """Of each entry, the first byte in the file."""
+    """For each entry its first byte in the file."""
     nbytes: array[int]
-    """Of each entry."""
 
 
 def check_layout(entries: Mapping[str, HeaderEntry], data: range, limits: Limits, *, file: str | None = None) -> HeaderColumns:
@@ -265,7 +261,6 @@ def check_layout(entries: Mapping[str, HeaderEntry], data: range, limits: Limits
 
 
 def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
-    """Bytes of a tensor of a dtype and shape; None where there can be no such tensor."""
     bits = BITS.get(dtype, 0)
     # The rank before the product: that of a million long dimensions would take hours.
     if not bits or len(shape) > limits.rank or min(shape, default=0) < 0 or (0 in shape and not addressable(shape, bits)):
@@ -275,7 +270,7 @@ def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int |
 
 
 def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:
-    """The end of the last tensor, where the header has another order than the data; raises for holes and overlaps."""
+    """The end of the last tensor of a header in another order than the data. Raises for holes and overlaps."""
     position = 0
     before = ""
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -292,7 +287,6 @@ def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:
 
 
 def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None) -> NoReturn:
-    """Raise for an entry that cannot be true, naming the first field that shows it."""
     begin, end = entry.data_offsets
     bits = BITS.get(entry.dtype)
     if bits is None:
@@ -316,10 +310,7 @@ def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None)
     if count % 8:
         _refuse(name, ("shape",), f"{count:,} bits of {entry.dtype} do not fill whole bytes", file=file)
     _refuse(
-        name,
-        ("data_offsets",),
-        f"{end - begin:,} bytes, but {list(entry.shape)} of {entry.dtype} takes {count // 8:,}",
-        file=file,
+        name, ("data_offsets",), f"{end - begin:,} bytes, but {list(entry.shape)} of {entry.dtype} takes {count // 8:,}", file=file
     )
 
 

@@ -145,7 +145,7 @@ def _opening(code: str, shape: tuple[int, ...]) -> str:
 
 
 def _ordered(table: Table, rows: Sequence[int], kinds: Sequence[HeaderKind]) -> list[int]:
-    """Rows by dtype, then by name. Each dtype is sorted by itself, where a key is a name and no pair."""
+    """Rows by dtype, then by name. Each dtype is sorted separately, so that a key is a name, not a pair."""
     ranks = [RANK[kind.code] for kind in kinds]
     if len(set(ranks)) <= 1:
         return sorted(rows, key=table.names.__getitem__)
@@ -297,7 +297,6 @@ def lay_out_safetensors(
 
 
 def _plan(files: Sequence[FileLayout], index: str, fields: Mapping[str, object], notes: Sequence[str]) -> SavePlan:
-    """The plan of one file, or of a directory of files that have keys, with an `index` of this name if there is one."""
     plans, last = tuple(file.plan for file in files), list[FilePlan]()
     if index:
         weight_map = {name: file.plan.key for file in files for name in file.names}
