@@ -51,47 +51,12 @@ from types import TracebackType
 from typing import TypeVar
 
 __all__ = [
-    "BadArgument",
-    "BadArgumentType",
-    "BadIndex",
-    "BadPath",
-    "BadPlacement",
-    "BadTarget",
-    "CannotHold",
-    "Closed",
-    "Corrupted",
-    "DoesNotFit",
-    "DurabilityUncertain",
-    "FormatError",
-    "HeaderError",
-    "HoldfastError",
-    "HoldfastWarning",
-    "LimitExceeded",
-    "MetadataError",
-    "NoSuchPath",
-    "NoSuchStep",
-    "NoSuchTensor",
-    "NotAPath",
-    "NotCommitted",
-    "NotSaved",
-    "PickleError",
-    "RankLost",
-    "RanksFailed",
-    "RanksFoundNothing",
-    "RanksRefused",
-    "Refused",
-    "Replaced",
-    "ReplicasDiffer",
-    "SaveError",
-    "StoreError",
-    "Truncated",
-    "UnknownFormat",
-    "UnsafePath",
-    "Unsupported",
-    "ZipError",
-    "detached",
-    "located",
-]
+    "BadArgument", "BadArgumentType", "BadIndex", "BadPath", "BadPlacement", "BadTarget", "CannotHold", "Closed", "Corrupted",
+    "DoesNotFit", "DurabilityUncertain", "FormatError", "HeaderError", "HoldfastError", "HoldfastWarning", "LimitExceeded",
+    "MetadataError", "NoSuchPath", "NoSuchStep", "NoSuchTensor", "NotAPath", "NotCommitted", "NotSaved", "PickleError",
+    "RankLost", "RanksFailed", "RanksFoundNothing", "RanksRefused", "Refused", "Replaced", "ReplicasDiffer", "SaveError",
+    "StoreError", "Truncated", "UnknownFormat", "UnsafePath", "Unsupported", "ZipError", "detached", "located",
+]  # fmt: skip
 
 
 class HoldfastWarning(UserWarning):
@@ -303,7 +268,7 @@ class BadArgument(HoldfastError, ValueError):
 
 
 class BadArgumentType(BadArgument, TypeError):
-    """It was given something of another kind."""
+    """A parameter was given a value of another type."""
 
 
 class BadTarget(HoldfastError, ValueError):

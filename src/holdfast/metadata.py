@@ -37,27 +37,14 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Unsupported
 
 __all__ = [
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Layout",
-    "MemoryFormat",
-    "Metadata",
-    "MetadataIndex",
-    "Places",
-    "StorageInfo",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "find_chunk",
-]
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Layout", "MemoryFormat", "Metadata", "MetadataIndex", "Places",
+    "StorageInfo", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "find_chunk",
+]  # fmt: skip
 
 
 def _size(numbers: Iterable[SupportsIndex]) -> Size:
     """A tuple of integers; TypeError for anything else, as `torch.Size` says it."""
     return numbers if type(numbers) is Size else Size(map(int, map(operator.index, numbers)))
-
-
-# One box of one tensor.
 
 
 @dataclass(slots=True)
@@ -74,16 +61,12 @@ class ChunkStorageMetadata:
 
     @property
     def box(self) -> Box:
-        """The same as a `Box`; ValueError where the numbers make none."""
+        """The chunk as a `Box`; ValueError where the numbers make none."""
         return Box.at(self.offsets, self.sizes)
 
     @classmethod
     def of(cls, box: Box) -> ChunkStorageMetadata:
-        """The chunk of a box."""
         return cls(Size(box.start), Size(box.shape))
-
-
-# What a tensor is, beyond its size.
 
 
 class Layout(Enum):
@@ -137,7 +120,6 @@ _MEMORY_FORMATS = {
 _FLOAT32 = next(row for row in DTYPES.rows if row.name == "float32")
 
 State = tuple[DType | Global, Layout, bool, MemoryFormat, bool, tuple[int, ...] | None]
-"""What `TensorProperties` is pickled as."""
 
 
 @dataclass
@@ -171,13 +153,9 @@ class TensorProperties:
         # As torch does, whatever the tuple holds is taken: it was made by `__getstate__`.
         memory_format = MemoryFormat(encoding.value)
         self.__dict__.update(
-            dtype=dtype,
-            layout=layout,
-            requires_grad=requires_grad,
-            memory_format=memory_format,
-            pin_memory=pin_memory,
+            dtype=dtype, layout=layout, requires_grad=requires_grad, memory_format=memory_format, pin_memory=pin_memory,
             strides=strides,
-        )
+        )  # fmt: skip
 
     @staticmethod
     def create_from_tensor(tensor: Tensorlike) -> TensorProperties:
@@ -211,7 +189,6 @@ class Tensorlike(Protocol):
 
 
 def _dtype(dtype: object) -> DType | Global:
-    """Our dtype for one of ours, numpy's, or torch's."""
     if isinstance(dtype, DType | Global):
         return dtype
     if type(dtype).__module__ == "torch":
@@ -221,9 +198,6 @@ def _dtype(dtype: object) -> DType | Global:
     if found is None:
         raise Unsupported(f"no tensor has elements of type {dtype}", found=dtype)
     return found
-
-
-# The tensors and values of a checkpoint.
 
 
 class PlacedChunk(Protocol):

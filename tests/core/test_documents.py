@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[DocumentKind, object]] = {
     "proofs": (record.PROOFS, record.Proofs(doubted=[record.Doubt(3, 1.5)], files={"a": 2.5})),
     "exports": (record.EXPORTS, record.Receipts("holdfast.exports", 1, {"a": [("b", 5, "c")]})),
     "lock": (lock.DOCUMENT, lock.Holder(17, "host", 1.5)),
-    "claim": (bucket_claims.DOCUMENT, bucket_claims.Said("uses", ("a", "b"))),
+    "claim": (bucket_claims.DOCUMENT, bucket_claims.ClaimContent("uses", ("a", "b"))),
     "catalogue": (ranks.CATALOGUE, ranks.CatalogueDocument(("w",), ("int8",), ((4, 2),))),
     "header of a rank": (ranks.HEADER, ranks.Header(1, (("v", "00"),), ())),
     "description of a rank": (together.DESCRIPTION, DESCRIPTION),

@@ -12,8 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import Closed
-from holdfast.stores.folder import ALIVE
-from holdfast.stores.local import DescriptorStore
+from holdfast.stores.local import ALIVE, DescriptorStore
 
 OURS, THEIRS = 1, 2
 

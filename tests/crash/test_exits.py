@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine import threads
-from holdfast.engine.background import BackgroundCall
+from holdfast.engine.threads import BackgroundCall
 from tests.crash.exits import FAILS, MORE_FAILS, MORE_SAVES, SAVES
 from tests.crash.programs import Program, outcomes, same
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from holdfast.engine import coalesce as module
 from holdfast.engine.coalesce import (
-    FAR,
     HEADERS,
     MEMORY,
     PAGE_LOCKED,
     RECORDS,
+    REMOTE,
     SUMS,
     Policy,
     Ranges,
@@ -24,7 +24,7 @@ from holdfast.engine.coalesce import (
     join_parts,
 )
 
-POLICIES = {"memory": MEMORY, "far": FAR, "records": RECORDS, "headers": HEADERS, "sums": SUMS, "page-locked": PAGE_LOCKED}
+POLICIES = {"memory": MEMORY, "remote": REMOTE, "records": RECORDS, "headers": HEADERS, "sums": SUMS, "page-locked": PAGE_LOCKED}
 
 SCALE = 256
 """Policies speak of kilobytes and megabytes; the oracle counts bytes, so everything is made smaller by this."""

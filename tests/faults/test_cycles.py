@@ -21,8 +21,7 @@ import torch
 
 import holdfast
 import holdfast.torch as ht
-from holdfast.engine.background import BackgroundCall
-from holdfast.engine.threads import run_all
+from holdfast.engine.threads import BackgroundCall, run_all
 
 SOURCES = ("x.pt", "legacy.pt", "x.safetensors", "native", "x.npz", "dcp")
 COUNT = 6

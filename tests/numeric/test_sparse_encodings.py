@@ -143,14 +143,14 @@ def test_tables_and_arithmetic_agree(monkeypatch):
     fits = [bits for bits in range(256) if (bits & 15).bit_count() <= 2 and (bits >> 4).bit_count() <= 2]
     groups = [np.array([bits >> i & 1 for i in range(8)], "<u2") * np.uint16(3) for bits in fits]
     quick = [(encoding.mark(group), encoding.take(group)) for group in groups]
-    monkeypatch.setattr(Pattern, "_by_octets", property(lambda self: False))
+    monkeypatch.setattr(Pattern, "_by_bytes", property(lambda self: False))
     for group, (where, values) in zip(groups, quick, strict=True):
         assert encoding.mark(group).tolist() == where.tolist()
         assert encoding.take(group).tolist() == values.tolist()
     codes = range(256)
     outs = []
     for tables in (True, False):
-        monkeypatch.setattr(Pattern, "_by_octets", property(lambda self, tables=tables: tables))
+        monkeypatch.setattr(Pattern, "_by_bytes", property(lambda self, tables=tables: tables))
         outs.append([unpacked_or_none(encoding, code) for code in codes])
     assert outs[0] == outs[1]
     assert sum(out is not None for out in outs[0]) == 36

@@ -52,9 +52,8 @@ from holdfast.cli.main import main
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.errors import HoldfastError, NotCommitted, Replaced
-from holdfast.stores.files import Files
+from holdfast.stores.files import Files, PathFiles, system_files
 from holdfast.stores.local import DescriptorStore
-from holdfast.stores.path_files import PathFiles, system_files
 
 SYSTEM = sys.argv[1]
 WINDOWS = SYSTEM == "win32"

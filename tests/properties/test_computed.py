@@ -5,20 +5,21 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.box import run_boxes
 from holdfast.core.dtype import DTYPES
 from holdfast.engine.arrays import Resident
 from holdfast.engine.blocks import contiguous_blocks, pack, read_block
-from holdfast.engine.computed import Computed, flat_boxes, read_flat
+from holdfast.engine.computed import Computed, read_flat
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
 @given(shapes, st.data())
-def test_flat_boxes_are_the_range(shape, data):
+def test_run_boxes_are_the_range(shape, data):
     array = np.arange(int(np.prod(shape))).reshape(shape)
     start = data.draw(st.integers(0, array.size))
     stop = data.draw(st.integers(start, array.size))
-    parts = [array[box].reshape(-1) for box in flat_boxes(shape, start, stop)]
+    parts = [array[box.slices].reshape(-1) for box in run_boxes(shape, start, stop)]
     assert np.concatenate([np.empty(0, int), *parts]).tolist() == list(range(start, stop))
 
 

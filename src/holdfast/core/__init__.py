@@ -3,7 +3,6 @@
 value                  what nearly every class is: fields that are checked and never change
 box, chunk             where the elements of a tensor lie: a storage, a box of it
 tensor                 a tensor that is described and not read, slices of it as arithmetic; one that is made of several
-index                  slices: an index on a tensor as arithmetic on its chunks
 table                  all tensors of a checkpoint or of a state as columns: names, kinds, storages
 dense                  the byte ranges of rows whose bytes in a file are those of an array
 match                  rows of a table for the tensors of a state, by name; where their boxes meet
@@ -23,6 +22,5 @@ arguments, quantities  what callers give to the verbs, understood in one place; 
 notebook               what a notebook shows of a result: facts, tables, bars
 text, version          text for people: names made safe to look at, sizes and counts made short; the version of the package
 arrays                 kinds of numpy arrays, a row of bytes
-runtime                the process: its collector, its locks, memory at an address
-signals                a handler of signals that leaves what it found
+runtime                the process: its collector, its locks, its handlers of signals, memory at an address
 """

@@ -37,7 +37,6 @@ LAST_STEP = (1 << 63) - 1
 """What 64-bit readers of other languages hold."""
 
 AnyDType: TypeAlias = "str | DType | np.dtype[np.generic] | type[np.generic] | torch.dtype"
-"""What is taken as a dtype."""
 
 Reader = Callable[[object, str], object]
 """Given a value and, for the message, the name of the parameter with its `=`; what the verb sees."""
@@ -83,7 +82,6 @@ def dtypes(value: object, name: str) -> DType | str | dict[str, DType | str]:
 
 
 def patterns(value: object, name: str) -> tuple[str, ...]:
-    """Globs: one, or any number of them."""
     given = (value,) if isinstance(value, str) else _items(value, name, "a pattern, or a list of them")
     for item in given:
         if not isinstance(item, str):
@@ -193,7 +191,6 @@ def counts(value: object, name: str) -> dict[str, int] | str:
 
 
 def versions(value: object, name: str) -> dict[str, int]:
-    """Numbers under names."""
     return {key: whole_number(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()}
 
 

@@ -1,4 +1,4 @@
-"""Numpy arrays of the kinds that stand everywhere, any array as a row of its bytes; inner products, doubles."""
+"""Kinds of numpy arrays that stand everywhere, and small helpers on them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 """Offsets, lengths, counts: whatever may pass 2^31."""
-
 AnyDType = np.dtype[np.generic]
-
 Bools = npt.NDArray[np.bool_]
 
 DOT_ELEMENTS = 8192
@@ -19,7 +17,6 @@ DOT_ELEMENTS = 8192
 
 
 def listed(column: Sequence[int] | Ints) -> Sequence[int]:
-    """The numbers of a column as integers of Python's."""
     return column.tolist() if isinstance(column, np.ndarray) else column
 
 

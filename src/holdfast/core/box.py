@@ -52,12 +52,10 @@ class Box(Value, frozen=True, gc=False):
 
     @property
     def count(self) -> int:
-        """How many points it holds."""
         return math.prod(map(sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The numpy index that selects this box."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box | None:

@@ -93,7 +93,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._description.tree is self._description.tensors
 
     def without_views(self) -> Checkpoint:
-        """The same checkpoint, for whoever takes its columns. Of a flat one no lazy tensor stays (`Table.without_views`)."""
+        """This checkpoint without lazy tensors that were made already, for a caller that reads its columns."""
         found = self._description
         table = found.tensors.without_views()
         if not self.flat or table is found.tensors:
@@ -201,7 +201,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return combined(self.digests())
 
     def __reduce__(self) -> tuple[object, ...]:
-        """It travels to another process by its path, and is opened there; `Replaced` where another is there by then."""
+        """Pickle the path: the checkpoint is opened again where it arrives. `Replaced` where another is there by then."""
         if self._again is None:
             raise Unsupported("this checkpoint cannot be sent to another process; open it there", file=self.path)
         return self._again, (self._source,)
@@ -214,7 +214,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: the first tensors, and how many there are."""
         from holdfast.core.notebook import ROWS, Bar, card, table
         from holdfast.core.order import in_order
         from holdfast.core.text import nbytes

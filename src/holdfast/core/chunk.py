@@ -28,22 +28,14 @@ class Extent(Value, frozen=True):
 
     key: str
     """The file, as its store names it."""
-
     start: int
-    """First byte in that file."""
-
     nbytes: int
-    """Length in bytes."""
-
     byteorder: str = "little"
     """`little` or `big`."""
-
     crc32: int | None = None
     """CRC-32 of the bytes as they lie in the file, where the file records it."""
-
     location: str = ""
     """The device that the writer had it on (`cpu`, `cuda:3`), where the file says so."""
-
     label: str = ""
     """What the file calls it (`data/17`), for messages."""
 

@@ -1,16 +1,15 @@
 """`ContentHash`: what identifies the bytes of a chunk, in 128 bits, from blocks that come in any order and from any thread.
 
-CRC-32 says that bytes are damaged. It cannot say that they are the same: among 100,000 tensors two have one CRC by chance. So
-that a save may leave out what did not change, a manifest records beside it:
+CRC-32 says that bytes are damaged. It cannot say that they are the same: among 100,000 tensors two have one CRC by chance. So a
+manifest also records (docs/design/021):
 
     hash    "xxh3-128/1MiB"     up to 1 MiB: XXH3-128 of the bytes
                                 more: XXH3-128 of the length (8 bytes, little-endian) and the XXH3-128 of each MiB, in order;
                                 each as 16 bytes, the highest first
     head    CRC-32              of the first 64 KiB, where there are more than that
 
-A hash of a whole cannot be had from blocks that several threads see; one of the hashes of fixed pieces can. The head answers the
-common case, everything changed, after 64 KiB. It only ever says *different*; *the same* is for the hash to say. What was different
-has a head and no hash: it will be different again, and hashing it would be in vain. When its head stands still, it gets its hash.
+Hashes of fixed pieces can be had from blocks that several threads see. The head answers the common case, everything changed, after
+64 KiB. It only ever says *different*. A tensor that changed has a head and no hash; it gets one when its head stays the same.
 
 XXH3 is no cryptographic hash: it finds changes, not forgeries. Whoever can choose the weights of a run can write its files, too.
 """
@@ -27,8 +26,6 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 from holdfast.core.crc import Sums, crc32
 
 HASH = "xxh3-128/1MiB"
-"""What the manifest calls it."""
-
 PIECE_NBYTES = 1 << 20
 """A cache full, which is what a thread has in its hands when it writes; a smaller one would be more calls for the same bytes."""
 
@@ -72,8 +69,6 @@ def hash_short(pieces: Iterable[Bytes]) -> list[int]:
 
 
 class _Piece(Struct):
-    """A piece of which only a part has come."""
-
     seen: xxh3_128 = field(default_factory=xxh3_128)
     nbytes: int = 0
     """How many of its first bytes are in the hash."""
@@ -82,10 +77,8 @@ class _Piece(Struct):
 
 
 class ContentHash:
-    """The hash of `nbytes` bytes. `add` every byte once, in blocks of any length and order, from any thread; then it is `done`.
-
-    Not `whole`: the head alone.
-    """
+    """The hash of `nbytes` bytes. `add` every byte once, in blocks of any length and order, from any thread; then it is `done`. Not
+    `whole`: the head alone."""
 
     __slots__ = ("_head", "_lock", "_nbytes", "_open", "_pieces", "_whole")
 
@@ -98,7 +91,6 @@ class ContentHash:
         self._lock = threading.Lock()
 
     def add(self, start: int, data: Bytes) -> None:
-        """Take in a block that begins at byte `start`."""
         view = memoryview(data)
         stop = start + view.nbytes
         if start < HEAD_NBYTES < self._nbytes:

@@ -92,7 +92,6 @@ class Sums:
         self._blocks: dict[int, tuple[int, int]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any block has come."""
         return bool(self._blocks)
 
     def add(self, start: int, data: bytes | bytearray | memoryview) -> int:

@@ -20,19 +20,16 @@ from holdfast.core.value import Value
 
 
 class DenseRows(Value, frozen=True):
-    """Dense tensors among some that are wanted. All columns are of one length."""
+    """Dense tensors among some that are wanted, as columns of one length."""
 
     numbers: Sequence[int]
-    """Which of those that are wanted it is."""
+    """The number of each among those that are wanted."""
     dtypes: Sequence[AnyDType]
-    """Of the array."""
     shapes: Sequence[tuple[int, ...]]
     keys: Sequence[str]
-    """The files."""
     files: Ints
     """The file of each, as a position in `keys`."""
     starts: Ints
-    """First byte in the file."""
     nbytes: Ints
     crcs: Ints
     """CRC-32 of just these bytes as the file records it; `NO_CRC` where it does not."""
@@ -50,7 +47,6 @@ class DenseRows(Value, frozen=True):
 
 
 NO_ARRAY = np.zeros(0)
-"""In the place of an array that was not read yet."""
 
 NO_ROWS = DenseRows((), (), (), (), *[np.zeros(0, np.int64)] * 4)
 

@@ -3,9 +3,6 @@
 The checksum is the CRC-32 of the elements in C order and little-endian, packed types packed, conjugation and negation resolved.
 It answers "certainly different?" and "damaged?"; two tensors with one digest are the same but for one chance in four billion, and
 for a file that was made to deceive.
-
-A tensor on the meta device has no elements: its digest has no checksum, and is equal to that of any such tensor of its
-dtype and shape.
 """
 
 from __future__ import annotations
@@ -16,16 +13,17 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.value import Value
 
 NO_DATA = "meta"
-"""What stands in place of a checksum where there is no data."""
 
 
 class Digest(Value, frozen=True):
-    """The dtype, the shape and the CRC-32 of a tensor's elements. Make one with `Digest.of`."""
+    """The dtype, the shape and the CRC-32 of a tensor's elements. Make one with `Digest.of`.
+
+    A tensor on the meta device has no elements, and no checksum: it equals any such tensor of its dtype and shape.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
     crc32: int | None
-    """None where there is no data."""
 
     @classmethod
     def of(cls, dtype: DType, shape: tuple[int, ...], crc32: int | None) -> Digest:
@@ -41,15 +39,12 @@ class Digest(Value, frozen=True):
 
     @property
     def checksum(self) -> str:
-        """The checksum as eight hexadecimal digits."""
         return NO_DATA if self.crc32 is None else f"{self.crc32:08x}"
 
 
 def canonical(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]]:
-    """The dtype and shape that stand for all ways of saying the same.
-
-    torch has pairs of 4-bit floats where safetensors has the 4-bit floats themselves: twice as many, in the same bytes.
-    """
+    """The dtype and shape that stand for all ways of saying the same. torch has pairs of 4-bit floats where safetensors has the
+    4-bit floats themselves: twice as many, in the same bytes."""
     single = DTYPES.name("float4_e2m1fn")
     if dtype.name == "float4_e2m1fn_x2" and single is not None:
         return single, ((*shape[:-1], 2 * shape[-1]) if shape else (2,))
@@ -57,10 +52,8 @@ def canonical(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, .
 
 
 def combined(digests: Mapping[str, Digest]) -> str:
-    """One digest of many named tensors, whatever their order: 32 hexadecimal digits.
-
-    blake2b over one line a name, sorted. Each line is a JSON array, so that no name can pose as another line.
-    """
+    """One digest of many named tensors, whatever their order: 32 hexadecimal digits. blake2b over one line a name, sorted. Each
+    line is a JSON array, so that no name can pose as another line."""
     import hashlib
     import json
 

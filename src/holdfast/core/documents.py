@@ -12,8 +12,6 @@ A `DocumentKind` says what a kind of them is. `write_document` makes the text of
 4. Any other text is read by `core.strict_json`, which refuses what readers disagree about; its format and its version are looked
    at, since another version has other fields; and then msgspec reads it. What does not fit is named, with its place.
 5. A field that came with a later version is refused, and so is a version without the checksum that it has.
-
-Whether what a document says is true is asked by whoever reads it.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ FAILURES = (ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 
 
 class DocumentKind(Value, Generic[D], frozen=True, eq=False, kw_only=True):
-    """What a kind of documents is."""
-
     name: str
     """In messages: "a seal", "the seal"."""
     file: str = ""
@@ -54,7 +50,6 @@ class DocumentKind(Value, Generic[D], frozen=True, eq=False, kw_only=True):
     decoder: msgspec.json.Decoder[D] | msgspec.msgpack.Decoder[D]
     """Of its type: a struct, with the fields in the order of the text. msgpack is for messages, which no file has."""
     format: str = ""
-    """What the field `format` says; empty where there is no such field."""
     versions: tuple[int, ...] = ()
     """Those that are read; none where there is no such field."""
     since: Mapping[str, int] = field(default_factory=dict)
@@ -68,7 +63,6 @@ class DocumentKind(Value, Generic[D], frozen=True, eq=False, kw_only=True):
     canonical: bool = False
     """Whether nothing but the text that `write_document` makes is taken."""
     remedy: str = "get it again"
-    """What to do about a damaged one."""
 
     @property
     def packed(self) -> bool:
@@ -96,10 +90,8 @@ def write_document(kind: DocumentKind[D], value: D) -> bytes:
 
 
 def read_document(kind: DocumentKind[D], raw: bytes, limits: Limits = DEFAULTS, *, file: str | None = None) -> D:
-    """The value of a text; `file` is where it stands.
-
-    Raises `Corrupted` where it has not its own checksum, `HeaderError`, `LimitExceeded`, or `Unsupported` for an unknown version.
-    """
+    """The value of a text; `file` is where it stands. Raises `Corrupted` where it has not its own checksum, `HeaderError`,
+    `LimitExceeded`, or `Unsupported` for an unknown version."""
     with located(file=file or kind.file or None):
         check_length(kind, len(raw), limits, file=file)
         sealed = kind.sealed is not None and check_seal(raw, f"the {kind.name}", kind.remedy)
@@ -115,7 +107,6 @@ def read_document(kind: DocumentKind[D], raw: bytes, limits: Limits = DEFAULTS, 
 
 
 def check_length(kind: DocumentKind[D], nbytes: int, limits: Limits = DEFAULTS, *, file: str | None = None) -> None:
-    """Raise `LimitExceeded` for a text that is longer than it may be."""
     most, place = limits.index_nbytes if kind.most is None else kind.most, file or kind.file or None
     if nbytes > most:
         limit = f"longer than Limits(index_nbytes={most})" if kind.most is None else f"longer than any ({most:,})"
@@ -176,7 +167,6 @@ def _is_text_of(kind: DocumentKind[D], value: D, raw: bytes) -> bool:
 
 
 def _check_version(kind: DocumentKind[D], document: object) -> None:
-    """The format and the version come before all the rest."""
     if not isinstance(document, dict):
         raise HeaderError(f"at $: expected an object, found {found_kind(document)}")
     if kind.format and document.get("format") != kind.format:
@@ -186,8 +176,8 @@ def _check_version(kind: DocumentKind[D], document: object) -> None:
         raise HeaderError(f"at $.version: expected a number, found {found_kind(version)}")
     if version not in known:
         reads = f"versions {known[0]} to {known[-1]}" if len(known) > 1 else f"version {known[0]}"
-        told = f"a {kind.name} of version {version}; this Holdfast reads {reads}; a newer one may read this"
-        raise Unsupported(told, expected=known, found=version)
+        message = f"a {kind.name} of version {version}; this Holdfast reads {reads}; a newer one may read this"
+        raise Unsupported(message, expected=known, found=version)
     for name in document:
         if kind.since.get(name, version) > version:
             raise HeaderError(f"at {pointer(name)}: a {kind.name} has no such field")
@@ -196,10 +186,8 @@ def _check_version(kind: DocumentKind[D], document: object) -> None:
 STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 """A step of a place in a document, as msgspec says it; it does not say keys of an object that may have any."""
 
-UNKNOWN, MISSING = (
-    re.compile(r"Object contains unknown field `(.*)`", re.DOTALL),
-    re.compile(r"Object missing required field `(.*)`"),
-)
+UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
 def _explanation(kind: DocumentKind[D], document: object, said: str) -> str:
@@ -242,10 +230,8 @@ def _wrong_key(entries: object, shape: object) -> str:
 
 
 SELF = "self"
-"""The name of the field with the checksum."""
 
 ATTRIBUTES = {SELF: "sealed"}
-"""Fields that have another name in Python."""
 
 OPENING = b',"self":"'
 BLANK = b"00000000"
@@ -292,12 +278,8 @@ def check_seal(raw: bytes, what: str, remedy: str = "get it again") -> bool:
     whole = memoryview(raw)
     found = crc32(whole[at + len(BLANK) :], crc32(BLANK, crc32(whole[:at])))
     if found != expected:
-        raise Corrupted(
-            f"{what} does not have the checksum that it records of itself ({digits!r}, not {found:08x}): it changed after it was "
-            f"written; {remedy}",
-            expected=expected,
-            found=found,
-        )
+        message = f"{what} does not have the checksum that it records of itself ({digits!r}, not {found:08x})"
+        raise Corrupted(f"{message}: it changed after it was written; {remedy}", expected=expected, found=found)
     return True
 
 

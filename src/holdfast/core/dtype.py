@@ -29,22 +29,15 @@ class DType(Value, frozen=True, eq=False):
 
     name: str
     """What Holdfast calls it: torch's name where torch has one."""
-
     bits: int
-    """Width of one stored element."""
-
     numpy: np.dtype[np.generic]
     """What one element is in memory. For types that numpy cannot compute with, an integer of the same bits."""
-
     safetensors: str | None = None
     """The code in a safetensors header, or None where that format has no such type."""
-
     torch: str | None = None
     """The attribute of the torch module, or None where torch has no such type."""
-
     storage: str | None = None
     """torch's typed storage class; None for types that torch stores as untyped bytes."""
-
     kind: str = "other"
     """`float`, `int`, `uint`, `bool`, `complex`, `quantized` or `other`."""
 
@@ -147,7 +140,6 @@ def _rows() -> list[DType]:
 
 SHORT = {"f16": "float16", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32",
          "float": "float32", "f64": "float64", "double": "float64", "fp8": "float8_e4m3fn"}  # fmt: skip
-"""How people abbreviate the dtypes that they cast to."""
 
 
 class DTypes:

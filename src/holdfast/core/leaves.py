@@ -110,14 +110,12 @@ class Leaves:
 
     def __init__(self, kinds: Collection[type], convert: Convert | None) -> None:
         self.kinds = frozenset(kinds)
-        """The types of tensors."""
         self.names: list[str] = []
         self.values: list[object] = []
         """The tensor of each name: as it stands in the state, or the lazy tensor that was made of a leaf of another type."""
         self.beyond = False
         """Whether there is anything but tensors in dicts of texts."""
         self.nested = False
-        """Whether there are containers in containers."""
         self.alone = False
         """Whether the state is one tensor, with nothing around it."""
         self.marked = False
@@ -138,7 +136,6 @@ class Leaves:
         """References to containers that were gone through too often already."""
         self._convert = convert
         self._like: dict[tuple[type, frozenset[type], frozenset[type]], object] = {}
-        """A container of each kind."""
 
     @classmethod
     def of_rows(cls, names: Sequence[str]) -> Leaves:
@@ -171,7 +168,7 @@ class Leaves:
         self.names, self.values, self.nested = [*names, *self.names[done:]], [*values, *self.values[done:]], True
 
     def over(self, table: Table) -> Leaves:
-        """The same leaves as rows of another table, which has a row for each of them, in their order."""
+        """These leaves as rows of another table, which has a row for each of them, in their order."""
         made = copy.copy(self)
         wholes = [(key, value, one) for key, (value, one) in self.converted.items() if isinstance(one, Composite)]
         if wholes:
@@ -192,7 +189,6 @@ class Leaves:
         return self.odd.get(id(value), value) if found is None else found[1]
 
     def refuse(self) -> None:
-        """Raise `CannotHold` where something stands in the way."""
         if self.problems:
             raise CannotHold("this state cannot be saved", self.problems)
 
@@ -209,7 +205,6 @@ class Leaves:
         policy.room(characters, len(names))
 
     def _go_through(self, state: object, policy: Policy) -> int:
-        """The one loop: how many characters the names take that it finds."""
         kinds, entered, refuses, depth, paths = self.kinds, policy.entered, policy.refuses, policy.depth, policy.paths
         names, values, forms = self.names, self.values, dict[Sort, Form]()
         spare, characters, room = policy.again, 0, FREE_CHARACTERS
@@ -348,7 +343,6 @@ class Leaves:
         return keys <= TEXT, not keys <= KEYS, types <= PLAIN, types <= self.kinds, flat, not types <= CONTAINERS | PLAIN
 
     def _number_names(self) -> None:
-        """Give a number to the second tensor of a name, and to those behind it."""
         seen: set[str] = set()
         doubles: dict[str, int] = {}
         for row, base in enumerate(self.names):
@@ -397,7 +391,6 @@ class Leaves:
         return [value for value, made in self.converted.values() if not isinstance(made, LazyTensor | Composite)]
 
     def composites(self) -> list[Composite]:
-        """Tensors that are several rows each."""
         return [made for _, made in self.converted.values() if isinstance(made, Composite)]
 
     def samples(self) -> list[object]:
@@ -414,7 +407,7 @@ def _is_more(traits: Traits) -> bool:
 
 
 def _sample(container: object, *, plain: bool) -> object:
-    """The same with some of its `plain` values, and some of what it says of versions."""
+    """A container like this one with some of its `plain` values, and some of the versions that it holds."""
     if not isinstance(container, dict):
         inside = cast("list[object] | tuple[object, ...]", container) if plain else ()
         return type(container)(islice((value for value in inside if type(value) in PLAIN), SAMPLED))  # type: ignore[call-arg]  # both take one
@@ -427,11 +420,9 @@ def _sample(container: object, *, plain: bool) -> object:
 
 
 def find_leaves(state: object, kinds: Collection[type], convert: Convert, depth: int) -> Leaves:
-    """The tensors of a state that is to be saved, of these types, under names of which none is another's.
-
-    Names may take many times what the state has in memory, where a key is counted once however many containers have it. Raises
-    `LimitExceeded` for longer ones.
-    """
+    """The tensors of a state that is to be saved, of these types, under names of which none is another's. Names may take many times
+    what the state has in memory, where a key is counted once however many containers have it. Raises `LimitExceeded` for longer
+    ones."""
     leaves = Leaves(kinds, convert)
 
     def room(characters: int, count: int) -> int:
@@ -492,7 +483,6 @@ def _room(characters: int, stored: int) -> int:
 
 
 def _held_nbytes(state: object) -> int:
-    """What the containers of a state take in memory, at the least, and its keys, each once."""
     containers = [value for _, value in walk(state, nested) if isinstance(value, dict | list | tuple)]
     keys = {id(key): len(key) for value in containers if isinstance(value, dict) for key in value if isinstance(key, str)}
     return sum(keys.values()) + HELD_NBYTES * sum(map(len, containers))

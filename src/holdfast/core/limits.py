@@ -18,53 +18,37 @@ class Limits(Value, frozen=True):
 
     pickle_nbytes: int = 64 * MIB
     """One pickle stream. torch writes about 106 bytes a tensor, so this is room for 600,000 tensors."""
-
     dcp_metadata_nbytes: int = 512 * MIB
     """The `.metadata` pickle of a distributed checkpoint: about 234 bytes a chunk."""
-
     header_nbytes: int = 100_000_000
     """A safetensors header. The format's own cap."""
-
     index_nbytes: int = 256 * MIB
     """A JSON index that maps names to files (`model.safetensors.index.json`)."""
-
     zip_directory_nbytes: int = 256 * MIB
     """The central directory of a zip archive."""
-
     zip_records: int = 2_000_000
     """Records in one zip archive."""
-
     depth: int = 64
     """Nesting of containers in a pickle or a JSON document; deeper than any model, shallower than any stack."""
-
     marks: int = 64
     """Open MARKs of a pickle at one moment."""
-
     rank: int = 64
     """Dimensions of a tensor. numpy and torch stop at 64 as well."""
-
     integer_nbytes: int = 16
     """An integer in a pickle. The magic number of the legacy container needs 10 bytes."""
-
     key_nodes: int = 64
     """Values inside one dict key or set member: hashing a tuple costs its expanded size, not its stored one."""
-
     tree_nbytes: int = 512 * MIB
     """Characters of the tree when it is written out, as `print` does it: what is shared stands wherever it is referred to. 600,000
     tensors with long names take a sixth of it, and what takes all of it prints in about 2 GB of memory."""
-
     files: int = 100_000
     """Files in an opened directory."""
-
     expansion: int = 4
     """How many times its stored bytes a tensor may occupy when it is read. Only an expanded view (stride 0) exceeds 1."""
-
     expansion_floor_nbytes: int = MIB
     """An expanded view up to this size is read without asking: a scalar expanded to a row is ordinary."""
-
     sparse_expansion: int = 1024
     """How many times its stored bytes a tensor may be that is stored as marks and values. The writer keeps to this default."""
-
     inflation: int = 128
     """How many times its packed bytes a compressed array of an `.npz` may be; up to 16 MiB nobody asks. Zeros reach 1,000."""
 
@@ -77,4 +61,3 @@ class Limits(Value, frozen=True):
 
 
 DEFAULTS = Limits()
-"""What holds where nobody says anything else."""

@@ -3,9 +3,9 @@
     match      names of both sides            pairs of rows; what is missing, what is left, what does not fit
     meet       boxes of both sides            rows that are one range each; parts as lazy tensors, each with its box
 
-A target has many tensors of few kinds, as a table has. So whether one fits is judged once for each pair of kinds, and a pair
-is two numbers. A tensor that is asked for whole, and is all bytes of one storage, costs no object on its way. What is cut, on
-either side, is met box by box (`Met.parts`): resharding, slices and plain copies are one operation.
+A target has many tensors of few kinds, as a table has. So whether one fits is judged once for each pair of kinds. A whole tensor
+that is all bytes of one storage costs no object. Anything else is met box by box (`Met.parts`): resharding, slices and copies
+alike.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Matched(Value, frozen=True):
     """Rows of a source and of a target that belong together, and those that have no counterpart."""
 
     source: list[int]
-    """Rows of the source, one for each pair."""
     target: list[int]
-    """Rows of the target, in their order."""
     missing: list[int]
     """Rows of the target whose name the source does not have."""
     refused: dict[int, str]
@@ -83,10 +81,8 @@ def meet(
     table: Table, rows: Sequence[int], boxes: Sequence[Sequence[Box] | None], given: Mapping[int, LazyTensor] | None = None
 ) -> Met:
     """Where rows of a source meet the boxes of their targets. `None` in the place of boxes is all of a tensor, in its own shape.
-
-    `given` has tensors that take the place of the row of their pair: it is seen in another shape, or is no row. Boxes that have
-    no elements are left out.
-    """
+    `given` has tensors that take the place of the row of their pair: it is seen in another shape, or is no row. Boxes that have no
+    elements are left out."""
     whole, kind, odd = [kind.whole for kind in table.kinds], table.kind, table.odd
     found, given = Met([], [], {}), given or {}
     for pair, (row, cut) in enumerate(zip(rows, boxes, strict=True)):

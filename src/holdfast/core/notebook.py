@@ -20,12 +20,10 @@ from holdfast.core.text import clip, escape, nbytes
 from holdfast.core.value import Value
 
 ROWS = 50
-"""Rows of a table."""
 
 COLUMNS = 14
 
 LONGEST = 120
-"""Characters of one text."""
 
 
 class Bar(Value, frozen=True):
@@ -89,8 +87,6 @@ def _cell(cell: Cell) -> str:
 
 
 class Shown:
-    """A dataclass that a notebook shows as a card."""
-
     __slots__ = ()
 
     def _headline(self) -> Iterator[tuple[str, str]]:
@@ -106,7 +102,6 @@ class Shown:
         return tuple(in_order(value, _name)) if all(map(_name, value)) else value
 
     def _repr_html_(self) -> str:
-        """What Jupyter asks for."""
         values = {name: self._arranged(name, value) for name, value in _fields(self).items()}
         facts = [*self._headline(), *((_words(name), _fact(name, value)) for name, value in values.items() if _plain(value))]
         tables = [_rows(name, value) for name, value in values.items() if not _plain(value)]
@@ -121,7 +116,6 @@ def _name(row: object) -> str:
 
 
 def _fields(value: object) -> dict[str, object]:
-    """What a dataclass or a struct shows of itself."""
     if isinstance(value, Struct):
         return {name: getattr(value, name) for name in value.__struct_fields__}
     if not dataclasses.is_dataclass(value):

@@ -11,10 +11,8 @@ from typing import Any
 from holdfast.core.value import Value
 
 AnyValue = Any
-"""What somebody saved, and what a program that loads it knows: `ckpt.tree["step"] + 1`. No type of ours can say what a file holds.
-
-It is `Any` as what `torch.load` and `json.load` give back is: with `object` every line that uses a loaded value would need a cast.
-"""
+"""The type of a loaded value. It is `Any`, as for `torch.load` and `json.load`: with `object`, every line that uses one needs a
+cast."""
 
 
 class Size(tuple[int, ...]):
@@ -47,24 +45,16 @@ class Global(Value, frozen=True, gc=False):
 
 
 class Opaque:
-    """An object that a pickle wanted to build and that was not built: what would have been called, with what.
-
-    Equality and hash are by identity, so that a hostile file cannot make comparing two of them expensive. No struct, since it
-    changes while the stream goes on, and since others begin with one.
-    """
+    """An object that a pickle wanted to build and that was not built: what would have been called, with what. Equality and hash are
+    by identity, so that a hostile file cannot make comparing two of them expensive. No struct, since it changes while the stream
+    goes on, and since others begin with one."""
 
     __slots__ = ("args", "entries", "items", "kwargs", "state", "what")
 
     def __init__(
-        self,
-        what: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-        *,
-        state: object = None,
-        items: list[object] | None = None,
-        entries: list[tuple[object, object]] | None = None,
-    ) -> None:
+        self, what: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None, *, state: object = None,
+        items: list[object] | None = None, entries: list[tuple[object, object]] | None = None,
+    ) -> None:  # fmt: skip
         self.what = what
         """The callable or class: a `Global`, or another `Opaque` when the pickle computed it."""
         self.args = args
@@ -87,10 +77,8 @@ class Opaque:
         return self.what.name if isinstance(self.what, Global | Opaque) else ""
 
     def states(self) -> tuple[dict[object, object], ...]:
-        """The dicts that would have become attributes: the state, or the parts of a (dict, slots) pair.
-
-        They are the stream's own, which many objects may share: whoever walks them counts each once.
-        """
+        """The dicts that would have become attributes: the state, or the parts of a (dict, slots) pair. They are the stream's own,
+        which many objects may share: whoever walks them counts each once."""
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         dicts = tuple(part for part in parts if isinstance(part, dict))
         return dicts[:1] if len(dicts) == 2 and dicts[0] is dicts[1] else dicts
@@ -132,7 +120,6 @@ class Opaque:
 
 
 def _label(key: object) -> str:
-    """A dict key as a path element, of bounded length whatever the key holds."""
     if isinstance(key, float | bool | complex | bytes) or key is None:
         return repr(key[:64] if isinstance(key, bytes) else key)[:64]
     return f"<{type(key).__name__}>"

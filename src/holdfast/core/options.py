@@ -55,6 +55,8 @@ MAX_MEMORY = "1GiB"
 DEADLINE = 60.0
 """After so many seconds without a sign of life, a rank is lost."""
 
+DIGESTS = ("xxh3-128", "sha256")
+
 Progress = Callable[[int], None]
 """Called with how many bytes more are done."""
 
@@ -75,7 +77,6 @@ class Option(NamedTuple):
     many: bool = False
     """Whether the flag may be given several times."""
     choices: tuple[str, ...] = ()
-    """The words that it takes."""
     flag: str | None = None
     """The flag, where it is not called as the option is; empty: a command line has none."""
     short: str = ""
@@ -92,12 +93,6 @@ class ReadOptions(TypedDict, total=False):
     limits: Annotated[Limits | None, Option(None, "what a file may ask for, at the most", read=arguments.limits, flag="")]
     threads: Annotated[int | None, Option(None, "how many threads", "N", arguments.count)]
     progress: Annotated[Progress | None, Option(None, "called with numbers of bytes", read=arguments.progress, flag="")]
-
-
-class LookOptions(ReadOptions, total=False):
-    """What every verb takes that looks at tensors."""
-
-    max_memory: Annotated[Size | None, Option(None, "use no more than this", "SIZE", arguments.size)]
 
 
 class OverwriteOptions(TypedDict, total=False):
@@ -137,33 +132,24 @@ class ShardOption(TypedDict, total=False):
 
 
 class SparseOption(TypedDict, total=False):
-    sparse: Annotated[
-        str,
-        Option(
-            "never", "native: store zeros packed where it pays: auto, bitmap, nm, block, 2:4, 16x16 (never)", "HOW", arguments.text
-        ),
-    ]
+    sparse: Annotated[str, Option(
+        "never", "native: store zeros packed where it pays: auto, bitmap, nm, block, 2:4, 16x16 (never)", "HOW", arguments.text
+    )]  # fmt: skip
 
 
 class FolderOptions(ShardOption, total=False):
     """What is in a directory that is written."""
 
-    copy_config: Annotated[
-        CopyConfig,
-        Option(True, "to a directory: take config and tokenizer from DIR, not from SRC", "DIR", arguments.folder_or_flag),
-    ]
+    copy_config: Annotated[CopyConfig, Option(
+        True, "to a directory: take config and tokenizer from DIR, not from SRC", "DIR", arguments.folder_or_flag
+    )]  # fmt: skip
 
 
 class EditingOptions(TypedDict, total=False):
-    """What `convert` and `edit` change."""
-
-    dtype: Annotated[
-        "AnyDType | Mapping[str, AnyDType] | None",
-        Option(
-            None, "cast floating-point tensors: bf16, f16, f32, …; or those of a name: '*norm*=f32' ('=keep': not at all)",
-            "[GLOB=]DTYPE", arguments.dtypes, many=True,
-        ),
-    ]  # fmt: skip
+    dtype: Annotated["AnyDType | Mapping[str, AnyDType] | None", Option(
+        None, "cast floating-point tensors: bf16, f16, f32, …; or those of a name: '*norm*=f32' ('=keep': not at all)",
+        "[GLOB=]DTYPE", arguments.dtypes, many=True,
+    )]  # fmt: skip
     keep: Annotated[str | Iterable[str], Option((), "only names that match", "GLOB", arguments.patterns, many=True)]
     drop: Annotated[str | Iterable[str], Option((), "all but names that match", "GLOB", arguments.patterns, many=True)]
     rename: Annotated[
@@ -173,8 +159,6 @@ class EditingOptions(TypedDict, total=False):
 
 
 class ConvertOptions(EditingOptions, FolderOptions, SparseOption, StoreOption, FormatOption, WriteOptions, total=False):
-    """What `convert` takes."""
-
     model: Annotated[str | None, Option(None, "of a package: the state dict of this model", "NAME", arguments.text)]
     constants: Annotated[bool, Option(False, "of a package: with the constants of its programs")]
     sample_inputs: Annotated[bool, Option(False, "of a package: with the inputs that they were exported with")]
@@ -184,8 +168,6 @@ class ConvertOptions(EditingOptions, FolderOptions, SparseOption, StoreOption, F
 
 
 class EditOptions(InPlaceOption, EditingOptions, FolderOptions, FormatOption, WriteOptions, total=False):
-    """What `edit` takes."""
-
     set_metadata: Annotated[
         Mapping[str, str] | None, Option(None, "set metadata", "KEY=VALUE", arguments.texts, many=True, flag="--set")
     ]
@@ -203,49 +185,29 @@ class InPlaceOptions(InPlaceOption, FormatOption, WriteOptions, total=False):
 
 
 class PruneOptions(FolderOptions, SparseOption, FormatOption, WriteOptions, total=False):
-    """What `prune` takes."""
-
-    masks: Annotated[
-        str | None,
-        Option(
-            None,
-            "write the masks too, into the directory DST; or only them, to DST",
-            "HOW",
-            arguments.text,
-            choices=("beside", "only"),
-        ),
-    ]
+    masks: Annotated[str | None, Option(
+        None, "write the masks too, into the directory DST; or only them, to DST", "HOW", arguments.text, choices=("beside", "only")
+    )]  # fmt: skip
 
 
 class PackageOptions(WriteOptions, total=False):
-    """What `package` takes."""
-
-    deduplicate: Annotated[
-        str,
-        Option(
-            "storage", "store equal tensors once, wherever they are; reads what looks equal", read=arguments.text, flag="--content",
-            given="content",
-        ),
-    ]  # fmt: skip
+    deduplicate: Annotated[str, Option(
+        "storage", "store equal tensors once, wherever they are; reads what looks equal", read=arguments.text, flag="--content",
+        given="content",
+    )]  # fmt: skip
     format: Annotated[str | None, Option(None, "the format, whatever the suffix", "PACKAGE", arguments.text)]
 
 
 class ReplaceOptions(InPlaceOption, WriteOptions, total=False):
-    """What `replace_weights` takes."""
-
     weights: Required[Annotated[object, Option(..., "a state dict, an open checkpoint, or what `open` takes", flag="")]]
     model: Annotated[str | None, Option(None, "of an archive of several models: which", "NAME", arguments.text, flag="")]
 
 
 class ReshardOptions(WriteOptions, total=False):
-    """What `reshard` takes."""
-
     mesh: Required[Annotated[Mapping[str, int] | str, Option(..., "the ranks: 'dp=2,tp=4'", "NAME=N,…", arguments.counts)]]
 
 
 class SaveOptions(ShardOption, SparseOption, StoreOption, FormatOption, WriteOptions, total=False):
-    """What `save` takes."""
-
     metadata: Annotated[Mapping[str, str] | None, Option(None, "text about the whole", read=arguments.texts)]
     keep_tree: Annotated[bool, Option(False, "safetensors: keep what is no tensor in the header, for Holdfast")]
     base: Annotated[str | os.PathLike[str] | None, Option(None, "the step before: what did not change is not written again")]
@@ -256,10 +218,9 @@ class RankStateOptions(SparseOption, total=False):
     """What every rank says of its part of a state."""
 
     metadata: Annotated[Mapping[str, str] | None, Option(None, "text about the whole", read=arguments.texts)]
-    values: Annotated[
-        Literal["agree", "first"],
-        Option("agree", "must values that are no tensors be the same on all ranks?", read=arguments.one_of("agree", "first")),
-    ]
+    values: Annotated[Literal["agree", "first"], Option(
+        "agree", "must values that are no tensors be the same on all ranks?", read=arguments.one_of("agree", "first")
+    )]  # fmt: skip
     per_rank: Annotated[str | Sequence[str], Option((), "names of what each rank keeps for itself", read=arguments.patterns)]
     check_replicas: Annotated[bool, Option(True, "compare plain tensors of all ranks by their checksums")]
     overwrite: Annotated[bool | None, Option(False, "replace what is there")]
@@ -268,18 +229,14 @@ class RankStateOptions(SparseOption, total=False):
 
 
 class ShardedOptions(RankStateOptions, StoreOption, total=False):
-    """What `save_sharded` takes."""
-
-    format: Annotated[
-        Literal["native", "dcp", "safetensors"],
-        Option("native", "the format: native, dcp or safetensors", read=arguments.text),
-    ]
+    format: Annotated[Literal["native", "dcp", "safetensors"], Option(
+        "native", "the format: native, dcp or safetensors", read=arguments.text
+    )]  # fmt: skip
     durable: Annotated[bool, Option(True, "wait for the disk (fsync)")]
     deadline: Annotated[float, Option(DEADLINE, "a rank without a sign of life for so many seconds is lost", read=seconds)]
-    when_busy: Annotated[
-        Literal["wait", "refuse"],
-        Option("wait", "what to do while another save of this process goes on", read=arguments.one_of("wait", "refuse")),
-    ]
+    when_busy: Annotated[Literal["wait", "refuse"], Option(
+        "wait", "what to do while another save of this process goes on", read=arguments.one_of("wait", "refuse")
+    )]  # fmt: skip
     base: Annotated[str | os.PathLike[str] | None, Option(None, "the step before: what did not change is not written again")]
     hashes: Annotated[bool, Option(False, "what did not change since this save need not be written again")]
 
@@ -295,8 +252,6 @@ class AsyncShardedOptions(ShardedOptions, HostMemoryOption, total=False):
 
 
 class RankStepOptions(RankStateOptions, total=False):
-    """What `holdfast.torch.Run.save` takes."""
-
     metrics: Annotated[Mapping[str, float] | None, Option(None, "numbers of this step", read=arguments.metrics)]
 
 
@@ -305,24 +260,14 @@ class AsyncRankStepOptions(RankStepOptions, HostMemoryOption, total=False):
 
 
 class SealOptions(OverwriteOptions, DryRunOption, ReadOptions, total=False):
-    """What `seal` takes."""
-
     step: Annotated[int | None, Option(None, "the step, whatever the files say", "STEP", arguments.step)]
-    metrics: Annotated[
-        Mapping[str, float] | None,
-        Option(None, "a metric; in place of what the files say", "NAME=VALUE", arguments.metrics, many=True, flag="--metric"),
-    ]
+    metrics: Annotated[Mapping[str, float] | None, Option(
+        None, "a metric; in place of what the files say", "NAME=VALUE", arguments.metrics, many=True, flag="--metric"
+    )]  # fmt: skip
     ran: Annotated[float | str | None, Option(None, "for how many seconds the training had run", read=seconds, flag="")]
-    digest: Annotated[
-        str,
-        Option(
-            "xxh3-128",
-            "how files are digested (xxh3-128)",
-            "HOW",
-            arguments.one_of("xxh3-128", "sha256"),
-            choices=("xxh3-128", "sha256"),
-        ),
-    ]
+    digest: Annotated[str, Option(
+        "xxh3-128", "how files are digested (xxh3-128)", "HOW", arguments.one_of(*DIGESTS), choices=DIGESTS
+    )]  # fmt: skip
 
 
 OTHERS: dict[str, Reader] = {
@@ -337,7 +282,6 @@ OTHERS: dict[str, Reader] = {
     "prefix": arguments.text,
     "sample": share,
 }
-"""What checks parameters that are in no record."""
 
 SELF = frozenset({"max_memory"})
 """Where None is no word for the default: no budget at all."""
@@ -388,7 +332,6 @@ def checked(record: Callable[..., T], given: Mapping[str, object], defaults: Map
 def _checks(
     record: Callable[..., object], defaults: Mapping[str, object]
 ) -> tuple[Callable[[str, object], object], dict[str, object]]:
-    """What checks an option of a record by its name, and what stands where none was given."""
     options = {name: option for name, (_, option) in options_of(record).items()}
     absent = {name: defaults.get(name, option.default) for name, option in options.items()}
 
@@ -412,11 +355,9 @@ def validated(*, defaults: Mapping[str, object] = ..., **own: Reader) -> Callabl
 def validated(
     verb: Callable[P, R] | None = None, /, *, defaults: Mapping[str, object] = MappingProxyType({}), **own: Reader
 ) -> object:
-    """A verb that is only ever called with what it takes.
-
-    Its parameters are checked by their names; `own` checks stand before those of all verbs. `defaults` are those of options that
-    this verb means otherwise. An option that it does not have is a `TypeError` that says the nearest name.
-    """
+    """A verb that is only ever called with what it takes. Its parameters are checked by their names; `own` checks stand before
+    those of all verbs. `defaults` are those of options that this verb means otherwise. An option that it does not have is a
+    `TypeError` that says the nearest name."""
     return _validated(verb, own, defaults) if verb is not None else lambda verb: _validated(verb, own, defaults)
 
 
@@ -473,16 +414,12 @@ def _validated(verb: Callable[P, R], own: Mapping[str, Reader], defaults: Mappin
 
 
 def written(kind: object) -> str:
-    """A type as people write it."""
-    return (
-        kind.__forward_arg__
-        if isinstance(kind, ForwardRef)
-        else re.sub(r"\b[a-z_.]+\.(?=[A-Z])", "", inspect.formatannotation(kind))
-    )
+    if isinstance(kind, ForwardRef):
+        return kind.__forward_arg__
+    return re.sub(r"\b[a-z_.]+\.(?=[A-Z])", "", inspect.formatannotation(kind))
 
 
 def described(options: Mapping[str, tuple[object, Option]]) -> str:
-    """Options in words, a line each."""
     width = max(map(len, options))
     return "\n".join(["Options:", *(f"    {name:{width}}  {option.help}" for name, (_, option) in options.items())])
 

@@ -1,13 +1,7 @@
 """Names in the order in which people read them: `layers.2` before `layers.10`.
 
-A run of digits counts as the number that it is, whatever its length: leading zeros aside, the longer one is the larger, and of one
-length the text decides. No number is ever made of it, so a hostile name of a million digits costs what its characters do.
-
-    natural      a key for `sorted`: text and numbers in turns; of names that differ in leading zeros only, the text decides
-    in_order     names as they were saved, but for those that differ in numbers only: these stand where the first of them does, by
-                 their numbers. So a model is read from its embedding to its head, as it was built, and its layers from 0 on
-
-What a program reads (`Checkpoint`, `--json`) stays in the order of the file.
+A run of digits counts as a number of any length. No integer is made of it, so a hostile name of a million digits costs what its
+characters do. What a program reads (`Checkpoint`, `--json`) stays in the order of the file.
 """
 
 from __future__ import annotations

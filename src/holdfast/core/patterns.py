@@ -99,8 +99,6 @@ class Piece:
 
 
 class Starred:
-    """A glob without braces that has stars."""
-
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._first, *self._between, self._last = pieces
         self._between.reverse()
@@ -277,12 +275,10 @@ def rename_problems(renames: Renames) -> list[str]:
 
 
 def unmatched(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The globs that match none of these names."""
     return [pattern for pattern in patterns if not any(map(matcher(pattern), names))]
 
 
 def _alternatives(pattern: str) -> list[Alternative]:
-    """The globs without braces that a glob stands for."""
     tokens = list(TOKEN.finditer(pattern))
     meant = _braces(tokens)
     # Of each brace that is open: what it may stand for so far, and the one that is being read.

@@ -53,12 +53,9 @@ STEP_CHARACTERS = 256
 PLACE_CHARACTERS = 200
 
 Children = Iterable[tuple[object, object]]
-"""Each with its key."""
 
 
 class Counted(Struct):
-    """A container whose children are being counted."""
-
     owner: object
     link: Way
     size: int
@@ -97,7 +94,6 @@ class Sizes:
         """What is handed out by something that does not write it out, and is still to be counted."""
 
     def count(self, root: object, link: Way) -> None:
-        """Find the size of a value and of everything in it."""
         known, entered = self._known, self._entered
         top = Counted(None, link, 0, iter([(None, root)]))
         levels = [top]
@@ -181,7 +177,6 @@ class Sizes:
         return size, (pair for pair in pairs if type(pair[1]) in others) if others else ()
 
     def _leaf(self, value: object, link: Way, key: object) -> int:
-        """What is written of a value that has no children, or does not show them."""
         if type(value) in NUMBERS:
             return SMALL
         if isinstance(value, str | bytes | bytearray):
@@ -214,9 +209,6 @@ class Sizes:
         if size <= self._most:
             return
         place = f"what is at {escape(clip(name_at(link), PLACE_CHARACTERS))!r}" if link is not None else "the tree"
-        raise LimitExceeded(
-            f"{place} takes more than Limits(tree_nbytes={self._most:,}) characters when it is written out, as `print` does: it "
-            "refers to the same values again and again",
-            expected=self._most,
-            found=size,
-        )
+        advice = "it refers to the same values again and again"
+        message = f"{place} takes more than Limits(tree_nbytes={self._most:,}) characters when it is written out, as `print` does"
+        raise LimitExceeded(f"{message}: {advice}", expected=self._most, found=size)

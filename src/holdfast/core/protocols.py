@@ -55,11 +55,9 @@ FILE = Medium()
 
 
 class Store:
-    """A place where bytes live under keys. Methods may be called from several threads at once.
-
-    What others want to know of a store it says itself, so that nobody asks of which class it is. Here stands what one says that has
-    nothing to say: it is a file, and nobody knows whether its content changes.
-    """
+    """A place where bytes live under keys. Methods may be called from several threads at once. What others want to know of a store
+    it says itself, so that nobody asks of which class it is. Here stands what one says that has nothing to say: it is a file, and
+    nobody knows whether its content changes."""
 
     name: str
     """What a person would call it: the path that was opened."""
@@ -238,31 +236,21 @@ class Description(Value, frozen=True):
 
     format: str
     """The format's name: `torch-zip`, `safetensors`, …"""
-
     tensors: Table
     """Every tensor under its dotted name, in the order of the file, a row each."""
-
     tree: object
     """The whole nested state, with `LazyTensor` leaves and `Opaque` nodes."""
-
     foreign: tuple[Foreign, ...] = ()
-    """Globals that were not built."""
-
     notes: tuple[str, ...] = ()
     """Sentences for people: what is odd about this file."""
-
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Text that the file carries about itself (safetensors `__metadata__`, torch's version records)."""
-
     changed: tuple[Corrupted, ...] = ()
     """What is not as it was written, and is no reason to refuse the rest: another program's edit, or damage. For `verify`."""
-
     check: Callable[[], Sequence[str]] | None = None
     """Reads what opening does not and no tensor depends on, and gives notes; raises where it does not fit. For `verify`."""
-
     archives: tuple[str, ...] = ()
     """Keys of the zips that a directory was put together from. Of equal replicas one is read, so tensors need not lie in all."""
-
     non_model_keys: tuple[str, ...] = ()
     """Keys at the top of the tree that are no part of the model, where a format knows: the optimizer, the state of a run. Who wants
     a model (`convert`, `load_into`, `slices`) leaves them out, unless they are named."""
@@ -273,15 +261,10 @@ class State(Value, frozen=True):
 
     tree: object
     """The nested state: the caller's own containers, and in them what `leaves` knows as tensors."""
-
     tensors: Table
     """Every tensor under its dotted name, a row each. Two rows with one storage are aliases."""
-
     leaves: Leaves
-    """The tensors in the tree, in the order of the rows."""
-
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Text to be kept with it (safetensors `__metadata__`)."""
-
     notes: tuple[str, ...] = ()
     """What the tensors of the caller are, and no format is told of."""

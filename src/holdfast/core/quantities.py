@@ -18,7 +18,6 @@ from typing import SupportsFloat, SupportsIndex
 from holdfast.errors import BadArgument, BadArgumentType, Unsupported
 
 Size = SupportsIndex | float | str
-"""What is taken as a number of bytes."""
 
 BYTES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "ms": 0.001, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -26,7 +25,6 @@ SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "ms": 0.001, "m": 60.0, "min": 60.0, "
 AMOUNT = re.compile(r"\s*([0-9_,.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.ASCII)
 
 LENGTH = 80
-"""Characters of a value that a message repeats."""
 
 
 def shown(value: object) -> str:
@@ -161,7 +159,6 @@ def _whole(value: object) -> int | None:
 
 
 def _amount(text: str, units: dict[str, float] | dict[str, int], *, suffix: str = "") -> float | None:
-    """A number with a unit, or None where the text is none."""
     found = AMOUNT.fullmatch(text.lower())
     unit = found[2].removesuffix(suffix) if found else ""
     if found is None or unit not in units:

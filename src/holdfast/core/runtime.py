@@ -6,13 +6,15 @@ import atexit
 import ctypes
 import gc
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import add
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, Protocol, TypeVar
-from weakref import proxy, ref
+from weakref import WeakSet, proxy, ref
 
 
 def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:
@@ -27,11 +29,8 @@ def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> 
 
 
 class gc_paused:  # noqa: N801  # a block, said as one; a generator would take as long as a small archive has for it all
-    """No cyclic garbage collection meanwhile.
-
-    A description of 100,000 tensors is a million objects, none of them garbage; the collector would walk all of them again and
-    again, for up to half of the time.
-    """
+    """No cyclic garbage collection meanwhile. A description of 100,000 tensors is a million objects, none of them garbage; the
+    collector would walk all of them again and again, for up to half of the time."""
 
     __slots__ = ("_resting",)
 
@@ -48,12 +47,9 @@ C = TypeVar("C", bound=Callable[..., object])
 
 
 def weakly(method: C) -> C:
-    """The same method, which does not keep its object alive.
-
-    An object that keeps methods of its own is a cycle: it stays, with all that it knows, until the collector comes, and a training
-    loop may have told the collector to stay away. With methods that are kept `weakly` it goes with its last user, who must have it
-    for as long as they are called.
-    """
+    """Bind a method to a weak reference of its object. An object that keeps methods of its own is a cycle: it stays until the
+    collector comes, which a training loop may have turned off. With methods that are kept `weakly` it goes with its last user, who
+    must hold it for as long as they are called."""
     if not isinstance(method, MethodType):
         return method
     return MethodType(method.__func__, proxy(method.__self__))  # type: ignore[return-value]  # called like the one that was given
@@ -90,11 +86,9 @@ _locks: set[ref[_Lock]] = set()
 
 
 def renewed(lock: L) -> L:
-    """The same `Lock` or `RLock`, which from now on is free in every forked child.
-
-    `fork` copies the memory, and of the threads only the one that called it. A lock that another thread had in that moment stays
-    taken in the child for ever. So every lock that outlives a call is made with `renewed`, and is free again in a child.
-    """
+    """Make a `Lock` or `RLock` free in every forked child, and return it. `fork` copies memory but only the calling thread. A lock
+    that another thread held in that moment would stay taken in the child for ever. So every lock that outlives a call is made with
+    `renewed`."""
     # The method has no annotation in Python's own; its logging and queues use it so.
     _locks.add(ref(lock, _locks.discard))  # type: ignore[arg-type]
     return lock
@@ -106,31 +100,23 @@ def _in_child() -> None:
             lock._at_fork_reinit()
 
 
-def _nothing() -> None:
-    """What is to be done where nothing is said."""
+Call = Callable[[], None]
+NOTHING: Call = lambda: None  # noqa: E731  # a default
 
 
-def at_fork(
-    *,
-    before: Callable[[], None] = _nothing,
-    after_in_parent: Callable[[], None] = _nothing,
-    after_in_child: Callable[[], None] = _nothing,
-) -> None:
+def at_fork(*, before: Call = NOTHING, after_in_parent: Call = NOTHING, after_in_child: Call = NOTHING) -> None:
     """Call these whenever this process forks. Windows has no fork, and nothing to call."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=before, after_in_parent=after_in_parent, after_in_child=after_in_child)
 
 
 at_fork(after_in_child=_in_child)
-
 _ends: list[Callable[[], None]] = []
 
 
 def at_exit(end: Callable[[], None]) -> Callable[[], None]:
-    """Call this when the program ends, after every handler of `atexit` that was registered since Holdfast was imported.
-
-    Such a handler may read or save; what is ended here is what that needs.
-    """
+    """Call this when the program ends, after every handler of `atexit` that was registered since Holdfast was imported. Such a
+    handler may read or save; what is ended here is what that needs."""
     _ends.append(end)
     return end
 
@@ -142,11 +128,10 @@ def _at_exit() -> None:
 
 
 def copied_together(texts: Sequence[str]) -> list[str]:
-    """The same texts, made anew one behind the other.
+    """Copies of texts that lie together in memory.
 
-    Texts that a parser made hold the memory of what it made between them: of a million names that is half a kilobyte each. The
-    copies lie together, and all else can be given back.
-
+    Texts that a parser made hold the memory of what it made between them, half a kilobyte for each name. With the copies it is
+    freed.
     >>> copied_together(["a", "b.c"])
     ['a', 'b.c']
     """
@@ -165,5 +150,96 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def memories_at(addresses: Sequence[int], nbytes: Sequence[int]) -> list[memoryview]:
-    """The same of many places: each in a quarter of the time."""
+    """Writable views of memory at many addresses, as `memory_at`: each in a quarter of the time."""
     return list(map(_ALL.__getitem__, map(slice, addresses, map(add, addresses, nbytes))))
+
+
+Before = Callable[[int, FrameType | None], object] | int
+
+
+class SignalOverride:
+    """A handler of signals for as long as it is `wanted`. It calls `catch`, which may `pass_on` the signal.
+
+    1. Only the main thread gives it back, as Python asks for. Until then it is transparent: a signal goes to what was there before.
+    2. A handler that somebody has put over it stays, and ours beneath is transparent, also where somebody puts ours back later.
+    3. In a fork it is given back at once. A signal that comes during the fork waits until then: Python would forget it.
+    """
+
+    def __init__(self, catch: Callable[[int, FrameType | None], None], *, wanted: Callable[[], bool]) -> None:
+        self._catch = catch
+        self._wanted = wanted
+        self._before: dict[int, Before] = {}
+        self._process = os.getpid()
+
+    @property
+    def wanted(self) -> bool:
+        return self._process == os.getpid() and self._wanted()
+
+    def put(self, number: int) -> None:
+        """Put it in place, on the main thread. What is there has to be Python's: nothing else could be given back."""
+        before = signal.getsignal(number)
+        assert before is not None, "the caller has looked"
+        self._process = os.getpid()
+        if before is not self:
+            self._before[number] = before
+            signal.signal(number, self)
+            _overrides.add(self)
+
+    def give_back(self) -> None:
+        """Restore what was there, where that is due, possible, and nobody has put theirs over ours."""
+        if self.wanted or threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._before:
+            before = self._found(number)
+            if signal.getsignal(number) is self:
+                with suppress(ValueError):  # an interpreter that is not the main one has no signals
+                    signal.signal(number, before)
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Hand the signal to what was there before. A default is for whoever is on top, and is left to them if that is not ours."""
+        before = self._found(number)
+        if signal.getsignal(number) is self:
+            signal.signal(number, before)
+            signal.raise_signal(number)
+        elif callable(before):
+            before(number, frame)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.wanted:
+            self._catch(number, frame)
+        else:
+            self.pass_on(number, frame)
+
+    def _found(self, number: int) -> Before:
+        """What was there before, without those of ours that are over."""
+        before = self._before[number]
+        while isinstance(before, SignalOverride) and not before.wanted:
+            before = before._before[number]
+        return before
+
+
+_overrides: WeakSet[SignalOverride] = WeakSet()
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    _forking.mask = None
+    if sys.platform != "win32":
+        ours = {number for override in list(_overrides) for number in override._before if signal.getsignal(number) is override}
+        if ours:
+            _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+
+
+def _after_fork() -> None:
+    mask, _forking.mask = _forking.mask, None
+    if sys.platform != "win32" and mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _give_back_in_child() -> None:
+    for override in list(_overrides):
+        override.give_back()
+    _after_fork()
+
+
+at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_give_back_in_child)

@@ -1,13 +1,5 @@
 """Which rows of tables share memory: those of one storage, those that are one view, those with bytes in common. Nothing is read.
-
-Two rows with one storage number share it; how each lies there is its kind. So all of this is comparing numbers:
-
-    shared_rows       of each row, the number of its storage and of its view, the same for all tables that are given
-      .groups         by storage, the rows over it: tied weights, views of one buffer
-      .ties           rows that are the same view as an earlier one: the same elements of the same bytes, with the same meaning
-    disjoint_groups   ranges of one storage that hang together, because they overlap or touch
-    overlaps          pairs of them that have a byte in common
-
+Two rows with one storage number share it; how each lies there is its kind. So all of this is comparing numbers.
     storage    │ · · a a a a · · · · b b · · │     names a, c, b and d; c is a over again, d the second half of a
                      c c c c                       groups             a, b, c, d
                          d d                       ties               c is a
@@ -95,7 +87,7 @@ class SharedRows(Value, frozen=True, eq=False):
         return [*several(storage, rows).items()]
 
     def first_rows(self, count: int) -> list[int]:
-        """Of each of so many rows, the first one over its storage, or over one of its storages."""
+        """The first row over the same storage, or over one of the same storages, for each of `count` rows."""
         rows, storage = self.pieces()
         found, first = [*range(count)], dict[int, int]()
         for row, other in zip(rows, map(first.setdefault, storage, rows), strict=True):
@@ -109,15 +101,12 @@ class SharedRows(Value, frozen=True, eq=False):
         return storages[self.parts[self.storage[bisect_left(self.rows, row)]].index(number) if len(storages) > 1 else 0]
 
     def total_nbytes(self) -> int:
-        """Bytes of all storages, each once."""
         return sum([self.nbytes[number] for number in {*self.pieces()[1]}])
 
 
 def shared_rows(tables: Iterable[Table], *, stored_aliases: bool = False, by_place: bool = False) -> SharedRows:
-    """Compare where the rows of tables lie.
-
-    `by_place` compares files by their real paths and memory by its address, so that one that was opened twice is one.
-    """
+    """Compare where the rows of tables lie. `by_place` compares files by their real paths and memory by its address, so that one
+    that was opened twice is one."""
     search = _Search(stored_aliases=stored_aliases, by_place=by_place)
     for table in tables:
         search.add(table)
@@ -125,10 +114,8 @@ def shared_rows(tables: Iterable[Table], *, stored_aliases: bool = False, by_pla
 
 
 def tied(table: Table) -> dict[int, int]:
-    """Rows that are the same view of a storage as an earlier row, in order, each with the first such row.
-
-    Rows of one view have one dtype and shape, one place in one storage, and one meaning of its bytes. What has no bytes is no view.
-    """
+    """Rows that are the same view of a storage as an earlier row, in order, each with the first such row. Rows of one view have one
+    dtype and shape, one place in one storage, and one meaning of its bytes. What has no bytes is no view."""
     return {} if are_distinct(table.storage) else shared_rows([table]).ties()
 
 
@@ -137,12 +124,9 @@ def are_distinct(numbers: Sequence[int]) -> bool:
 
 
 class _Search:
-    """The storages and views that were met so far, with their numbers."""
-
     def __init__(self, *, stored_aliases: bool, by_place: bool) -> None:
         self._stored_aliases, self._by_place = stored_aliases, by_place
         self._first = 0
-        """The position of the first row of the next table."""
         self._numbers: dict[Hashable, int] = {}
         self._unused = count()
         self._nbytes: dict[int, int] = {}
@@ -152,9 +136,7 @@ class _Search:
         self._rows: list[int] = []
         self._storage: list[int] = []
         self._lies: list[int] = []
-        """Of each row that was found, the number of the way to lie in its storage."""
         self._odd: list[tuple[int, int, LazyTensor, Sequence[Chunk]]] = []
-        """Rows that are looked at one by one: position, number of the storage, and how it lies there."""
 
     def add(self, table: Table) -> None:
         first, self._first = self._first, self._first + len(table)
@@ -188,7 +170,6 @@ class _Search:
         self._lies += lies
 
     def _keys(self, table: Table, numbers: Sequence[int], rows: Sequence[int]) -> Iterable[Hashable]:
-        """What is equal for equal storages, of rows that have storages of these numbers."""
         storages = table.storages
         if isinstance(storages, FileColumns):
             owners = [self._owner(place.source, place.home, place.key) for place in storages.files]
@@ -242,7 +223,6 @@ class _Search:
         return self._views.setdefault((lies, offset), len(self._views)) if offset else lies
 
     def found(self) -> SharedRows:
-        """All rows that have bytes, in order."""
         rows, storage, lies = self._rows, self._storage, self._lies
         if self._odd:
             rows = [*rows, *(position for position, *_ in self._odd)]

@@ -11,8 +11,6 @@ $.weight_map["a b"]`).
    read, ten times as fast as by the next step. So are most documents that programs write, ours among them.
 4. `json` parses all others. What it would accept and we do not becomes a `Flaw` in the place of the value.
 5. Only where a flaw can be in there, the document is walked (without recursion) to find and report the first one.
-
-Documents of our own are read and written by `core.documents`, which has this for texts that others wrote.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ LONG_NUMBER = b"0" * INTEGER_DIGITS
 """Digits, by `ANY_DIGIT`, that may be those of a longer one."""
 
 SHOWN = 80
-"""Characters of a hostile text that a message repeats."""
 
 PLAIN_STEP = re.compile(r"[A-Za-z0-9_./:\-]{1,200}\Z")
 """Keys that can stand in a pointer as they are; all others are quoted."""
@@ -73,20 +70,16 @@ class Flaw(Value, frozen=True):
 
 
 def parse(raw: bytes, limits: Limits, *, file: str | None = None, start: int = 0) -> object:
-    """The value of a JSON document: dicts, lists, text, ints, finite floats, bools, None.
-
-    `file` and `start` (the byte of the file where the document begins) go into errors. Raises `HeaderError`, or
-    `LimitExceeded` where it nests deeper than `limits.depth`.
-    """
-    _check_brackets(raw, limits.depth, file, start=start)
+    """The value of a JSON document: dicts, lists, text, ints, finite floats, bools, None. `file` and `start` (the byte of the file
+    where the document begins) go into errors. Raises `HeaderError`, or `LimitExceeded` where it nests deeper than
+    `limits.depth`."""
+    _check_paid(_count_brackets(raw, limits.depth, file, start=start), len(raw), file, start=start)
     return _parse(raw, file, start)
 
 
 def parse_parts(parts: Mapping[str, bytes], limits: Limits, *, nbytes: int) -> dict[str, object]:
-    """Some values out of a document of `nbytes` bytes, as `parse` would give them.
-
-    Their lists and objects are paid for together, by the length of the whole document: it is the whole that its writer pays for.
-    """
+    """Some values out of a document of `nbytes` bytes, as `parse` would give them. Their lists and objects are paid for together,
+    by the length of the whole document: it is the whole that its writer pays for."""
     count = sum(_count_brackets(raw, limits.depth, None, start=0) for raw in parts.values())
     _check_paid(count, nbytes, None, start=0)
     return {name: _parse(raw, None, 0) for name, raw in parts.items()}
@@ -138,7 +131,6 @@ def kind(value: object) -> str:
 
 
 def _parse(raw: bytes, file: str | None, start: int) -> object:
-    """`parse`, for a document whose brackets have been counted."""
     try:
         if LONG_NUMBER not in raw.translate(ANY_DIGIT):
             proven: object = msgspec.json.decode(raw)
@@ -150,7 +142,6 @@ def _parse(raw: bytes, file: str | None, start: int) -> object:
 
 
 def _parse_slowly(raw: bytes, file: str | None, start: int) -> object:
-    """The value of any document, or what is wrong with it, and where."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -203,24 +194,16 @@ def _first_double(pairs: list[tuple[str, object]]) -> str:
     return ""
 
 
-def _check_brackets(raw: bytes, limit: int, file: str | None, *, start: int) -> None:
-    """Refuse a document whose brackets, outside of strings, nest deeper than `limit` or are too many for its length."""
-    _check_paid(_count_brackets(raw, limit, file, start=start), len(raw), file, start=start)
-
-
 def _check_paid(count: int, nbytes: int, file: str | None, *, start: int) -> None:
-    """Refuse so many lists and objects in a document that is too short for them."""
     if count > FREE_CONTAINERS + nbytes // CONTAINER_NBYTES:
         raise HeaderError(f"{count:,} lists and objects in {nbytes:,} bytes describe no tensors", file=file, offset=start)
 
 
 def _count_brackets(raw: bytes, limit: int, file: str | None, *, start: int) -> int:
-    """The lists and objects in a text; refuses one whose brackets, outside of strings, nest deeper than `limit`.
-
-    Exact up to the first syntax error, and beyond that the parser does not get. Escaped backslashes and then escaped quotes are
-    taken out first; after that every quote opens or closes a string, and nothing else counts. Blocks carry three numbers: the
-    containers and the depth so far, and whether the last block ended inside a string.
-    """
+    """The lists and objects in a text; refuses one whose brackets, outside of strings, nest deeper than `limit`. Exact up to the
+    first syntax error, and beyond that the parser does not get. Escaped backslashes and then escaped quotes are taken out first;
+    after that every quote opens or closes a string, and nothing else counts. Blocks carry three numbers: the containers and the
+    depth so far, and whether the last block ended inside a string."""
     most = raw.count(b"[") + raw.count(b"{")
     if most <= min(limit, FREE_BRACKETS):
         return most
@@ -235,9 +218,8 @@ def _count_brackets(raw: bytes, limit: int, file: str | None, *, start: int) -> 
         steps = opening.astype(np.int8) - closing
         levels = np.cumsum(steps, dtype=np.int32)
         if depth + int(levels.max()) > limit:
-            raise LimitExceeded(
-                f"the JSON document nests deeper than Limits(depth={limit})", file=file, offset=start, expected=limit
-            )
+            message = f"the JSON document nests deeper than Limits(depth={limit})"
+            raise LimitExceeded(message, file=file, offset=start, expected=limit)
         count += int(np.count_nonzero(opening))
         depth, inside = depth + int(levels[-1]), bool(in_string[-1])
     return count
@@ -252,12 +234,12 @@ def _report_flaw(document: object, file: str | None, start: int) -> None:
         match value:
             case Flaw():
                 reason = value.reason
-            case str() if _lone_surrogate(value):
+            case str() if LONE_SURROGATE.search(value):
                 reason = "half of a surrogate pair"
             case list():
                 waiting += [((path, i), value[i]) for i in reversed(range(len(value)))]
             case dict():
-                reason = "a key with half of a surrogate pair" if any(map(_lone_surrogate, value)) else None
+                reason = "a key with half of a surrogate pair" if any(map(LONE_SURROGATE.search, value)) else None
                 waiting += [((path, key), value[key]) for key in reversed(value)]
         if reason is not None:
             raise HeaderError(f"at {pointer(*_steps(path))}: {reason}", file=file, offset=start)
@@ -271,21 +253,12 @@ def _steps(path: Steps) -> list[str | int]:
     return steps[::-1]
 
 
-def _lone_surrogate(text: str) -> bool:
-    if text.isascii():
-        return False
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def as_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Names as the keys of a JSON object: what stands before and behind each, and the texts.
-
-    Nearly always that is a quote and the names themselves; where one is odd, nothing, and each with its quotes and escapes.
-    """
+    """Names as the keys of a JSON object: what stands before and behind each, and the texts. Nearly always that is a quote and the
+    names themselves; where one is odd, nothing, and each with its quotes and escapes."""
     every = "".join(names)
     if every.isascii() and len(msgspec.json.encode(every)) == len(every) + 2:
         return '"', names

@@ -1,13 +1,11 @@
 """`Table`: the tensors of a checkpoint or of a state, as columns; a tensor a row.
 
-A hundred thousand tensors are of a few kinds: a dtype, a shape, strides, what they are beyond their elements. What they have in
-common is said once (`Kind`). A row is a name, a kind and the number of a storage.
+A hundred thousand tensors are of a few kinds: a dtype, a shape, strides, traits. A kind is stored once (`Kind`). A row is a name, a
+kind and the number of a storage.
 
 The storages are one medium (`Storages`): ranges of files, arrays of numpy, tensors of torch, the memory of a GPU. Two rows of one
 number share their storage. A row in several pieces, or one that is computed, is *odd*: it has a lazy tensor that says where its
-elements are, and no number.
-
-A `LazyTensor` is made of a row when somebody asks for one.
+elements are, and no number. Every other `LazyTensor` is made when it is asked for.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from holdfast.engine.saves import Data, Memory
 
 ODD = -1
-"""The number of the storage of an odd row."""
 
 MOST_NBYTES = 1 << 61
 
@@ -42,17 +39,12 @@ Piece = bytes | memoryview
 
 
 class Kind(Value, frozen=True, eq=False):
-    """What many rows have in common."""
-
     dtype: DType
     shape: tuple[int, ...]
     traits: Traits
     nbytes: int
-    """Bytes of the elements."""
     strides: tuple[int, ...] = ()
-    """Bits from one element to the next, a dimension each."""
     storage_nbytes: int = 0
-    """Bytes of the storage."""
     inside: bool = True
     """Whether rows begin with a whole byte, and would end inside of their storages if they were in C order."""
     byteorder: str = "little"
@@ -86,17 +78,9 @@ class Kind(Value, frozen=True, eq=False):
 
     @classmethod
     def strided(
-        cls,
-        dtype: DType,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        *,
-        storage_nbytes: int,
-        traits: Traits = PLAIN,
-        byteorder: str = "little",
-        location: str = "",
-        inside: bool = True,
-    ) -> Kind:
+        cls, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], *, storage_nbytes: int, traits: Traits = PLAIN,
+        byteorder: str = "little", location: str = "", inside: bool = True,
+    ) -> Kind:  # fmt: skip
         """Tensors of any strides, in bits, over storages of one length."""
         nbytes = dtype.nbytes(math.prod(shape))
         dense = (
@@ -110,17 +94,11 @@ class Kind(Value, frozen=True, eq=False):
         whole = dense and nbytes == storage_nbytes
         return cls(dtype, shape, traits, nbytes, strides, storage_nbytes, inside, byteorder, location, dense, whole)
 
-    def marked(self, traits: Traits) -> Kind:
+    def marked(self, traits: Traits, *, inside: bool = True) -> Kind:
+        """This kind with other traits; not `inside`: of rows that do not begin with a whole byte, or end behind their storages."""
         return Kind.strided(
             self.dtype, self.shape, self.strides, storage_nbytes=self.storage_nbytes, traits=traits, byteorder=self.byteorder,
-            location=self.location, inside=self.inside,
-        )  # fmt: skip
-
-    def outside(self) -> Kind:
-        """The same of rows that do not begin with a whole byte, or end behind their storages."""
-        return Kind.strided(
-            self.dtype, self.shape, self.strides, storage_nbytes=self.storage_nbytes, traits=self.traits,
-            byteorder=self.byteorder, location=self.location, inside=False,
+            location=self.location, inside=inside and self.inside,
         )  # fmt: skip
 
 
@@ -132,15 +110,14 @@ def is_inside(offset: int, nbytes: int, storage_nbytes: int) -> bool:
 def with_outside(kinds: list[Kind], kind: list[int], offsets: Mapping[int, int]) -> None:
     """Give rows that reach out of their storages kinds of their own. `kinds` and `kind` are those of rows with these offsets."""
     room = [8 * (one.storage_nbytes - one.nbytes) if one.dense else -1 for one in kinds]
-    out = [
-        row for row, offset in offsets.items() if room[kind[row]] >= 0 and not (0 <= offset <= room[kind[row]] and not offset % 8)
-    ]
+    reach = ((row, offset, room[kind[row]]) for row, offset in offsets.items())
+    out = [row for row, offset, most in reach if most >= 0 and not (0 <= offset <= most and not offset % 8)]
     made: dict[int, int] = {}
     for row in out:
         own = kind[row]
         if own not in made:
             made[own] = len(kinds)
-            kinds.append(kinds[own].outside())
+            kinds.append(kinds[own].marked(kinds[own].traits, inside=False))
         kind[row] = made[own]
 
 
@@ -156,26 +133,15 @@ class StorageMoved(Exception):
         """Which of the storages that were to be read."""
 
 
-class Storages(Protocol):
-    """The medium of a table: a column of stretches of bytes."""
+class MemoryBytes(Protocol):
+    """The bytes of storages, as columns."""
 
     @property
     def nbytes(self) -> Ints:
-        """Of each storage."""
-
-    @property
-    def read_nbytes(self) -> Ints:
-        """What is read for each: as many bytes as it has, unless it is computed."""
-
-    @property
-    def stores(self) -> tuple[Store, ...]:
-        """What is read, beside this process's memory."""
+        """The length of each storage."""
 
     def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
-        """The bytes of storages of these numbers, all of them together.
-
-        Raises what names the storage that cannot be had; `StorageMoved` for memory.
-        """
+        """The bytes of storages of these numbers, all together. Errors name the storage; `StorageMoved` for memory."""
 
     @property
     def divisible(self) -> bool:
@@ -185,10 +151,19 @@ class Storages(Protocol):
         """So many bytes of storages of these numbers, from these bytes on; where they are `divisible`."""
 
     def alone(self, number: int, label: str) -> bytes | Data | Memory:
-        """The bytes of one storage under a label where they lie, as a segment; `b""` where there are none.
+        """The bytes of one storage under a label, as a segment; `b""` where there are none. Raises `StorageMoved` for memory."""
 
-        Raises `StorageMoved` for memory that is no longer where it was.
-        """
+
+class Storages(MemoryBytes, Protocol):
+    """The medium of a table: storages, and tensors over them."""
+
+    @property
+    def read_nbytes(self) -> Ints:
+        """What is read for each: as many bytes as it has, unless it is computed."""
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """What is read, beside this process's memory."""
 
     def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
         """A tensor of a kind over one storage, whose first element lies at a bit of it."""
@@ -196,7 +171,6 @@ class Storages(Protocol):
 
 class FilePlace(Value, frozen=True, eq=False):
     source: Source
-    """What reads it."""
     key: str
     home: object
     """The store that has it, as `Storage.home`."""
@@ -214,13 +188,11 @@ class FileColumns:
 
     @property
     def file(self) -> Ints:
-        """The file of each, as a position in `files`."""
         self._file = np.asarray(self._file, np.int64)
         return self._file
 
     @property
     def start(self) -> Ints:
-        """The first byte of each in its file."""
         self._start = np.asarray(self._start, np.int64)
         return self._start
 
@@ -244,29 +216,19 @@ class Table(Mapping[str, LazyTensor]):
     """Tensors by name, a row each. As a mapping it makes a lazy tensor when one is asked for."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        kinds: Sequence[Kind],
-        kind: Sequence[int],
-        storage: Sequence[int],
-        storages: Storages,
-        odd: Mapping[int, LazyTensor],
-        *,
-        offsets: Mapping[int, int] = NO_OFFSETS,
-        views: Sequence[LazyTensor] | None = None,
-    ) -> None:
+        self, names: Sequence[str], kinds: Sequence[Kind], kind: Sequence[int], storage: Sequence[int], storages: Storages,
+        odd: Mapping[int, LazyTensor], *, offsets: Mapping[int, int] = NO_OFFSETS, views: Sequence[LazyTensor] | None = None,
+    ) -> None:  # fmt: skip
         """`views` are the rows as lazy tensors, where they are there already: the leaves of a tree."""
         self.names, self.kinds, self.kind = names, kinds, kind
         """`kind` of each row is a position in `kinds`."""
         self.storage, self.storages = storage, storages
         """`storage` of each row is a number in `storages`; `ODD` for an odd row."""
         self.odd = odd
-        """The tensors of odd rows, by row."""
         self.offsets = offsets
         """By row, the bit of its storage where the first element lies; of those that do not begin with their storage."""
         self._rows: dict[str, int] | None = None
         self._asked = False
-        """Whether somebody has asked for a tensor by its name."""
         self._apart: dict[int, None] | None = None
         self._kind_numbers: Ints | None = None
         self._single: dict[int, None] | None = None
@@ -274,19 +236,16 @@ class Table(Mapping[str, LazyTensor]):
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """What is read, beside this process's memory."""
         return tuple(dict.fromkeys((*self.storages.stores, *(tensor.source.store for tensor in self.odd.values()))))
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """The row of each name."""
         if self._rows is None:
             self._rows = dict(zip(self.names, range(len(self.names)), strict=True))
         return self._rows
 
     @property
     def kind_numbers(self) -> Ints:
-        """`kind` as an array."""
         if self._kind_numbers is None:
             self._kind_numbers = np.array(self.kind, np.int64)
         return self._kind_numbers
@@ -313,7 +272,6 @@ class Table(Mapping[str, LazyTensor]):
         return dict.fromkeys([row for row, one in enumerate(self.kind) if one in kinds or row in odd] if odd or kinds else ())
 
     def view(self, row: int) -> LazyTensor:
-        """The row as a lazy tensor."""
         if self._views is not None:
             return self._views[row]
         if row in self.odd:
@@ -321,11 +279,10 @@ class Table(Mapping[str, LazyTensor]):
         return self.storages.view(self.storage[row], self.kinds[self.kind[row]], self.names[row], self.offset_of(row))
 
     def offset_of(self, row: int) -> int:
-        """The bit of its storage where a row begins."""
         return self.offsets.get(row, 0)
 
     def located(self, rows: Sequence[int]) -> Table:
-        """The same rows where they are about to be read: a format that has to ask its files where they lie asks for all of them."""
+        """These rows where they are about to be read: a format that has to ask its files where they lie asks for all at once."""
         return self
 
     def recorded_crcs(self) -> dict[int, int]:
@@ -348,7 +305,6 @@ class Table(Mapping[str, LazyTensor]):
         return np.array([min(kind.nbytes, MOST_NBYTES) for kind in self.kinds], np.int64)
 
     def nbytes_of(self, rows: Column) -> Ints:
-        """Bytes of the elements of these rows."""
         where = slice(rows.start, rows.stop) if isinstance(rows, range) else np.asarray(rows, np.int64)
         return self.kind_nbytes[self.kind_numbers[where]]
 
@@ -389,7 +345,6 @@ class Table(Mapping[str, LazyTensor]):
         return {at: offsets[row] for at, row in enumerate(rows) if row in offsets} if offsets else offsets
 
     def compact_kinds(self) -> Table:
-        """The same table without kinds that no row has."""
         used = {number: at for at, number in enumerate(sorted({*self.kind}))}
         if len(used) == len(self.kinds):
             return self
@@ -397,7 +352,7 @@ class Table(Mapping[str, LazyTensor]):
         return Table(self.names, kinds, kind, self.storage, self.storages, self.odd, offsets=self.offsets)
 
     def with_entries(self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]) -> Table:
-        """These rows; in the place of some of them, what is given for these rows."""
+        """These rows, with other entries in the place of some of them."""
         names: list[str] = []
         kinds, odd, offsets = [*self.kinds], dict[int, LazyTensor](), dict[int, int]()
         kind: list[int] = []
@@ -471,14 +426,14 @@ class Table(Mapping[str, LazyTensor]):
         return arrays
 
     def made(self) -> Table:
-        """The same rows with all lazy tensors made, each once."""
+        """This table with all lazy tensors made, each once."""
         if self._views is not None:
             return self
         views = [self.view(row) for row in range(len(self.names))]
         return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, offsets=self.offsets, views=views)
 
     def without_views(self) -> Table:
-        """The same rows. Their lazy tensors, where they are there already, are let go and made again when one is asked for."""
+        """This table without the lazy tensors that were made; they are made again when they are asked for."""
         if self._views is None:
             return self
         return Table(self.names, self.kinds, self.kind, self.storage, self.storages, self.odd, offsets=self.offsets)

@@ -3,7 +3,7 @@
 Slicing, transposing and looking at one are arithmetic. `numpy()`, `torch()`, `np.asarray` and `read(out=…)` move bytes, and only
 the bytes that are asked for.
 
-An index is arithmetic on chunks (core/index.py). A `Composite` is one torch tensor that is stored as several plain ones.
+An index is arithmetic on chunks (`sliced`). A `Composite` is one torch tensor that is stored as several plain ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -22,7 +22,6 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
-from holdfast.core.index import slice_chunks, sliced
 from holdfast.core.opaque import AnyValue, Global
 from holdfast.core.protocols import Request, Source
 from holdfast.core.value import Value, replace
@@ -37,21 +36,17 @@ class Composite(Value, frozen=True, eq=False):
 
     kind: str
     """`sparse_coo`, `sparse_csr`, `sparse_csc`, `sparse_bsr`, `sparse_bsc`, `quantized`, `nested` or `jagged`."""
-
     shape: tuple[int, ...]
     """The shape of the whole; of a nested tensor only how many tensors are in it."""
-
     parts: Mapping[str, LazyTensor]
     """Its plain tensors: `indices` and `values`; `int_repr`, `scales`, `zero_points`; `buffer`, `sizes`, `strides`, `offsets`;
     `values`, `offsets`, `lengths`."""
-
     attributes: Mapping[str, object]
     """Everything else: `coalesced`, `qscheme`, `scale`, `zero_point`, `axis`, `ragged_idx`, `min_seqlen`, `max_seqlen`."""
-
     traits: Traits
 
     def children(self) -> Iterator[tuple[str, LazyTensor]]:
-        """Its parts, each with its name."""
+        """The parts, each with its name."""
         yield from self.parts.items()
 
     def torch(self) -> torch.Tensor:
@@ -65,10 +60,8 @@ class Composite(Value, frozen=True, eq=False):
 
 
 class AliasView(Value, frozen=True, gc=False):
-    """The storage that a tensor shared with others before it was saved in a format that copies each of them.
-
-    Counted in bits, as in a `Chunk`: `Chunk(Box.whole(shape), storage, view.offset, view.strides)` is the view again.
-    """
+    """The storage that a tensor shared with others before it was saved in a format that copies each of them. Counted in bits, as in
+    a `Chunk`: `Chunk(Box.whole(shape), storage, view.offset, view.strides)` is the view again."""
 
     group: int
     """Number of the storage; tensors of one source with the same number shared it."""
@@ -85,19 +78,18 @@ class Traits(Value, frozen=True):
 
     requires_grad: bool = False
     parameter: bool = False
-    """It was an `nn.Parameter`."""
+    """Whether it was an `nn.Parameter`."""
     buffer: bool = False
-    """It was an `nn.Buffer`."""
+    """Whether it was an `nn.Buffer`."""
     conj: bool = False
     """The stored elements are the complex conjugates of the tensor's."""
     neg: bool = False
     """The stored elements are the negatives of the tensor's."""
     meta: bool = False
-    """It has a shape and no data."""
+    """Whether it has a shape and no data."""
     subclass: Global | None = None
     """The class of a tensor subclass, which was not built."""
     state: object = None
-    """Attributes that were saved with it."""
     alias: AliasView | None = None
     """Where it lay when it shared its storage, in a file whose format stores every tensor by itself."""
     blocks: str | None = None
@@ -205,7 +197,6 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
     @property
     def made(self) -> bool:
-        """Whether its chunks are there already."""
         return self.position is None or bool(_CHUNKS.__get__(self))
 
     @classmethod
@@ -289,7 +280,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return self.shape[0]
 
     def __iter__(self) -> Iterator[LazyTensor]:
-        """Its rows, none of which is read."""
+        """The rows, none of which is read."""
         if not self.shape:
             raise TypeError("iteration over a 0-d tensor; item() reads its value")
         return (self[at] for at in range(self.shape[0]))
@@ -308,7 +299,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return LazyTensor(self.name, self.dtype, left, slice_chunks(picks, chunks), self.source, traits)
 
     def permute(self, *axes: int | Sequence[int]) -> LazyTensor:
-        """The same elements with the dimensions in another order, given one by one or as a tuple; nothing is read."""
+        """A view with the dimensions in another order, given one by one or as a tuple; nothing is read."""
         given: Sequence[object] = axes[0] if len(axes) == 1 and isinstance(axes[0], Sequence) else axes
         try:
             order = [at + self.ndim if at < 0 else at for at in map(operator.index, given)]  # type: ignore[arg-type]  # the TypeError is the check
@@ -329,7 +320,7 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return self.permute(*reversed(range(self.ndim)))
 
     def renamed(self, name: str) -> LazyTensor:
-        """The same tensor under another name."""
+        """This tensor under another name."""
         # Nothing but the name differs, so one that has no chunks yet needs none now.
         return LazyTensor(name, self.dtype, self.shape, _CHUNKS.__get__(self), self.source, self.traits, self.position)
 
@@ -345,13 +336,10 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         if not isinstance(out, np.ndarray):
             raise BadTarget(f"out= must be a numpy array, not {type(out).__name__}", tensor=self.name)
         if out.shape != self.shape or out.dtype != self.dtype.numpy or not out.flags.writeable:
-            raise BadTarget(
-                f"out= must be a writable {self.dtype.numpy} array of shape {self.shape}, "
-                f"not {'a' if out.flags.writeable else 'a read-only'} {out.dtype} array of shape {out.shape}",
-                tensor=self.name,
-                expected=(self.shape, self.dtype.numpy),
-                found=(out.shape, out.dtype),
-            )
+            given = f"{'a' if out.flags.writeable else 'a read-only'} {out.dtype} array of shape {out.shape}"
+            message = f"out= must be a writable {self.dtype.numpy} array of shape {self.shape}, not {given}"
+            expected, found = (self.shape, self.dtype.numpy), (out.shape, out.dtype)
+            raise BadTarget(message, tensor=self.name, expected=expected, found=found)
         self.source.read([Request(self, out)])
         return out
 
@@ -389,10 +377,8 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     def __bool__(self) -> bool:
         """Of one element, whether it is other than zero; of more, that is no question, as in numpy and torch."""
         if self.size != 1:
-            raise BadArgument(
-                f"whether {self.size:,} elements are true is no question; ask one (item()), or for None",
-                tensor=self.name,
-            )
+            message = f"whether {self.size:,} elements are true is no question; ask one (item()), or for None"
+            raise BadArgument(message, tensor=self.name)
         return bool(self.item())
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -416,18 +402,14 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 
     def check_expansion(self) -> None:
         """Raise `LimitExceeded` where this is an expanded view whose elements are many more than were stored."""
-        nbytes = self.size * self.dtype.numpy.itemsize
-        limits = self.source.limits
-        allowed = max(limits.expansion * sum(s.nbytes for s in self.storages), limits.expansion_floor_nbytes)
+        nbytes, limits = self.size * self.dtype.numpy.itemsize, self.source.limits
+        stored = sum(storage.nbytes for storage in self.storages)
+        allowed = max(limits.expansion * stored, limits.expansion_floor_nbytes)
         # Packed elements take a byte each in memory: at most four to the stored byte.
         if nbytes > allowed * (8 // min(self.dtype.bits, 8)) and not self.traits.meta:
-            raise LimitExceeded(
-                f"reading {nbytes:,} bytes out of {sum(s.nbytes for s in self.storages):,} stored ones: this is an expanded "
-                "view; slice it, or open with Limits(expansion=…)",
-                tensor=self.name,
-                expected=allowed,
-                found=nbytes,
-            )
+            advice = "this is an expanded view; slice it, or open with Limits(expansion=…)"
+            message = f"reading {nbytes:,} bytes out of {stored:,} stored ones: {advice}"
+            raise LimitExceeded(message, tensor=self.name, expected=allowed, found=nbytes)
 
     def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> np.ndarray:
         """What `np.asarray` calls. Reading makes the copy, so `copy=False` works over mapped memory alone, as numpy asks."""
@@ -467,22 +449,150 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return self
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: a description. Nothing is read."""
         from holdfast.core.notebook import card
         from holdfast.core.text import nbytes
 
         files = list(dict.fromkeys(storage.key for storage in self.storages))
-        facts = [
-            ("dtype", self.dtype.name),
-            ("shape", str(list(self.shape))),
-            ("elements", f"{self.size:,}"),
-            ("size", nbytes(self.nbytes)),
-        ]
-        facts += [("blocks", self.traits.blocks)] if self.traits.blocks is not None else []
-        facts.append(
-            ("no data", "meta device") if self.traits.meta else ("in", ", ".join(files[:3]) + (", …" if len(files) > 3 else ""))
-        )
+        place = ", ".join(files[:3]) + (", …" if len(files) > 3 else "")
+        facts = [("dtype", self.dtype.name), ("shape", str(list(self.shape))), ("elements", f"{self.size:,}")]
+        facts += [("size", nbytes(self.nbytes)), *([("blocks", self.traits.blocks)] if self.traits.blocks is not None else [])]
+        facts.append(("no data", "meta device") if self.traits.meta else ("in", place))
         return card(self.name, facts)
 
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"
+
+
+# Slices. A program that gathers rows takes ten thousand of them, and each is an offset that moved. So an index is a list of plain
+# tuples, and dimensions behind those that it names are not looked at.
+
+Pick = tuple[int, int, int]
+"""What is taken of a dimension: the first coordinate, the step to the next, and how many."""
+
+TAKEN = -1
+"""In the place of their number: one, and the dimension goes."""
+
+NEW_AXIS: Pick = (0, 0, 1)
+"""A dimension of length 1 that the tensor does not have. No dimension that is there has a step of 0."""
+
+Slice = tuple[tuple[int, ...], int, tuple[int, ...], list[Pick]]
+"""Its shape; where it begins and its strides, of a tensor in one piece; and what it takes of the dimensions."""
+
+
+def sliced(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], index: object) -> Slice:
+    """Check an index against a shape, as numpy would, and follow it.
+
+    What is taken is said of the first dimensions, and of new ones. All others are whole.
+
+    >>> sliced((4, 5), 0, (40, 8), (slice(1, 3), -1))
+    ((2,), 72, (40,), [(1, 1, 2), (4, 0, -1)])
+    >>> sliced((4, 5), 0, (40, 8), (..., None, slice(None, None, -2)))
+    ((4, 1, 3), 32, (40, 0, -16), [(0, 1, 4), (0, 0, 1), (4, -2, 3)])
+
+    Advanced indexing (arrays, booleans) would gather single elements: it is refused with advice.
+    """
+    parts = index if type(index) is tuple else (index,)
+    if len(parts) > len(shape):
+        _refuse_many(parts, len(shape))
+    picks: list[Pick] = []
+    left: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    dim = 0
+    for part in parts:
+        if part is None:
+            picks.append(NEW_AXIS)
+            left, steps = (*left, 1), (*steps, 0)
+            continue
+        if part is Ellipsis:
+            if sum(1 for one in parts if one is Ellipsis) > 1:
+                raise BadIndex("an index can only have a single ellipsis ('...')")
+            after = dim + len(shape) - sum(1 for one in parts if one is not None and one is not Ellipsis)
+            picks += [(0, 1, length) for length in shape[dim:after]]
+            left, steps, dim = (*left, *shape[dim:after]), (*steps, *strides[dim:after]), after
+            continue
+        stride = strides[dim]
+        start, step, count = pick = _pick(part, shape[dim], dim)
+        offset += start * stride
+        if count != TAKEN:
+            left, steps = (*left, count), (*steps, step * stride)
+        picks.append(pick)
+        dim += 1
+    return (*left, *shape[dim:]), offset, (*steps, *strides[dim:]), picks
+
+
+def _refuse_many(parts: Sequence[object], rank: int) -> None:
+    used = sum(1 for part in parts if part is not None and part is not Ellipsis)
+    if used > rank:
+        raise BadIndex(f"too many indices: the tensor has {rank} dimensions, but {used} were indexed")
+
+
+def _pick(part: object, length: int, dim: int) -> Pick:
+    if type(part) is int and 0 <= part < length:
+        return part, 0, TAKEN
+    if isinstance(part, slice):
+        first, last = part.start, part.stop
+        if part.step is None and type(first) is int and type(last) is int and 0 <= first < last <= length:
+            return first, 1, last - first
+        try:
+            start, stop, step = part.indices(length)
+        except (TypeError, ValueError) as error:
+            raise BadIndex(f"bad slice in dimension {dim}: {error}") from None
+        return start, step, len(range(start, stop, step))
+    # A bool is an int to Python and a mask to numpy; here it is neither.
+    if not isinstance(part, bool):
+        try:
+            at = operator.index(part)  # type: ignore[arg-type]  # anything with __index__; the TypeError is the check
+        except TypeError:
+            pass
+        else:
+            if not -length <= at < length:
+                raise BadIndex(f"index {at} is out of bounds for dimension {dim} with size {length}")
+            return at % length, 0, TAKEN
+    raise BadIndex(
+        f"a lazy tensor takes integers, slices, ... and None, not {type(part).__name__}; "
+        "read it first (tensor.numpy()) and index the array"
+    )
+
+
+def slice_chunks(picks: Sequence[Pick], chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+    """The chunks of a slice, in its coordinates; chunks that the index misses are left out."""
+    found: list[Chunk] = []
+    for chunk in chunks:
+        box, dim, offset = chunk.box, 0, chunk.offset
+        starts: list[int] = []
+        stops: list[int] = []
+        strides: list[int] = []
+        for pick in picks:
+            start, step, count = pick
+            if pick is NEW_AXIS:
+                starts, stops, strides = [*starts, 0], [*stops, 1], [*strides, 0]
+                continue
+            low, high, stride = box.start[dim], box.stop[dim], chunk.strides[dim]
+            dim += 1
+            if count == TAKEN:
+                if not low <= start < high:
+                    break
+                offset += (start - low) * stride
+                continue
+            first, last = _overlap(pick, low, high)
+            if first >= last:
+                break
+            offset += (start + first * step - low) * stride
+            starts, stops, strides = [*starts, first], [*stops, last], [*strides, stride * step]
+        else:
+            left = Box((*starts, *box.start[dim:]), (*stops, *box.stop[dim:]))
+            if left.count:
+                found.append(Chunk(left, chunk.storage, offset, (*strides, *chunk.strides[dim:])))
+    return tuple(found)
+
+
+def _overlap(pick: Pick, low: int, high: int) -> tuple[int, int]:
+    """The positions i of a pick whose coordinate `start + i·step` lies in [low, high), as a half-open range."""
+    start, step, count = pick
+    if step > 0:
+        first = -((start - low) // step)
+        last = -((start - high) // step)
+    else:
+        first = -((high - 1 - start) // -step)
+        last = (start - low) // -step + 1
+    return max(first, 0), min(last, count)

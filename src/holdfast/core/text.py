@@ -1,8 +1,7 @@
 """Text for people: names made safe to look at, sizes and counts made short.
 
-Everything that comes out of a file is hostile text. A tensor may be called `\\x1b[2J` (clear the screen), may hold a
-bidi mark that makes `exe.tp` look like `pt.exe`, or a newline that forges a line of output. `escape` makes all of
-that visible. It does not double backslashes, so it is for reading and not for parsing: the exact text is in `--json`.
+Text out of a file is hostile: a tensor's name may clear the screen, hide behind bidi marks, or forge a line of output. `escape`
+makes all of that visible. It does not double backslashes, so it is for reading and not for parsing: the exact text is in `--json`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import re
 
 INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
-"""Letters and marks (to Unicode, and so to `str.isprintable`) that take no room: the default-ignorable ones of
-categories L and M.
-"""
+"""Characters that Unicode calls printable and that take no room: the default-ignorable ones of categories L and M."""
 
 LABEL_LIMIT = 200
 """Characters of one name on a line. Real ones stay below 120; a hostile one may have millions."""

@@ -1,24 +1,17 @@
 """How boxes lie to each other: do they cover a tensor exactly once, do two overlap, what block do they make?
 
-`tiles` and `covers` answer the first in time that is linear in the number of boxes, whatever they are.
-
-Cut along one dimension, as almost all tensors are, they must be a chain. For any others, take for every dimension d a function F_d
-of its coordinates, with random values. A box then has the weight
+`tiles` and `covers` answer the first in time that is linear in the number of boxes. Boxes that are cut along one dimension must be
+a chain. For any others, take for every dimension d a function F_d of its coordinates, with random values. A box then has the weight
 
     w(box) = Π over d of (F_d(stop[d]) − F_d(start[d]))
 
-which is additive: the weights of boxes that tile a whole sum to that of the whole. Multiplied out, the sum is a polynomial in the
-values F_d(x) with a term for each corner, and it is the polynomial of the whole if and only if every point is covered once: a
-sum of boxes is known by its corners. A polynomial that is not zero is zero at a random point of a field of p elements with a
-probability of rank / p at the most (Schwartz and Zippel). The values are drawn anew each time, so no file can be made to fit them.
+which is additive: the weights of boxes that tile a whole sum to that of the whole. The sum is a polynomial in the values F_d(x)
+with a term for each corner. It is the polynomial of the whole if and only if every point is covered once. A polynomial that is not
+zero is zero at a random point of a field of p elements with a probability of rank / p at the most (Schwartz and Zippel). The
+values are drawn anew each time, so no file can be made to fit them.
 
-A rank may hold several boxes of one tensor: two column blocks, every second row, a corner. Three questions are asked of them.
-
-1. Do two overlap? Then nobody could say which one is true (`first_overlap`).
-2. Along which single axis do they follow each other (`common_axis`)? Boxes that differ in that axis alone can be put together
-   into one block however far apart they are.
-3. What shape does the block have that they make (`joined_shape`)? Along a common axis their lengths add up, so that gaps do not
-   count; where there is no such axis it is the smallest box around all of them.
+A rank may hold several boxes of one tensor. Boxes that differ in one axis alone (`common_axis`) make a block in which their lengths
+add up, however far apart they are; for others it is the smallest box around all of them (`joined_shape`):
 
        [0:2, 0:3] [0:2, 3:7]      axis 1    2 × 7
        [0:2, 0:3] [8:10, 0:3]     axis 0    4 × 3
@@ -95,7 +88,6 @@ def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
 
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 
 PRIME = (1 << 31) - 1
 """Products of two residues fit 64 bits."""
@@ -133,7 +125,6 @@ def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
 
 
 def _follow(size: tuple[int, ...], boxes: Sequence[Extent], d: int) -> bool:
-    """Whether boxes that are whole in all dimensions but `d` follow each other in that one."""
     at = 0
     for start, length in sorted((offsets[d], sizes[d]) for offsets, sizes in boxes):
         if start != at:
@@ -162,6 +153,5 @@ def _minus(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[
 
 
 def _random(rows: int, columns: int) -> npt.NDArray[np.uint64]:
-    """Residues that nobody can know beforehand."""
     raw = np.frombuffer(urandom(8 * rows * columns), np.uint64)
     return (raw % np.uint64(PRIME)).reshape(rows, columns)

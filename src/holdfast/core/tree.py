@@ -4,9 +4,8 @@ A leaf's identity is its path, a tuple of keys and positions; its dotted name is
 `core/leaves.py`. All others go through a nested state by `walk`, make another by `rebuild`, or go through two at once by `unroll`
 (docs/design/039). None of these calls itself, so depth costs memory and no frames.
 
-What an object holds is stored in dicts that other objects may hold as well. `contents` says which. Whoever goes through them
-counts them like any container: an object is paid for once, whoever refers to it. A pickled `nn.Module` is gone through as its
-`state_dict()` would be: parameters, then persistent buffers, then submodules.
+What an object holds is stored in dicts that other objects may hold as well (`contents`); each is counted once. A pickled
+`nn.Module` is gone through as its `state_dict()` would be: parameters, then persistent buffers, then submodules.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ MOST_CALLS = 100_000
 TOO_OFTEN = "this state refers to the same containers too often to be gone through leaf by leaf"
 
 LONE_TENSOR_NAME = "tensor"
-"""The name of a tensor that was saved by itself, with nothing around it."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -69,10 +67,8 @@ Contents = list[tuple[object, Iterator[tuple[str | int, object]]]]
 
 
 def contents(value: object) -> Contents | None:
-    """What is inside of a value; None for a leaf. Costs the same whatever is inside, and nothing is copied.
-
-    Values stay referenced by the tree, so a container's identity is that of the object which is given with its children.
-    """
+    """What is inside of a value; None for a leaf. Costs the same whatever is inside, and nothing is copied. Values stay referenced
+    by the tree, so a container's identity is that of the object which is given with its children."""
     match value:
         case dict():
             return [(value, ((step(k), v) for k, v in value.items()))]
@@ -143,7 +139,6 @@ def path_to(way: Way) -> Path:
 
 
 def name_at(way: Way) -> str:
-    """The dotted name of a way."""
     return dotted(path_to(way))
 
 
@@ -170,7 +165,6 @@ def usual_children(value: object) -> Iterable[tuple[object, object]] | None:
 
 
 def values_of(container: Any) -> Collection[Any]:  # noqa: ANN401  # a container of anything
-    """The values of a dict, a list or a tuple."""
     return container.values() if isinstance(container, dict) else container
 
 
@@ -253,20 +247,13 @@ Make = Callable[[Any, list[Any], Way], object]
 
 
 def rebuild(
-    tree: object,
-    replace: Replace,
-    *,
-    inside: Inside = usual_children,
-    make: Make | None = None,
-    most: int | None = None,
+    tree: object, replace: Replace, *, inside: Inside = usual_children, make: Make | None = None, most: int | None = None,
     depth: int | None = None,
-) -> object:
-    """A tree with other leaves. Depth costs memory, and no frames.
-
-    What stands in several places is made once, and stands in all of them again. A container in which nothing changes stays the same
-    object, unless it contains itself: then it contains what was made of it. With `most`, containers are made wherever they stand,
-    and `LimitExceeded` is raised as by `walk`, also for `depth`.
-    """
+) -> object:  # fmt: skip
+    """A tree with other leaves. Depth costs memory, and no frames. What stands in several places is made once, and stands in all of
+    them again. A container in which nothing changes stays the same object, unless it contains itself: then it contains what was
+    made of it. With `most`, containers are made wherever they stand, and `LimitExceeded` is raised as by `walk`, also for
+    `depth`."""
     done: dict[int, tuple[object, object]] = {}
     """By identity: containers, kept so that it stays theirs, and what was made of them."""
     entered: dict[int, object] = {}
@@ -324,10 +311,8 @@ Unrolled = Generator[Any, Any, R]
 
 
 def unroll(call: Unrolled[R]) -> R:
-    """What a function returns that yields its calls of itself. For walks through several states at once; depth costs no frames.
-
-    An error ends all of them: what is around a call in the function does not see it.
-    """
+    """What a function returns that yields its calls of itself. For walks through several states at once; depth costs no frames. An
+    error ends all of them: what is around a call in the function does not see it."""
     calls: list[Unrolled[Any]] = [call]
     result: Any = None
     while calls:
@@ -362,10 +347,8 @@ def dict_leaves(tree: object) -> Iterator[tuple[str, object]]:
 
 
 def leaf_paths(tree: object, *, once: bool = False) -> Iterator[tuple[Path, object]]:
-    """Everything in a tree that is no container with something in it, with its path.
-
-    Containers are entered wherever they stand; with `once`, where they are met first.
-    """
+    """Everything in a tree that is no container with something in it, with its path. Containers are entered wherever they stand;
+    with `once`, where they are met first."""
     places = walk(tree, leaf_children, most=None if once else MOST_LEAVES)
     return with_paths((way, value) for way, value in places if not is_entered(value))
 
@@ -383,7 +366,7 @@ def is_entered(value: object) -> bool:
 
 
 def entered(values: Collection[object]) -> list[bool]:
-    """The same of each; values of which none is a container are not asked one by one."""
+    """Whether each value is entered, as by `is_entered`. Values of which none is a container are not asked one by one."""
     if any(issubclass(kind, dict | list | tuple) for kind in {*map(type, values)}):
         return [*map(is_entered, values)]
     return [False] * len(values)

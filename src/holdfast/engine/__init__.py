@@ -8,9 +8,9 @@ table            the tensors of a state on their way to a file, as columns
 
 source           `OpenSource`: a store, its limits, and the way of its bytes into memory; `Sourced`: a store that makes tensors
 transfer         the one engine that reads: ranges of files, by threads, each to a sink. The sinks:
-  array_sink       a read plan, to arrays of any strides (`checks` sums what passes by)
+  array_sink       a read plan, to arrays of any strides
   memory_sink      ranges to memory that somebody else owns: the storages of a torch file, tensors that are filled
-  checksums        sums alone; `digest` is a tensor's own
+  checksums        sums alone, or of what passes by; `digest`: a tensor's own checksum, and content hashes
   equal            compared with the bytes of another tensor
   scan             elements, a block at a time, to accumulators: statistics, zeros, packing, thresholds (`numeric/`)
 blocks           a tensor as a row of bytes, a bounded number at a time
@@ -22,5 +22,5 @@ file_digest      a whole file, read once and digested, for seals
 targets/         where a save goes: a file, a folder, a bucket; for one process and for ranks
 commit/          the one visible step
 large_pages      memory that is about to be filled, in pages that cost few faults
-threads          all threads that share out work; `background`: one call while the caller goes on
+threads          all threads that share out work; one call while the caller goes on
 """

@@ -1,6 +1,6 @@
-"""Carry out a read plan: a sink that puts the ranges of reads where they belong, into arrays of any strides.
+"""A sink that carries out a read plan: it puts the ranges of reads where they belong, into arrays of any strides.
 
-A number whose elements lie in the file as in its target is read straight into place, unless it was joined with others; everything
+A range whose elements lie in the file as in its target is read straight into place, unless it was joined with others; everything
 else is copied out of scratch memory, with its strides, its byte order and its packing.
 """
 
@@ -16,7 +16,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Store
-from holdfast.engine.checks import Checks
+from holdfast.engine.checksums import Checks
 from holdfast.engine.reads import ChunkRead, FileReads, ReadBatch, ReadPlan, range_chunk, range_index
 from holdfast.engine.transfer import Sink, Straight, transfer
 
@@ -30,8 +30,6 @@ def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
 
 
 class ArraySink(Sink):
-    """The fetches of one file, of which each has ranges of one or several reads."""
-
     def __init__(self, batch: ReadBatch, file: FileReads, checks: Checks) -> None:
         self._chunk_reads, self._file, self._checks = batch.reads, file, checks
 
@@ -65,7 +63,7 @@ class ArraySink(Sink):
         owners, numbers = self._file.owners[span], self._file.numbers[span]
         read = self._chunk_reads[int(owners[0])]
         if len(owners) > 1 and len(read.ranges.outer) == 1 and (owners == owners[0]).all() and (np.diff(numbers) == 1).all():
-            # Teeth side by side are one box of the read: placed together.
+            # Ranges side by side are one box of the read: placed together.
             (axis,) = read.ranges.outer
             rows = slice(int(numbers[0]), int(numbers[-1]) + 1)
             target = read.target[(*(slice(None),) * axis, rows)]
@@ -83,13 +81,11 @@ class ArraySink(Sink):
 
 
 def _address(read: ChunkRead) -> int:
-    """Of the first element of the target."""
     address: int = read.target.__array_interface__["data"][0]
     return address
 
 
 def _places(read: ChunkRead, numbers: Ints) -> Ints:
-    """The addresses of ranges that are read straight into the target."""
     places = np.full(len(numbers), _address(read), np.int64)
     for d in reversed(read.ranges.outer):
         numbers, index = np.divmod(numbers, read.chunk.shape[d])
@@ -98,7 +94,6 @@ def _places(read: ChunkRead, numbers: Ints) -> Ints:
 
 
 def _consecutive(read: ChunkRead, axis: int, rows: slice) -> Chunk:
-    """Consecutive ranges of a read as one chunk."""
     box = read.chunk.box
     start, stop = list(box.start), list(box.stop)
     start[axis], stop[axis] = start[axis] + rows.start, start[axis] + rows.stop
@@ -106,7 +101,6 @@ def _consecutive(read: ChunkRead, axis: int, rows: slice) -> Chunk:
 
 
 def _keep(index: tuple[int | slice, ...]) -> tuple[slice, ...]:
-    """The same index with every dimension kept."""
     return tuple(at if isinstance(at, slice) else slice(at, at + 1) for at in index)
 
 

@@ -1,10 +1,8 @@
 """Arrays in memory: as lazy tensors, and very many of them as rows of a table.
 
-A numpy buffer is a chunk like any other, and arrays over one buffer are aliases.
-
-An array of numpy's own class and of a dtype that a file may have is a row of a table where it is no view of another array, or is a
-view of such a one. What owns its memory shares it with no other that does. An array may also have the memory of something else, a
-tensor or a buffer; two of these are one storage where they begin in one place and are of one length.
+A numpy buffer is a chunk like any other, and arrays over one buffer are aliases. A plain array is a row of a table where its dtype
+exists in files, and it owns its memory, has that of a tensor or a buffer, or is a view of such an array. Two arrays over foreign
+memory are one storage where they begin in one place and are of one length.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from holdfast.errors import Unsupported
 from holdfast.stores.memory import MemoryStore
 
 ARRAY_TYPES = (np.ndarray,)
-"""Types of arrays that may be rows, by exact class."""
 
 DTYPE, SHAPE, STRIDES, NBYTES, BASE, FLAGS = map(attrgetter, ("dtype", "shape", "strides", "nbytes", "base", "flags"))
 IN_ORDER, OWNED = attrgetter("c_contiguous"), attrgetter("owndata")
@@ -44,7 +41,6 @@ class ArrayStorages:
         self.nbytes = np.fromiter(map(NBYTES, arrays), np.int64, len(arrays))
 
     def read(self, numbers: Sequence[int]) -> list[bytes]:
-        """Copies of those of these numbers: to make a view takes longer."""
         arrays = self._arrays
         return [arrays[number].tobytes("A") for number in numbers]
 
@@ -122,7 +118,6 @@ def _is_root(array: object) -> bool:
 
 
 def _view_kind(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int) -> Kind:
-    """The kind of a view; strides in bytes, in the memory of an array of so many bytes."""
     if 0 in shape:
         strides = (0,) * len(shape)
     known = tuple([8 * stride for stride in _known_strides(shape, strides)])
@@ -157,7 +152,6 @@ class Resident:
         return OpenSource(self.store, mapped=True)
 
     def places(self) -> dict[str, tuple[int, int]]:
-        """Address and length of each storage that has bytes, by its key."""
         return {storage.key: place for place, storage in self._storages.items() if place[1]}
 
     def array(self, array: np.ndarray) -> LazyTensor:
@@ -201,9 +195,7 @@ class Resident:
         return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
 
     def parts(self, dtype: DType, shape: tuple[int, ...], chunks: tuple[Chunk, ...], traits: Traits = PLAIN) -> LazyTensor:
-        """A tensor of which only some boxes are here."""
         return LazyTensor("", dtype, shape, chunks, self._source, traits)
 
     def meta(self, dtype: DType, shape: tuple[int, ...], traits: Traits) -> LazyTensor:
-        """A tensor with a shape and no data."""
         return LazyTensor("", dtype, shape, (), self._source, traits)

@@ -94,17 +94,15 @@ def lent_bytes(piece: ContiguousBlock) -> AbstractContextManager[memoryview]:
 
 
 def block_size(tensor: LazyTensor, block: int) -> int:
-    """Bytes of a piece: what the store would rather have than `block`, where it has a preference.
-
-    Of a store that is far away it is what one request fetches at the most, and `block` may be what memory allows.
-    """
+    """Bytes of a piece: what the store would rather have than `block`, where it has a preference. Of a store that is far away it is
+    what one request fetches at the most, and `block` may be what memory allows."""
     store = tensor.source.store
     wished = store.medium.block_nbytes or block
     return min(wished, block) if store.medium.requests else wished
 
 
 def pack(array: np.ndarray, dtype: DType) -> bytes:
-    """One byte an element to `dtype.bits` bits an element, the first in the lowest bits."""
+    """Pack elements of one byte each to `dtype.bits` bits each, the first in the lowest bits."""
     values = byte_row(array)
     bits = np.unpackbits(values[:, None], axis=1, count=dtype.bits, bitorder="little")
     return np.packbits(bits.reshape(-1), bitorder="little").tobytes()

@@ -1,7 +1,6 @@
 """A budget of memory: how many threads may work within it, and on blocks of which size.
 
-A verb that streams holds a few blocks a thread, whatever the size of a checkpoint. So a number of bytes is a number of threads and
-a block: the block shrinks first, and then there are fewer threads. What a block may not shrink below is refused.
+The block shrinks first, and then there are fewer threads. A budget that not even one smallest block fits into is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from holdfast.errors import LimitExceeded
 SMALLEST_BLOCK_NBYTES = 64 << 10
 LARGEST_BLOCK_NBYTES = 4 << 20
 
-FAR_BLOCK_NBYTES = 1 << 20
-"""What comes from far away is not asked for in smaller pieces: there are fewer threads instead."""
+REMOTE_BLOCK_NBYTES = 1 << 20
+"""A remote store is not asked for smaller pieces: there are fewer threads instead."""
 
 BASE_NBYTES = 64 << 20
 """What the plan and the interpreter take beside the blocks, counted against the budget."""
@@ -27,24 +26,19 @@ COPIES = 4
 class Budget(Value, frozen=True):
     threads: int
     block: int
-    """Bytes that are read at a time."""
 
     @property
     def peak_nbytes(self) -> int:
-        """The memory that this leads to, above the interpreter's own."""
         return BASE_NBYTES + self.threads * COPIES * self.block
 
 
 def budget(max_memory: Size, threads: int | None = None, *, smallest: int = SMALLEST_BLOCK_NBYTES, requests: int = 0) -> Budget:
-    """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do.
-
-    `requests` is how many reads a source far away wants under way at once; its blocks are larger, and it takes half of the memory,
-    since what is written may go far as well.
-
-    Raises `LimitExceeded` where not even that fits, and says what would. Threads that the caller asked for are never taken away.
-    """
+    """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do. `requests`
+    is how many reads a remote source wants under way at once; its blocks are larger, and it takes half of the memory, since the
+    target may be remote as well. Raises `LimitExceeded` where not even that fits, and says what would. Threads that the caller
+    asked for are never taken away."""
     room, workers = byte_count(max_memory) - BASE_NBYTES, threads or max(default_threads(), requests)
-    least, most = (FAR_BLOCK_NBYTES, 2 * LARGEST_BLOCK_NBYTES) if requests else (smallest, LARGEST_BLOCK_NBYTES)
+    least, most = (REMOTE_BLOCK_NBYTES, 2 * LARGEST_BLOCK_NBYTES) if requests else (smallest, LARGEST_BLOCK_NBYTES)
     room = room // 2 if requests else room
     if threads is None:
         workers = max(1, min(workers, room // (COPIES * max(least, smallest))))
@@ -58,6 +52,6 @@ def budget(max_memory: Size, threads: int | None = None, *, smallest: int = SMAL
 
 def reading_threads(max_memory: Size | None, threads: int | None = None) -> int:
     """Threads for a verb that reads in blocks of its own, a few megabytes each: as many as were asked for, or as fit."""
-    return (
-        threads or default_threads() if max_memory is None else budget(max_memory, threads, smallest=LARGEST_BLOCK_NBYTES).threads
-    )
+    if max_memory is None:
+        return threads or default_threads()
+    return budget(max_memory, threads, smallest=LARGEST_BLOCK_NBYTES).threads

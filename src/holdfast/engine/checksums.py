@@ -6,29 +6,31 @@
 3. The CRCs of parts combine to those of the spans. Most spans are one part; where there are a million, all of this is columns.
 
 Nothing stops at an error: a read that fails is tried again part by part, and the error belongs to the spans whose parts fail.
+
+`Checks` sums what is read for other reasons, as it passes by, and compares it with what the file records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
+from holdfast.core.chunk import Storage
 from holdfast.core.crc import Sums, crc32
-from holdfast.core.protocols import Store
+from holdfast.core.protocols import Request, Store, by_source
 from holdfast.core.value import Value, replace
 from holdfast.engine.coalesce import SUMS, Parts, Ranges, join_files
-from holdfast.engine.transfer import Scratch, Sink, tasks
-from holdfast.errors import HoldfastError, detached, located
+from holdfast.engine.threads import default_threads
+from holdfast.engine.transfer import Scratch, Sink, run_reads, tasks
+from holdfast.errors import Corrupted, HoldfastError, detached, located
 
 Progress = Callable[[int], None]
 """Is told how many more bytes are done; may be called from several threads at once."""
 
 
 class Span(Value, frozen=True):
-    """Bytes of one file."""
-
     key: str
     start: int
     nbytes: int
@@ -46,7 +48,7 @@ class Sweep:
     def __init__(
         self, store: Store, spans: Iterable[Span] | Ranges, *, summed: Bools | None = None, block: int = SUMS.block
     ) -> None:
-        """Spans one by one; or ranges as columns, `summed` saying of which the CRC is wanted (all, unless it is said)."""
+        """Take spans one by one, or ranges as columns; `summed` says of which the CRC is wanted (by default of all)."""
         if not isinstance(spans, Ranges):
             given = list(spans)
             spans = Ranges.of([(span.key, span.start, span.nbytes) for span in given])
@@ -58,7 +60,7 @@ class Sweep:
         self._cut = (stops - 1) // block > starts // block
         """Which lie in several blocks, and so in several parts."""
         self._whole: Ints = np.zeros(len(spans), np.int64)
-        """The CRC of each that does not."""
+        """The CRC of each range that lies in one block."""
         self._sums = {number: Sums() for number in (self._cut & self._summed).nonzero()[0].tolist()}
         self.errors: dict[int, HoldfastError] = {}
         """What kept ranges from being read, by their numbers."""
@@ -90,7 +92,6 @@ class Sweep:
             self._whole[owners] = crcs
 
     def try_again(self, number: int, start: int, out: memoryview) -> None:
-        """Read a part of a range by itself; what keeps it from being read is the outcome of the range."""
         try:
             self._store.read(self._ranges.keys[int(self._ranges.files[number])], start, out)
         except HoldfastError as error:
@@ -114,7 +115,7 @@ class Sweep:
         return int(self._whole[number]) if sums is None else sums.crc32()
 
     def crc32(self, number: int, *, name: str) -> int:
-        """The same; raises what kept it from being read, as an error of the tensor of this name."""
+        """The CRC of a range; raises what kept it from being read, as an error of the tensor of this name."""
         outcome = self.outcome(number)
         if isinstance(outcome, HoldfastError):
             # Not the one that is kept: it would keep this frame, and all above it.
@@ -128,8 +129,6 @@ class Sweep:
 
 
 class _Summed(Sink):
-    """The parts in the reads of one file."""
-
     def __init__(self, sweep: Sweep, parts: Parts, progress: Progress | None, *, scratch: Scratch) -> None:
         self._sweep, self._parts, self._progress, self._scratch = sweep, parts, progress, scratch
 
@@ -147,3 +146,68 @@ class _Summed(Sink):
             # Without what lies between the parts: nobody expects to be told of that.
             _, begins, ends = self._parts.columns(number)
             self._progress(int((ends - begins).sum()))
+
+
+def whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
+    """The storages that record a checksum and will be read from end to end, with the tensor that reads them."""
+    found: dict[Storage, str] = {}
+    for request in requests:
+        tensor = request.tensor
+        for chunk in tensor.chunks:
+            storage = chunk.storage
+            if storage.crc32 is None or storage in found or not storage.nbytes:
+                continue
+            dense = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8
+            if dense and chunk.extent(tensor.dtype) == (0, storage.nbytes):
+                found[storage] = tensor.name
+    return found
+
+
+class Checks:
+    """Collects block checksums from many threads; `finish` raises for the first storage that is damaged."""
+
+    def __init__(self, storages: dict[Storage, str]) -> None:
+        self._storages = storages
+        self._sums = {storage: Sums() for storage in storages}
+
+    def wants(self, storage: Storage) -> bool:
+        return storage in self._sums
+
+    def add(self, storage: Storage, start: int, data: memoryview) -> None:
+        sums = self._sums.get(storage)
+        if sums is not None:
+            sums.add(start - storage.start, data)
+
+    def damaged(self) -> Iterable[tuple[Storage, str, int]]:
+        """The storages whose blocks are all here and do not sum to the record: with the tensor and what was found."""
+        for storage, sums in self._sums.items():
+            if sums.covers(storage.nbytes) and (found := sums.crc32()) != storage.crc32:
+                yield storage, self._storages[storage], found
+
+    def finish(self) -> None:
+        for storage, tensor, found in self.damaged():
+            raise damage(storage, tensor, found)
+
+
+def damage(storage: Storage, tensor: str, found: int) -> Corrupted:
+    return Corrupted(
+        f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum that the file records: "
+        "they changed after they were written; get the file again, or read it anyway with open(…, verify=False)",
+        file=storage.key,
+        tensor=tensor,
+        offset=storage.start,
+        expected=storage.crc32,
+        found=found,
+    )
+
+
+def check_first(requests: Sequence[Request]) -> None:
+    """Compare the checksums of what these requests will read whole, before any of it is read to its place. Raises `Corrupted` for
+    the first storage that is damaged. It is one more reading, of the page cache where memory allows."""
+    for source, mine in by_source(requests).items():
+        storages = whole_storages(mine)
+        sweep = Sweep(source.store, [Span(one.key, one.start, one.nbytes) for one in storages])
+        run_reads(sweep.tasks(), default_threads(), stores=[source.store])
+        for number, (storage, tensor) in enumerate(storages.items()):
+            if (found := sweep.crc32(number, name=tensor)) != storage.crc32:
+                raise damage(storage, tensor, found)

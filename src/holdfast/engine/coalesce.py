@@ -41,8 +41,8 @@ class Policy(Value, frozen=True):
 MEMORY = Policy()
 """Tensors and slices of them, to arrays of any strides."""
 
-FAR = Policy(free_gap=64 << 10, max_gap=1 << 20, over_read=0.1, alone=4 << 20, block=8 << 20)
-"""Object stores, where a request is a journey of 20 ms or more: as long as it takes to read a megabyte."""
+REMOTE = Policy(free_gap=64 << 10, max_gap=1 << 20, over_read=0.1, alone=4 << 20, block=8 << 20)
+"""Object stores, where a request takes 20 ms or more: as long as it takes to read a megabyte."""
 
 RECORDS = Policy(free_gap=16 << 10, max_gap=16 << 10, over_read=0.0, block=4 << 20)
 """Whole records of an archive, between which are headers and padding: below 200 bytes in almost all files."""
@@ -63,7 +63,6 @@ class Ranges(Value, frozen=True, eq=False):
     """Ranges of files as columns: a checkpoint may have a million of them."""
 
     keys: Sequence[str]
-    """The files."""
     files: Ints
     """The file of each, as a position in `keys`."""
     starts: Ints
@@ -71,7 +70,6 @@ class Ranges(Value, frozen=True, eq=False):
 
     @classmethod
     def of(cls, places: Sequence[tuple[str, int, int]]) -> Ranges:
-        """Of places (key, start, length), in their order."""
         keys: dict[str, int] = {}
         files = np.fromiter((keys.setdefault(key, len(keys)) for key, _, _ in places), np.int64, len(places))
         starts = np.fromiter((start for _, start, _ in places), np.int64, len(places))
@@ -79,7 +77,6 @@ class Ranges(Value, frozen=True, eq=False):
 
     @classmethod
     def joined(cls, parts: Sequence[Ranges]) -> Ranges:
-        """All of several, one behind the other."""
         keys: dict[str, int] = {}
         files: list[Ints] = []
         for part in parts:
@@ -89,11 +86,9 @@ class Ranges(Value, frozen=True, eq=False):
         return cls(list(keys), np.concatenate(files), starts, nbytes)
 
     def some(self, wanted: Bools) -> Ranges:
-        """Those that are wanted."""
         return Ranges(self.keys, self.files[wanted], self.starts[wanted], self.nbytes[wanted])
 
     def place(self, number: int) -> tuple[str, int, int]:
-        """The key, start and length of one of them."""
         return self.keys[self.files.item(number)], self.starts.item(number), self.nbytes.item(number)
 
     def __len__(self) -> int:
@@ -105,15 +100,12 @@ class Reads(Value, frozen=True):
 
     key: str
     starts: Ints
-    """First byte of each read."""
     stops: Ints
-    """The byte after the last one of each read."""
     heads: Ints
     """Number of the first range of each read; one more entry marks the end."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read."""
         return int((self.stops - self.starts).sum())
 
 
@@ -123,9 +115,7 @@ class Parts(Reads, frozen=True):
     owners: Ints
     """For each part, the number of its range."""
     begins: Ints
-    """First byte of each part."""
     ends: Ints
-    """The byte after the last one of each part."""
 
     def columns(self, number: int) -> tuple[Ints, Ints, Ints]:
         """Range, start and stop of each part in one read, as columns."""
@@ -133,7 +123,6 @@ class Parts(Reads, frozen=True):
         return self.owners[span], self.begins[span], self.ends[span]
 
     def of(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """The same, part by part."""
         owners, begins, ends = self.columns(number)
         return zip(owners.tolist(), begins.tolist(), ends.tolist(), strict=True)
 
@@ -177,10 +166,8 @@ def _cut(starts: Ints, stops: Ints, block: int) -> tuple[Ints, Ints, Ints]:
 
 
 def join_parts(key: str, starts: Ints, stops: Ints, policy: Policy, *, whole: bool = False) -> Parts:
-    """Reads of at most a block each that have every byte of these ranges, which come in any order and may be empty.
-
-    A range that is to be read `whole` is not cut: its read is as long as it is, however long.
-    """
+    """Reads of at most a block each that have every byte of these ranges, which come in any order and may be empty. A range that is
+    to be read `whole` is not cut: its read is as long as it is, however long."""
     (filled,) = (stops > starts).nonzero()
     begins, ends = starts[filled], stops[filled]
     owners, begins, ends = (np.arange(len(filled)), begins, ends) if whole else _cut(begins, ends, policy.block)
@@ -192,7 +179,7 @@ def join_parts(key: str, starts: Ints, stops: Ints, policy: Policy, *, whole: bo
 
 
 def join_files(ranges: Ranges, policy: Policy, *, whole: bool = False) -> list[Parts]:
-    """The same of ranges of several files; owners are positions among all of them."""
+    """The reads of ranges of several files, as `join_parts`; owners are positions among all of them."""
     if len(ranges.keys) == 1:
         return [join_parts(ranges.keys[0], ranges.starts, ranges.starts + ranges.nbytes, policy, whole=whole)]
     found = []

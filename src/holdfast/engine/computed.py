@@ -7,17 +7,16 @@ elements behind it from the original, applies the function, and gives the bytes 
 
 from __future__ import annotations
 
-import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
 import numpy as np
 
 from holdfast.core.arrays import Ints, byte_row
-from holdfast.core.box import Box
+from holdfast.core.box import Box, run_boxes
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dense import read_tensors
 from holdfast.core.dtype import DTYPES, DType
@@ -40,35 +39,6 @@ Observe = Callable[[np.ndarray, np.ndarray], None]
 """Sees elements of the original and what was computed of them. It is called from any thread."""
 
 
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """The boxes, in order, that together are the elements [start, stop) of an array in C order.
-
-    >>> list(flat_boxes((3, 4), 2, 9))
-    [(slice(0, 1, None), slice(2, 4, None)), (slice(1, 2, None), slice(0, 4, None)), (slice(2, 3, None), slice(0, 1, None))]
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield ()
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # inside one row
-        at = start // row
-        yield from (_in_row(at, rest) for rest in flat_boxes(shape[1:], start - at * row, stop - at * row))
-        return
-    if start < first * row:
-        yield from (_in_row(first - 1, rest) for rest in flat_boxes(shape[1:], start - (first - 1) * row, row))
-    if first < last:
-        yield (slice(first, last), *(slice(0, n) for n in shape[1:]))
-    if last * row < stop:
-        yield from (_in_row(last, rest) for rest in flat_boxes(shape[1:], 0, stop - last * row))
-
-
-def _in_row(at: int, rest: tuple[slice, ...]) -> tuple[slice, ...]:
-    return (slice(at, at + 1), *rest)
-
-
 def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | None = None) -> np.ndarray:
     """The elements [start, stop) of a tensor in C order, as a 1-D array; in `out`, where there is one."""
     out = np.empty(stop - start, tensor.dtype.numpy) if out is None else out
@@ -82,8 +52,8 @@ def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | No
             source.read_nbytes += out.nbytes
             return out
     requests, at = [], 0
-    for box in flat_boxes(tensor.shape, start, stop):
-        part = tensor[box] if box else tensor
+    for box in run_boxes(tensor.shape, start, stop):
+        part = tensor[box.slices] if box.rank else tensor
         requests.append(Request(part, out[at : at + part.size].reshape(part.shape)))
         at += part.size
     source.read(requests)
@@ -136,7 +106,6 @@ class Computation(Value, frozen=True, eq=False):
     seen: Seen
 
     def read(self, start: int, out: memoryview) -> None:
-        """The bytes of the result from `start` on."""
         width = self.dtype.bits // 8
         first, last = start // width, -(-(start + out.nbytes) // width)
         elements = read_flat(self.original, first, last)
@@ -159,9 +128,7 @@ class Computed(Sourced):
         self, original: LazyTensor, dtype: DType, compute: Compute, *, observe: Observe | None = None, seen: Seen | None = None
     ) -> LazyTensor:
         """The tensor of the same shape whose elements are `compute` of the original's. `compute` works element by element.
-
-        `observe` sees every element that is computed, once, however often it is read.
-        """
+        `observe` sees every element that is computed, once, however often it is read."""
         if dtype.packed:
             raise Unsupported(f"elements of {dtype} share bytes and cannot be computed one by one", tensor=original.name)
         nbytes, made = dtype.nbytes(original.size), Computation(original, dtype, compute, observe, seen or Seen())
@@ -181,26 +148,20 @@ ObserveEach = Callable[[Sequence[str], Ints, np.ndarray, np.ndarray], None]
 
 class Elementwise(Value, frozen=True, eq=False):
     origin: DType
-    """Of the elements that are there."""
     dtype: DType
-    """Of what is made of them."""
     compute: Compute
     observe: ObserveEach
 
 
 class ComputedStorages:
-    """Storages whose bytes are computed of those of others: of many short ones together, of a long one a block at a time.
-
-    Behind those of a medium there are the elements of tensors, in C order: what is no storage of it, or is computed by itself.
-    """
+    """Storages whose bytes are computed of those of others: of many short ones together, of a long one a block at a time. Behind
+    those of a medium there are the elements of tensors, in C order: what is no storage of it, or is computed by itself."""
 
     def __init__(
         self, origin: Storages, names: Mapping[int, str], ways: Sequence[Elementwise], way: Ints, tensors: Sequence[LazyTensor] = ()
     ) -> None:
-        """`way` says of each storage how it is computed: a position in `ways`, -1 for one that stays as it is.
-
-        `names` has for messages a tensor of each storage of `origin` that is computed.
-        """
+        """`way` says of each storage how it is computed: a position in `ways`, -1 for one that stays as it is. `names` has for
+        messages a tensor of each storage of `origin` that is computed."""
         self._origin, self._names, self._ways, self._way = origin, names, ways, way
         self._first, self._tensors = len(origin.nbytes), tensors
         sizes = np.array(
@@ -257,7 +218,6 @@ class ComputedStorages:
         return pieces
 
     def _observe(self, way: Elementwise, numbers: Ints, elements: np.ndarray, made: np.ndarray) -> None:
-        """Show what was not seen before."""
         counts = self.nbytes[numbers] // way.dtype.numpy.itemsize
         filled = counts > 0
         numbers, counts = numbers[filled], counts[filled]
@@ -339,26 +299,19 @@ class Dequantized(Sourced):
         blocks = _known(stored)
         shape, dtype = blocks.shape(stored.shape), DTYPES.name("float32")
         if shape is None or dtype is None:
-            message = (
-                f"the last axis of {list(stored.shape)} is no row of {blocks.name} blocks: dequantize first, and slice the result"
-            )
-            raise Unsupported(message, tensor=stored.name)
+            what = f"the last axis of {list(stored.shape)} is no row of {blocks.name} blocks"
+            raise Unsupported(f"{what}: dequantize first, and slice the result", tensor=stored.name)
         traits = replace(stored.traits, blocks=None, alias=None)
         if stored.traits.meta:
             return replace(stored, dtype=dtype, shape=shape, traits=traits)
         nbytes = stored.size // blocks.nbytes * blocks.elements * 4
-        entry = VirtualFile(
-            nbytes,
-            lambda start, out: _decode(stored, blocks, start, out=out),
-            stamp=partial(tensor_stamp, stored),
-            read_nbytes=stored.nbytes,
-        )
+        read = partial(_decode, stored, blocks)
+        entry = VirtualFile(nbytes, read, stamp=partial(tensor_stamp, stored), read_nbytes=stored.nbytes)
         storage = Storage(self.put(entry), 0, nbytes, label=stored.name, home=self)
         return replace(LazyTensor.contiguous(stored.name, dtype, shape, storage, self.source), traits=traits)
 
 
-def _decode(stored: LazyTensor, blocks: BlockType, start: int, *, out: memoryview) -> None:
-    """The bytes of what a tensor stands for, from `start` on."""
+def _decode(stored: LazyTensor, blocks: BlockType, start: int, out: memoryview) -> None:
     if blocks.decode is None:
         raise _unknown(blocks, stored)
     width = 4 * blocks.elements
@@ -374,13 +327,12 @@ def _decode(stored: LazyTensor, blocks: BlockType, start: int, *, out: memoryvie
 
 
 def _known(stored: LazyTensor) -> BlockType:
-    """The type of a tensor's blocks, which can be decoded."""
     blocks = BLOCKS.get(stored.traits.blocks or "")
     if blocks is None or blocks.decode is None:
         raise _unknown(blocks, stored)
     if any(storage.byteorder == "big" for storage in stored.storages):
-        raise Unsupported("quantised blocks in the byte order of a big-endian machine are read as they are, and not decoded",
-                          tensor=stored.name)  # fmt: skip
+        message = "quantised blocks in the byte order of a big-endian machine are read as they are, and not decoded"
+        raise Unsupported(message, tensor=stored.name)
     return blocks
 
 

@@ -1,23 +1,36 @@
 """The CRC-32 of a tensor's elements in C order: from the file's own records where they say it, else from the bytes, in parallel.
 
-A tensor takes one of four ways, the cheapest that it can:
+A tensor takes the cheapest way that it can: the file's record of exactly these bytes; the records of its pieces, where these are
+consecutive in C order (shards of rows); one pass over its bytes, where they lie in one piece of one file or in memory; else it is
+read piece by piece, in C order (strides, shards of columns, big-endian, conjugated).
 
-1. The file records the checksum of exactly these bytes: nothing is read.
-2. It is cut into pieces that each have such a record and that are consecutive in C order (shards of rows): the records combine.
-3. Its bytes lie in one piece of one file: they are swept. In this process's memory: they are looked at.
-4. Anything else (strides, shards of columns, big-endian, conjugated): it is read piece by piece, in C order.
+Content hashes (`core.content_hash`) say which tensors are what they were. The first 64 KiB of each are looked at; where they
+differ, nothing more is read. The others are read from end to end, in parallel, and hashed. So a run in which everything changes
+pays for the heads alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
 
 from holdfast.core.chunk import Chunk, c_strides, in_c_order
+from holdfast.core.content_hash import HEAD_NBYTES, ContentHash, Hashed, hash_short
 from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
 from holdfast.core.sharing import View, identity
+from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.blocks import ContiguousBlock, contiguous_blocks, contiguous_bytes, mapped_bytes, read_block
+from holdfast.engine.blocks import (
+    ContiguousBlock,
+    block_size,
+    contiguous_blocks,
+    contiguous_bytes,
+    lent_bytes,
+    mapped_bytes,
+    read_block,
+)
 from holdfast.engine.checksums import Progress, Span, Sweep
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
@@ -43,7 +56,6 @@ def recorded_crc(tensor: LazyTensor) -> int | None:
 
 
 def _recorded_pieces(tensor: LazyTensor) -> int | None:
-    """The checksum from the records of pieces that follow each other in C order."""
     if tensor.traits.conj or tensor.traits.neg:
         return None
     sums, nbytes = Sums(), 0
@@ -77,20 +89,14 @@ def _run_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
 
 
 def tensor_crcs(
-    tensors: Sequence[LazyTensor],
-    *,
-    recorded: bool = True,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    tensors: Sequence[LazyTensor], *, recorded: bool = True, threads: int | None = None, progress: Progress | None = None,
     expand: bool = False,
-) -> list[int]:
-    """One checksum a tensor. With `recorded=False` every byte is read, whatever the file says of it.
-
-    Raises `LimitExceeded` for an expanded view whose elements are many more than were stored, unless it may `expand`.
-    """
+) -> list[int]:  # fmt: skip
+    """One checksum a tensor. With `recorded=False` every byte is read, whatever the file says of it. Raises `LimitExceeded` for an
+    expanded view whose elements are many more than were stored, unless it may `expand`."""
     known = [recorded_crc(t) if recorded else None for t in tensors]
-    twins: dict[View, int] = {}
-    twin_of: dict[int, int] = {}
+    firsts: dict[View, int] = {}
+    alias_of: dict[int, int] = {}
     swept: dict[Store, tuple[list[int], list[Span]]] = {}
     parts: dict[int, Sums] = {}
     work: list[Callable[[], None]] = []
@@ -98,9 +104,9 @@ def tensor_crcs(
         if known[i] is not None:
             continue
         # Tied weights are read once.
-        first = twins.setdefault(identity(tensor), i)
+        first = firsts.setdefault(identity(tensor), i)
         if first != i:
-            twin_of[i] = first
+            alias_of[i] = first
             continue
         if not expand:
             with located(tensor=tensor.name):
@@ -123,7 +129,7 @@ def tensor_crcs(
             known[i] = sweep.crc32(position, name=tensors[i].name)
     for i, sums in parts.items():
         known[i] = sums.crc32()
-    return [known[twin_of.get(i, i)] or 0 for i in range(len(tensors))]
+    return [known[alias_of.get(i, i)] or 0 for i in range(len(tensors))]
 
 
 def _block_task(piece: ContiguousBlock, name: str, sums: Sums, progress: Progress | None) -> Callable[[], None]:
@@ -135,3 +141,76 @@ def _block_task(piece: ContiguousBlock, name: str, sums: Sums, progress: Progres
             progress(data.nbytes)
 
     return run
+
+
+HASHED_NBYTES = 4 << 20
+
+BATCH = 4096
+
+TOGETHER = 64
+
+
+def unchanged(
+    tensors: Mapping[str, LazyTensor], recorded: Mapping[str, Hashed], *, threads: int | None = None, block: int | None = None
+) -> tuple[set[str], set[str]]:
+    """The names of the tensors that have the hash that is recorded for them, and of those that have another head. Each name has a
+    record. One without a hash is in neither where the head is the same: it may have changed, or not."""
+    heads = _heads({name: tensors[name] for name, known in recorded.items() if known.head is not None}, threads)
+    changed = {name for name, head in heads.items() if head != recorded[name].head}
+    likely = {name: tensors[name] for name, known in recorded.items() if name not in changed and known.hash is not None}
+    found = tensor_hashes(likely, threads=threads, block=block)
+    return {name for name, hashed in found.items() if hashed.hash == recorded[name].hash}, changed
+
+
+def unchanged_rows(table: Table, recorded: Mapping[int, int], *, threads: int | None = None) -> set[int]:
+    """The plain rows of a table, none longer than a head, that have the hash that is recorded for them."""
+    found: set[int] = set()
+    rows = [*recorded]
+
+    def compare(some: Sequence[int]) -> None:
+        found.update([row for row, now in zip(some, hash_short(table.read(some)), strict=True) if now == recorded[row]])
+
+    work = [partial(compare, rows[first : first + BATCH]) for first in range(0, len(rows), BATCH)]
+    run_reads(work, threads or default_threads(), stores=table.stores)
+    return found
+
+
+def tensor_hashes(tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None) -> dict[str, Hashed]:
+    """The hash of each tensor. Every byte is read once; memory beyond the tensors is a few blocks a thread."""
+    pieces = (
+        (name, piece) for name, one in tensors.items() for piece in contiguous_blocks(one, block_size(one, block or HASHED_NBYTES))
+    )
+    return _hashed(tensors, pieces, threads, whole=True)
+
+
+def _heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, int | None]:
+    begins = (
+        (name, takewhile(lambda piece: piece.start < HEAD_NBYTES, contiguous_blocks(one, HEAD_NBYTES)))
+        for name, one in tensors.items()
+    )
+    found = _hashed(tensors, ((name, piece) for name, some in begins for piece in some), threads, whole=False)
+    return {name: hashed.head for name, hashed in found.items()}
+
+
+def _hashed(
+    tensors: Mapping[str, LazyTensor], pieces: Iterable[tuple[str, ContiguousBlock]], threads: int | None, *, whole: bool
+) -> dict[str, Hashed]:
+    """What `pieces` of tensors, each under the name of its tensor, say of each: its hash, or its head alone."""
+    contents = {name: ContentHash(tensor.nbytes, whole=whole) for name, tensor in tensors.items()}
+
+    def add(some: Sequence[tuple[str, ContiguousBlock]]) -> None:
+        for name, piece in some:
+            with located(tensor=name), lent_bytes(piece) as data:
+                contents[name].add(piece.start, data)
+
+    work: list[Callable[[], None]] = []
+    some: list[tuple[str, ContiguousBlock]] = []
+    for piece in pieces:
+        some.append(piece)
+        if len(some) == TOGETHER or sum([piece.nbytes for _, piece in some]) >= HASHED_NBYTES:
+            work.append(partial(add, some))
+            some = []
+    if some:
+        work.append(partial(add, some))
+    run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors.values()])
+    return {name: content.done() for name, content in contents.items()}

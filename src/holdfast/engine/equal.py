@@ -28,12 +28,9 @@ SIDE = replace(SUMS, block=2 << 20)
 
 Pair = tuple[LazyTensor, LazyTensor]
 Places = list[tuple[str, int, int]]
-"""Files, starts and lengths."""
 
 
 class Located(Value, frozen=True, eq=False):
-    """The ranges of one side, and where they are."""
-
     store: Store
     ranges: Ranges
     name: Callable[[int], str]
@@ -41,11 +38,9 @@ class Located(Value, frozen=True, eq=False):
 
 
 def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None, *, threads: int | None = None) -> list[bool]:
-    """Whether each pair has one dtype, one shape and the same bytes.
-
-    False also where that cannot be told without looking at elements: strides, pieces, byte orders. Progress is told of pairs
-    that turn out to be the same; whoever reads the others again counts those.
-    """
+    """Whether each pair has one dtype, one shape and the same bytes. False also where that cannot be told without looking at
+    elements: strides, pieces, byte orders. Progress is told of pairs that turn out to be the same; whoever reads the others again
+    counts those."""
     same = [canonical(a.dtype, a.shape) == canonical(b.dtype, b.shape) for a, b in pairs]
     by_stores: dict[tuple[Store, Store], tuple[list[int], Places, Places]] = {}
     for number, (a, b) in enumerate(pairs):
@@ -75,8 +70,6 @@ def same_ranges(a: Located, b: Located, progress: Progress | None = None, *, thr
 
 
 class Comparison:
-    """What is known of ranges while they are compared."""
-
     def __init__(self, a: Located, b: Located, progress: Progress | None) -> None:
         self.a, self._b = a, b
         self.same: Bools = np.ones(len(a.ranges), np.bool_)
@@ -128,7 +121,6 @@ class Comparison:
 
 
 def _equal(a: memoryview, begins: Ints, b: memoryview, starts: Ints, lengths: Ints) -> Bools:
-    """Which parts of `a` have the bytes of those of `b`."""
     one, other = np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
     if (np.diff(begins) == np.diff(starts)).all():
         # One stretch of both sides, gaps and all.

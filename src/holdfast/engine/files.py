@@ -1,13 +1,13 @@
 """`FileStorages`: storages that are ranges of files, as columns; `StoredRanges`: which of them the rows of a table use.
 
-A row of a table has the number of a storage, which is a range of a file. An odd row has several, or none that is known: what is
-computed (packed chunks, inflated members) is a range of a file that a store computes, and the ranges that it is computed from.
+A row of a table has the number of a storage, which is a range of a file. What is computed (packed chunks, inflated members) is a
+range of a file that a store computes, and the ranges that it is computed from.
 
     range      0      1      2      3
     heads      0      1      3      4      5         the rows of range i are rows[heads[i]:heads[i + 1]], ascending
     rows       0      1  4   2      3                rows 1 and 4 are tied
 
-Ranges stand in the order of the first row that uses them. What has no bytes is no range: it shares with nobody.
+Ranges stand in the order of the first row that uses them. A tensor without bytes has no range.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ COLUMNS = ("kinds", "kind", "storage", "storages", "odd", "offsets")
 
 
 class ViewTable(Table):
-    """A table of lazy tensors that are there already. Its columns are made when one is asked for first.
-
-    Tensors in one piece of one range of a file are rows over that; all others are odd.
-    """
+    """A table of lazy tensors that are there already. Its columns are made when one is asked for first. Tensors in one piece of one
+    range of a file are rows over that; all others are odd."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         self.names, self._views = [*tensors], [*tensors.values()]
@@ -65,7 +63,6 @@ class ViewTable(Table):
 
 
 def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
-    """A table of lazy tensors under these names."""
     kinds: list[Kind] = []
     positions: dict[object, int] = {}
     kind: list[int] = []
@@ -138,7 +135,6 @@ def _one_range(view: LazyTensor) -> Layout | None:
 
 
 def _storages_of(single: Sequence[tuple[Storage, LazyTensor]]) -> FileStorages:
-    """Storages one by one, each with a tensor over it, as columns."""
     files: dict[tuple[int, int, str], int] = {}
     places: list[FilePlace] = []
     rows: list[tuple[int, int, int, int]] = []
@@ -176,27 +172,17 @@ class FileStorages(FileColumns):
     """Ranges of files, each with the checksum that its file records."""
 
     def __init__(
-        self,
-        files: Sequence[FilePlace],
-        file: Column,
-        start: Column,
-        nbytes: Column,
-        crc: Column,
-        *,
-        names: Sequence[str],
+        self, files: Sequence[FilePlace], file: Column, start: Column, nbytes: Column, crc: Column, *, names: Sequence[str],
         labels: Sequence[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(files, file, start, nbytes, crc)
         self.names = names
-        """Of a tensor of each, for messages."""
         self._labels = names if labels is None else labels
-        """What the file calls each."""
 
     def __len__(self) -> int:
         return len(self._start)
 
     def named(self, names: Sequence[str]) -> FileStorages:
-        """The same storages under other names of tensors."""
         made = copy.copy(self)
         made.names = names
         return made
@@ -211,7 +197,6 @@ class FileStorages(FileColumns):
         return int(self._crc[number])
 
     def label_of(self, number: int) -> str:
-        """What the file calls one."""
         return self._labels[number]
 
     @property
@@ -219,7 +204,6 @@ class FileStorages(FileColumns):
         return tuple(dict.fromkeys(place.source.store for place in self.files))
 
     def storage(self, number: int, kind: Kind) -> Storage:
-        """One storage."""
         place, crc = self.files[self._file[number]], int(self._crc[number])
         return Storage(
             place.key, int(self._start[number]), int(self._nbytes[number]), kind.byteorder, None if crc == NO_CRC else crc,
@@ -283,22 +267,16 @@ class FileStorages(FileColumns):
     def _changed(self, number: int, expected: int, found: int) -> Corrupted:
         return Corrupted(
             "the source does not have the checksum that it records: it changed after it was written; get it again",
-            file=self.files[self.file[number]].key,
-            tensor=self.names[number],
-            offset=int(self.start[number]),
-            expected=expected,
+            file=self.files[self.file[number]].key, tensor=self.names[number], offset=int(self.start[number]), expected=expected,
             found=found,
-        )
+        )  # fmt: skip
 
     def alone(self, number: int, label: str) -> Data | bytes:
-        """The bytes of a long one, a block at a time."""
         nbytes = int(self.nbytes[number])
         return Data(self.view(number, Kind.plain(BYTES, (nbytes,)), self.names[number]), label) if nbytes else b""
 
 
 class JoinedStorages(FileStorages):
-    """Columns of several files, one behind the other."""
-
     def __init__(self, parts: Sequence[FileStorages]) -> None:
         files: dict[tuple[int, int, str], tuple[int, FilePlace]] = {}
         file: list[Ints] = []
@@ -353,25 +331,21 @@ class StoredRanges(Value, frozen=True, eq=False):
 
     @property
     def owners(self) -> Ints:
-        """The range of each entry of `rows`."""
         return np.arange(len(self)).repeat(self.heads[1:] - self.heads[:-1])
 
     def rows_of(self, number: int) -> list[int]:
-        """The rows that use a range."""
         return self.rows[self.heads.item(number) : self.heads.item(number + 1)].tolist()  # type: ignore[no-any-return]  # of integers
 
     def in_store(self, store: Store) -> Bools:
-        """Which ranges lie in the files of a store."""
         return np.array([one is store for one in self.stores], np.bool_)[self.ranges.files]
 
     def some(self, wanted: Bools) -> StoredRanges:
-        """Those that are wanted."""
         counts, kept = np.diff(self.heads), wanted[self.owners]
         heads = np.append(0, np.cumsum(counts[wanted]))
         return StoredRanges(self.ranges.some(wanted), self.stores, self.crcs[wanted], heads, self.rows[kept])
 
     def with_unused(self, ranges: Sequence[tuple[int, int]], crcs: Sequence[int], *, store: Store, key: str) -> StoredRanges:
-        """These, and behind them ranges (start, length) of one file that no row uses."""
+        """All ranges, and behind them ranges (start, length) of one file that no row uses."""
         keys, stores = [*self.ranges.keys], [*self.stores]
         file = next((number for number, one in enumerate(stores) if one is store and keys[number] == key), len(keys))
         if file == len(keys):
@@ -386,9 +360,7 @@ class StoredRanges(Value, frozen=True, eq=False):
 
     def folded(self, hosts: Bools) -> tuple[StoredRanges, Bools]:
         """Ranges without a checksum that lie in a host are left out, and their rows become rows of the host; and which are left.
-
-        Hosts of one file do not overlap.
-        """
+        Hosts of one file do not overlap."""
         files, starts = self.ranges.files, self.ranges.starts
         stops = starts + self.ranges.nbytes
         # Places of all files in one row of numbers: by their ranks, which are few enough for that.

@@ -4,10 +4,9 @@ The kernel finds memory a page at a time, when it is first touched. A gigabyte i
 read it; in pages of 2 MiB they are 512, and take a quarter of the processor time. Linux has large pages for who asks (`madvise`,
 the usual setting). numpy asks for every large array. torch does not, so it is done here for what a load fills.
 
-It is no gain everywhere. Where memory is in pieces, or the host of a virtual machine has taken it back, a large page takes 5 ms of
-processor time and more, twenty times what it takes when it is there. Both are seen within a second of each other. So of every few
-pages one is touched at once, and the clock is looked at; where it took long, large pages are given up for a while, and then for
-longer. A load that meets nothing but slow ones loses a few of them.
+It is no gain everywhere: where memory is in pieces, or the host of a virtual machine has taken it back, a large page takes twenty
+times as long. So of every few pages one is touched at once, and the clock is looked at; where it took long, large pages are given
+up for a while, and then for longer.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ SETTING = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def wanted_in_large_pages(places: Iterable[tuple[int, int]]) -> None:
-    """Addresses and lengths of memory that nobody has touched yet, and that will be written to from end to end.
-
-    A hint, and never an error.
-    """
+    """Addresses and lengths of memory that nobody has touched yet, and that will be written to from end to end. A hint, and never
+    an error."""
     left, pause = 0, PAUSE_NBYTES
     for begin, end in _stretches(places) if _needs_madvise() else ():
         if left > 0:
@@ -51,7 +48,6 @@ def wanted_in_large_pages(places: Iterable[tuple[int, int]]) -> None:
 
 
 def _stretches(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Whole large pages inside of what is large, a few at a time."""
     for address, nbytes in places:
         if nbytes >= LARGE_NBYTES:
             end = (address + nbytes) // PAGE_NBYTES * PAGE_NBYTES
@@ -60,7 +56,6 @@ def _stretches(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _is_slow(address: int) -> bool:
-    """Touch a page, and say whether it took long."""
     used, now = time.thread_time_ns(), time.perf_counter_ns()
     ctypes.memset(address, 0, 1)
     return time.thread_time_ns() - used > SLOW_NS or time.perf_counter_ns() - now > LATE_NS

@@ -1,7 +1,4 @@
-"""Ranges of files to memory that somebody else owns: storages of a torch file, tensors of a model; many short ones or a few long.
-
-    file      │ a a │ b │ c c c c c c c c c … c c c │ d │ e │
-    reads     └─ joined ─┘└── c ──┘└── c ──┘└── c ──┘└ joined ┘
+"""Ranges of files to memory that somebody else owns: storages of a torch file, tensors of a model.
 
 A sink with an address for each range. Short neighbours are read together and copied out; a long range is read straight to its
 place, a block of the file at a time. A recorded CRC-32 is compared with the one of the bytes that came.
@@ -36,7 +33,6 @@ class MemoryRanges(Value, frozen=True, eq=False):
     """Ranges of files, and where in memory each goes. Whoever asks keeps the memory alive."""
 
     keys: Sequence[str]
-    """The files."""
     columns: tuple[Column, Column, Column, Column, Column]
     """Of each range the file as a position in `keys`, the first byte, the length, the address, and the CRC-32 that the file records
     of it, or `UNKNOWN`."""
@@ -90,12 +86,9 @@ class MemorySink(Sink):
         owners = parts.owners
         self._addresses = addresses[owners] + parts.begins - ranges.starts[owners]
         self._crcs = crcs[owners]
-        """Of the ranges that the parts are of."""
         self._recorded = crcs
-        """Of all ranges."""
         self._whole = parts.ends - parts.begins == ranges.nbytes[owners]
         self._sums: dict[int, Sums] = {}
-        """Of ranges that come in several pieces, by their number."""
 
     def name(self, number: int) -> str:
         return self._wanted.name(int(self.parts.owners[self.parts.heads[number]]))
@@ -129,7 +122,6 @@ class MemorySink(Sink):
             self._sums.setdefault(owner, Sums()).add(start - first, data)
 
     def finish(self) -> None:
-        """Compare what came in pieces."""
         for owner, sums in sorted(self._sums.items()):
             self._compare(owner, sums.crc32())
 

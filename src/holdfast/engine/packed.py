@@ -1,29 +1,29 @@
 """Which tensors are worth packing, and how: by counting, in parallel, in bounded memory.
 
 1. Every tensor is counted: how many elements have a bit, and how many of every m along the last axis at the most. A tensor with too
-   few zeros is done: nothing that follows could pay.
+   few zeros is done.
 2. The rest is looked at in blocks of some shapes: in some groups of rows, and in all of them where some would pay.
-3. Of all encodings the smallest is taken, if it saves enough (`numeric/pack_choice.py`). Its groups are counted and summed, for the
-   plan and the checksum.
+3. Of all encodings the smallest is taken, if it saves enough (`smallest_encoding`). Its groups are counted and summed.
 
-Each step is a scan of all tensors that it is about.
-
-What is packed is packed when it is written. Marks, values and starts are lazy tensors over storages that exist nowhere (`Packed`),
-as in `computed.py`: to read a range of one reads the groups behind it and packs them, in little memory. How many values each
-group has is known before, because a plan knows every length; a group that is not what it was when it was counted is refused.
+A tensor is packed when it is written. Marks, values and starts are lazy tensors over storages that exist nowhere (`Packed`), as in
+`computed.py`: reading a range reads the groups behind it and packs them. A plan knows every length, so the values of each group are
+counted before; a group that changed since then is refused.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
+from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes, mapped_bytes
@@ -33,18 +33,23 @@ from holdfast.engine.scan import BLOCK_ELEMENTS, blocks, scan
 from holdfast.engine.source import Sourced
 from holdfast.engine.threads import computing
 from holdfast.errors import Corrupted, StoreError, Unsupported
-from holdfast.numeric.pack import LARGEST_M, Elements, Encoding, SparseParts, element_type, spread, where_total
-from holdfast.numeric.pack_choice import (
-    AllowedEncodings,
-    GroupSums,
-    have_blocks,
-    packed_nbytes,
-    pays,
-    row_groups,
-    smallest_encoding,
-    useful_patterns,
+from holdfast.numeric.pack import (
+    BAND_ELEMENTS,
+    LARGEST_M,
+    Elements,
+    Encoding,
+    SparseParts,
+    as_bits,
+    element_type,
+    encoding_of,
+    group_count,
+    group_rows,
+    matrix_shape,
+    position_bits,
+    spread,
+    where_total,
 )
-from holdfast.numeric.zeros import BitCounts, BlockCounts
+from holdfast.numeric.zeros import PATTERNS, BitCounts, BlockCounts, whole_patterns
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 SMALLEST_NBYTES = 4096
@@ -57,44 +62,35 @@ SAMPLED_GROUPS = 8
 """Groups of rows of a tensor in which blocks are looked for first."""
 
 
-def choose(
-    tensors: Mapping[str, LazyTensor],
-    wanted: AllowedEncodings,
-    *,
-    smallest: int = SMALLEST_NBYTES,
-    worth: float = LARGEST_SHARE,
-    threads: int | None = None,
-) -> dict[str, SparseParts]:
-    """The tensors that are better packed, each with its parts. Reads every tensor at least once.
-
-    Raises `Corrupted` where a tensor is packed that has not the checksum that its source records.
-    """
+def choose(tensors: Mapping[str, LazyTensor], wanted: AllowedEncodings, *, threads: int | None = None) -> dict[str, SparseParts]:
+    """The tensors that are better packed, each with its parts. Reads every tensor at least once. Raises `Corrupted` where a tensor
+    is packed that has not the checksum that its source records."""
     workers = threads or os.cpu_count() or 1
-    names = [name for name, tensor in tensors.items() if _possible(tensor, smallest)]
+    names = [name for name, tensor in tensors.items() if _possible(tensor)]
     every = [tensors[name] for name in names]
     # A multiple of every m.
     step = BLOCK_ELEMENTS // LARGEST_M * (wanted.pattern[1] if wanted.pattern else LARGEST_M)
     bits = scan(
         every, lambda at: BitCounts(useful_patterns(every[at], wanted)), lambda at: blocks(every[at].size, step), threads=workers
     )
-    promising = [at for at, found in enumerate(bits) if found.filled < worth * every[at].size]
+    promising = [at for at, found in enumerate(bits) if found.filled < LARGEST_SHARE * every[at].size]
     look_for_blocks = "block" in wanted.kinds and wanted.block is None
-    filled = _count_blocks(every, promising if look_for_blocks else (), worth, threads=workers)
-    encodings = {at: smallest_encoding(every[at], wanted, worth, bits=bits[at], blocks=filled.get(at)) for at in promising}
-    chosen = [(names[at], every[at], encoding) for at, encoding in encodings.items() if encoding is not None]
+    filled = _count_blocks(every, promising if look_for_blocks else (), threads=workers)
+    shares = {at: smallest_encoding(every[at], wanted, LARGEST_SHARE, bits=bits[at], blocks=filled.get(at)) for at in promising}
+    chosen = [(names[at], every[at], encoding) for at, encoding in shares.items() if encoding is not None]
     packed, made = Packed(), dict[str, SparseParts]()
     for (name, _, _), ready in zip(chosen, _counted([each[1:] for each in chosen], workers), strict=True):
         # Of a block shape that was asked for, the size is known only now.
-        if pays(packed_nbytes(ready.encoding, int(ready.starts[-1]), ready.tensor), ready.tensor, worth):
+        if pays(packed_nbytes(ready.encoding, int(ready.starts[-1]), ready.tensor), ready.tensor, LARGEST_SHARE):
             made[name] = packed.parts(ready)
     return made
 
 
-def _possible(tensor: LazyTensor, smallest: int) -> bool:
-    return not tensor.dtype.packed and not tensor.traits.meta and tensor.size > 0 and tensor.nbytes >= smallest
+def _possible(tensor: LazyTensor) -> bool:
+    return not tensor.dtype.packed and not tensor.traits.meta and tensor.size > 0 and tensor.nbytes >= SMALLEST_NBYTES
 
 
-def _count_blocks(every: Sequence[LazyTensor], numbers: Sequence[int], worth: float, *, threads: int) -> dict[int, BlockCounts]:
+def _count_blocks(every: Sequence[LazyTensor], numbers: Sequence[int], *, threads: int) -> dict[int, BlockCounts]:
     """The blocks of tensors, by their numbers, in which some groups of rows from all over them have blocks that would pay."""
     groups = {number: row_groups(every[number]) for number in numbers}
     sampled = {number: own[:: max(len(own) // SAMPLED_GROUPS, 1)] for number, own in groups.items()}
@@ -105,13 +101,12 @@ def _count_blocks(every: Sequence[LazyTensor], numbers: Sequence[int], worth: fl
         scan([every[number] for number in own], lambda at: found[own[at]], cuts.__getitem__, threads=threads)
 
     count(sampled)
-    blocky = [number for number in numbers if have_blocks(found[number], worth)]
+    blocky = [number for number in numbers if have_blocks(found[number], LARGEST_SHARE)]
     count({number: sorted({*groups[number]} - {*sampled[number]}) for number in blocky})
     return {number: found[number] for number in blocky}
 
 
 def _counted(chosen: Sequence[tuple[LazyTensor, Encoding]], workers: int) -> list[Counted]:
-    """Count and sum every group, and compare with what the sources record."""
     cuts = [blocks(tensor.size, run_length(tensor, encoding) * encoding.group) for tensor, encoding in chosen]
     found = scan([tensor for tensor, _ in chosen], lambda at: GroupSums(chosen[at][1]), cuts.__getitem__, threads=workers)
     made = []
@@ -134,8 +129,6 @@ that threads do not wait for each other's turn at the interpreter."""
 
 
 class Counted(Value, frozen=True):
-    """What is known of a tensor that is to be packed."""
-
     tensor: LazyTensor
     encoding: Encoding
     starts: np.ndarray
@@ -148,7 +141,6 @@ class Counted(Value, frozen=True):
         return self.tensor.dtype.bits // 8
 
     def crc32(self) -> int:
-        """Of all dense bytes."""
         sums = Sums()
         for group, crc in enumerate(self.crcs.tolist()):
             sums.note(group * self.encoding.group * self.width, spread(self.encoding, group) * self.width, crc)
@@ -178,7 +170,6 @@ def _runs(tensor: LazyTensor, encoding: Encoding, first: int, *, last: int) -> I
 
 
 def run_length(tensor: LazyTensor, encoding: Encoding) -> int:
-    """Groups that are read at once."""
     return max(RUN_NBYTES // tensor.dtype.nbytes(encoding.group), 1)
 
 
@@ -193,7 +184,6 @@ class Packed(Sourced):
         self._count = 0
 
     def parts(self, counted: Counted) -> SparseParts:
-        """What is written in the place of a tensor."""
         encoding, count, crc = counted.encoding, int(counted.starts[-1]), counted.crc32()
         # With the checksum, so that a conversion that is resumed does not take a part of other elements for its own.
         number, self._count = f"{self._count} {crc:08x}", self._count + 1
@@ -244,15 +234,11 @@ def _overlap(made: np.ndarray, at: int, start: int, out: memoryview) -> None:
 
 
 def _check(counted: Counted, first: int, dense: Elements) -> None:
-    """Whether the elements of groups, from `first` on, are those that were counted."""
     size = counted.encoding.group
     for group, at in enumerate(range(0, len(dense), size), first):
         if crc32(dense[at : at + size].view(np.uint8).data) != int(counted.crcs[group]):
-            raise StoreError(
-                "the tensor changed while it was saved: it is not what it was when its zeros were counted; save when nobody writes "
-                "to it",
-                tensor=counted.tensor.name,
-            )
+            advice = "it is not what it was when its zeros were counted; save when nobody writes to it"
+            raise StoreError(f"the tensor changed while it was saved: {advice}", tensor=counted.tensor.name)
 
 
 def _plain(name: str) -> DType:
@@ -260,3 +246,113 @@ def _plain(name: str) -> DType:
     if dtype is None:
         raise Unsupported(f"the table of dtypes has no {name}")
     return dtype
+
+
+class AllowedEncodings(Value, frozen=True):
+    kinds: frozenset[str]
+    pattern: tuple[int, int] | None = None
+    """N:M that is asked for, instead of those that are found."""
+    block: tuple[int, int] | None = None
+
+
+def parse_wanted(sparse: str) -> AllowedEncodings | None:
+    """What a caller asks for: `never`, `auto`, `bitmap`, `nm`, `block`, a pattern (`2:4`) or a block shape (`16x16`).
+
+    >>> parse_wanted("2:4").pattern, parse_wanted("never")
+    ((2, 4), None)
+    """
+    if sparse == "never":
+        return None
+    found = re.fullmatch(r"(\d{1,4})([:x])(\d{1,4})", sparse) if isinstance(sparse, str) else None
+    if found is not None:
+        pair = int(found[1]), int(found[3])
+        if found[2] == "x" and min(pair) > 0:
+            return AllowedEncodings(frozenset({"block"}), block=pair)
+        if found[2] == ":" and 1 <= pair[0] < pair[1] <= LARGEST_M:
+            return AllowedEncodings(frozenset({"nm"}), pattern=pair)
+    match sparse:
+        case "auto":
+            return AllowedEncodings(frozenset({"bitmap", "nm", "block"}))
+        case "bitmap" | "nm" | "block":
+            return AllowedEncodings(frozenset({sparse}))
+    known = "never, auto, bitmap, nm, block, a pattern of at most 16 such as 2:4, or a block shape such as 16x16"
+    raise Unsupported(f"sparse={sparse!r} is none of {known}", found=sparse)
+
+
+def useful_patterns(tensor: LazyTensor, wanted: AllowedEncodings) -> dict[int, int]:
+    """The `m` that are looked for in a tensor, and how many of a group may have a bit that it pays. Positions that take more than a
+    bit an element are not smaller than a bitmap."""
+    if "nm" not in wanted.kinds:
+        return {}
+    found = whole_patterns(tensor.shape, [wanted.pattern[1]] if wanted.pattern else PATTERNS)
+    return {m: m // position_bits(m) if "bitmap" in wanted.kinds else m - 1 for m in found}
+
+
+def row_groups(tensor: LazyTensor) -> list[tuple[int, int]]:
+    """Ranges of whole rows in which blocks are counted; none where rows are too long for them."""
+    columns = matrix_shape(tensor.shape)[1]
+    step = group_rows(columns) * columns
+    return [(start, min(start + step, tensor.size)) for start in range(0, tensor.size, step)] if step else []
+
+
+def have_blocks(found: BlockCounts, worth: float) -> bool:
+    """Whether blocks of any shape would pay among the elements that were looked at."""
+    return any(height * width * count < worth * found.elements for (height, width), count in found.counts.items())
+
+
+def smallest_encoding(
+    tensor: LazyTensor, wanted: AllowedEncodings, worth: float, *, bits: BitCounts, blocks: BlockCounts | None
+) -> Encoding | None:
+    """The encoding that takes the fewest bytes, or None where none is worth it. That of given blocks is not counted, and may be."""
+    if wanted.block is not None:
+        rows, columns = matrix_shape(tensor.shape)
+        height, width = wanted.block
+        fits = height <= rows and width <= columns and height * columns <= BAND_ELEMENTS
+        return encoding_of("block", wanted.block, tensor.shape) if fits else None
+    found = [(packed_nbytes(encoding, values, tensor), encoding) for encoding, values in _candidates(tensor, wanted, bits, blocks)]
+    return min((each for each in found if pays(each[0], tensor, worth)), key=lambda each: each[0], default=(0, None))[1]
+
+
+def _candidates(
+    tensor: LazyTensor, wanted: AllowedEncodings, bits: BitCounts, blocks: BlockCounts | None
+) -> Iterator[tuple[Encoding, int]]:
+    if "bitmap" in wanted.kinds:
+        yield encoding_of("bitmap", (), tensor.shape), bits.filled
+    for m, useful in useful_patterns(tensor, wanted).items():
+        n = bits.most[m]
+        if wanted.pattern:
+            n = wanted.pattern[0] if n <= wanted.pattern[0] else m
+        # With more than is useful, nobody looked on: there may be groups with even more.
+        if n <= min(useful, m - 1):
+            encoding = encoding_of("nm", (n, m), tensor.shape)
+            yield encoding, encoding.most(tensor.size)
+    for shape, count in blocks.counts.items() if blocks is not None else ():
+        encoding = encoding_of("block", shape, tensor.shape)
+        yield encoding, count * encoding.unit
+
+
+def packed_nbytes(encoding: Encoding, values: int, tensor: LazyTensor) -> int:
+    starts = (group_count(encoding) + 1) * 8 if encoding.counted else 0
+    return tensor.dtype.nbytes(values) + where_total(encoding) + starts
+
+
+def pays(nbytes: int, tensor: LazyTensor, worth: float) -> bool:
+    """Whether a packed tensor is small enough, and not so small that a reader would have to believe too much."""
+    return nbytes < worth * tensor.nbytes <= worth * Limits().sparse_expansion * nbytes
+
+
+class GroupSums:
+    """How many values each group of an encoding has, and the CRC-32 of its dense bytes. Blocks are whole groups."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self._counts, self._crcs = np.zeros((2, group_count(encoding)), np.int64)
+
+    def add(self, start: int, values: np.ndarray) -> None:
+        bits, size = as_bits(values), self._encoding.group
+        for group, at in enumerate(range(0, len(bits), size), start // size):
+            dense = bits[at : at + size]
+            self._counts[group], self._crcs[group] = self._encoding.count_values(dense), crc32(dense.view(np.uint8).data)
+
+    def result(self) -> tuple[Ints, Ints]:
+        return self._counts, self._crcs

@@ -35,7 +35,6 @@ class PlannedFile:
                 crcs.update(known)
 
     def read(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on, which are all there."""
         stop = start + out.nbytes
         at = max(bisect_right(self._offsets, start) - 1, 0)
         pieces: list[bytes | memoryview] = []

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
 from holdfast.core.protocols import Store
-from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Span, Sweep
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.digest import recorded_crc
@@ -21,44 +20,34 @@ from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Virtual, VirtualFile
 
 
+def recorded_sums(plan: FilePlan) -> Iterator[tuple[Data, int]]:
+    """The data of a plan whose source records its CRC-32, with that."""
+    for segment in plan.segments:
+        # Nothing is recorded of memory, which is most of what is saved.
+        if isinstance(segment, Data) and any(chunk.storage.crc32 is not None for chunk in segment.tensor.chunks):
+            crc = recorded_crc(segment.tensor)
+            if crc is not None and segment.nbytes:
+                yield segment, crc
+
+
 def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
     """Compare what was read with what the source records of itself, where it records anything."""
-    for segment in plan.segments:
-        if isinstance(segment, Data):
-            if not any(chunk.storage.crc32 is not None for chunk in segment.tensor.chunks):
-                continue  # nothing is recorded of memory, which is most of what is saved
-            recorded = recorded_crc(segment.tensor)
-            if recorded is not None and segment.nbytes and recorded != crcs[segment.label]:
-                raise source_changed(segment.tensor, crcs[segment.label], label=segment.label)
-
-
-def source_changed(tensor: LazyTensor, found: int, *, label: str = "") -> Corrupted:
-    """The error for a tensor in one piece that has another CRC-32 than its file records."""
-    (chunk,) = tensor.chunks
-    return Corrupted(
-        "the source does not have the checksum that it records: it changed after it was written; get it again",
-        file=chunk.storage.key,
-        tensor=tensor.name or label,
-        offset=chunk.storage.start,
-        expected=recorded_crc(tensor),
-        found=found,
-    )
+    for segment, expected in recorded_sums(plan):
+        found, place = crcs[segment.label], segment.tensor.chunks[0].storage
+        if expected != found:
+            raise Corrupted(
+                "the source does not have the checksum that it records: it changed after it was written; get it again",
+                file=place.key, tensor=segment.tensor.name or segment.label, offset=place.start, expected=expected, found=found,
+            )  # fmt: skip
 
 
 def check_written(
-    plan: FilePlan,
-    descriptor: int,
-    crcs: Mapping[str, int],
-    *,
-    path: str,
-    blocks: Sequence[Block] = (),
+    plan: FilePlan, descriptor: int, crcs: Mapping[str, int], *, path: str, blocks: Sequence[Block] = (),
     threads: int | None = None,
-) -> None:
-    """Compare what the file gives back with the checksums of what was written to it.
-
-    By `blocks`, as they were written: headers and all, and of a hundred thousand tensors a few. Where one is not the same, or where
-    the blocks are not all of the file, every tensor is compared by itself, so that the one can be named.
-    """
+) -> None:  # fmt: skip
+    """Compare what the file gives back with the checksums of what was written to it. By `blocks`, as they were written: headers and
+    all, and of a hundred thousand tensors a few. Where one is not the same, or where the blocks are not all of the file, every
+    tensor is compared by itself, so that the one can be named."""
     same = _same_blocks(descriptor, blocks, nbytes=plan.nbytes, threads=threads) if _covers(plan, blocks) else None
     if same:
         return

@@ -3,21 +3,12 @@
 1. Each chunk of each tensor is cut into pieces (`ChunkRead`) of at most one block of file, so that threads can share a large
    tensor and scratch memory stays bounded. A piece is again a chunk, with the part of the target that it fills.
 2. Each piece is strided ranges: for every point of its outer dimensions one dense range of bytes. Ranges are numbers in
-   arrays and not objects, because a column of a tall matrix has millions.
+   arrays and not objects, because a column of a tall matrix has millions. Negative strides are folded into the offset. Dimensions
+   that leave no gap, or gaps that are cheaper to read than to skip, collapse to one range; the others are enumerated.
 3. All ranges of one file are sorted and joined (engine/coalesce.py) into *fetches*: a stretch of file each, and the ranges inside.
 
 A range whose elements lie in the file just as they lie in the target is read straight into place, unless it was joined with
 others; everything else passes through scratch memory. The plan says how many bytes it reads and how many were wanted.
-
-**Strided ranges** say which bytes of a storage a chunk touches: for every point of some dimensions, one dense range. On dimensions
-sorted by |stride|:
-
-1. A reversed dimension (negative stride) touches the same bytes as its mirror image, so signs are folded into the offset.
-2. Growing outwards from one element, a dimension whose stride is at most the extent so far leaves no gap: it only makes the
-   extent longer. These dimensions collapse to one range without being enumerated. With a tolerance, gaps that are cheaper to read
-   than to skip collapse as well.
-3. The remaining dimensions are enumerated, one start a combination. Ranges may still touch, and whoever joins them finds out
-   (engine/coalesce.py): strides 2 and 3 over single bytes touch 0, 2, 3, 5, and 2 and 3 are one run.
 """
 
 from __future__ import annotations
@@ -37,8 +28,6 @@ from holdfast.engine.coalesce import MEMORY, Policy, Reads, coalesce
 
 
 class StridedRanges(Value, frozen=True, gc=False):
-    """A chunk as ranges of equal length: for every point of the outer dimensions, one dense stretch of bits."""
-
     base: int
     """Lowest bit that is touched, relative to the storage."""
     extent: int
@@ -47,7 +36,6 @@ class StridedRanges(Value, frozen=True, gc=False):
     """Dimensions that are enumerated, the largest stride first."""
 
     def count(self, chunk: Chunk) -> int:
-        """How many ranges there are."""
         return math.prod(chunk.shape[d] for d in self.outer)
 
     def starts(self, chunk: Chunk) -> Ints:
@@ -97,8 +85,6 @@ class ChunkRead(Value, frozen=True):
 
 
 class FileReads(Reads, frozen=True):
-    """The fetches of one file, and the ranges in them."""
-
     owners: Ints
     """The chunk read of each range."""
     numbers: Ints
@@ -106,8 +92,6 @@ class FileReads(Reads, frozen=True):
 
 
 class ReadBatch(Value, frozen=True):
-    """Chunk reads and the fetches that fill them."""
-
     reads: tuple[ChunkRead, ...]
     files: tuple[FileReads, ...]
 
@@ -121,7 +105,6 @@ class ReadPlan(Value, frozen=True):
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes that will be read."""
         return sum(f.nbytes for b in self.batches for f in b.files)
 
     @property
@@ -129,14 +112,12 @@ class ReadPlan(Value, frozen=True):
         return sum(len(f.starts) for b in self.batches for f in b.files)
 
     def explain(self) -> str:
-        """The plan in one sentence."""
         wanted, read = self.wanted_nbytes, self.read_nbytes
         over = f", {read - wanted:,} more than wanted ({(read - wanted) / wanted:.1%})" if read > wanted else ""
         return f"{self.fetches:,} reads of {read:,} bytes{over}"
 
 
 def plan_reads(requests: Sequence[Request], policy: Policy | None = None) -> ReadPlan:
-    """Plan the reads for all requests together."""
     policy = policy or MEMORY
     batches = tuple(_plan_batch(reads, policy) for reads in _batched(_chunk_reads(requests, policy)))
     wanted = sum(r.tensor.dtype.nbytes(c.box.count // _repeats(c)) for r in requests for c in r.tensor.chunks if c.box.count)
@@ -145,13 +126,7 @@ def plan_reads(requests: Sequence[Request], policy: Policy | None = None) -> Rea
 
 def _repeats(chunk: Chunk) -> int:
     """How many times an expanded chunk repeats each stored element."""
-    if 0 not in chunk.strides:
-        return 1
-    times = 1
-    for n, s in zip(chunk.shape, chunk.strides, strict=True):
-        if s == 0:
-            times *= n
-    return times
+    return math.prod(n for n, stride in zip(chunk.shape, chunk.strides, strict=True) if not stride)
 
 
 def _chunk_reads(requests: Sequence[Request], policy: Policy) -> Iterator[ChunkRead]:
@@ -237,7 +212,7 @@ def _plan_batch(reads: list[ChunkRead], policy: Policy) -> ReadBatch:
 
 
 def _ranges_of(reads: list[ChunkRead], members: list[int]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Of each range of one file: first byte, byte after the last, number of its chunk read, number in that."""
+    """Columns of the ranges of one file: first byte, byte after the last, number of the chunk read, number in that."""
     single = [i for i in members if not reads[i].ranges.outer]
     begins = [reads[i].chunk.storage.start * 8 + reads[i].ranges.base for i in single]
     extents = np.array([reads[i].ranges.extent for i in single], np.int64)
@@ -256,7 +231,6 @@ def _ranges_of(reads: list[ChunkRead], members: list[int]) -> tuple[Ints, Ints, 
 
 
 def range_index(read: ChunkRead, number: int) -> tuple[int | slice, ...]:
-    """The numpy index of one range, in the target of its chunk read."""
     index: list[int | slice] = [slice(None)] * read.chunk.box.rank
     for d in reversed(read.ranges.outer):
         number, index[d] = divmod(number, read.chunk.shape[d])
@@ -264,7 +238,6 @@ def range_index(read: ChunkRead, number: int) -> tuple[int | slice, ...]:
 
 
 def range_chunk(read: ChunkRead, index: tuple[int | slice, ...]) -> Chunk:
-    """The chunk of one range."""
     start, stop = list(read.chunk.box.start), list(read.chunk.box.stop)
     for d, at in enumerate(index):
         if isinstance(at, int):

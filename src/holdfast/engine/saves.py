@@ -66,7 +66,8 @@ def put_together(pieces: Iterable[bytes], nbytes: int) -> bytes:
 
 
 def of_length(made: bytes, nbytes: int) -> bytes:
-    """What was made for a segment. Raises `ValueError` where it would move all that stands behind it."""
+    """The bytes that were made for a segment. Raises `ValueError` for another length, which would move all that stands behind
+    it."""
     if len(made) != nbytes:
         raise ValueError(f"a segment of {nbytes} bytes was made with {len(made)}")
     return made
@@ -106,7 +107,6 @@ class Memory(Value, frozen=True):
 
     content: memoryview
     label: str
-    """As for `Data`."""
     owner: object = None
     """Whoever has to stay alive for the memory to be there."""
 
@@ -146,7 +146,6 @@ class Gathered(Value, frozen=True, eq=False):
         return self.data_nbytes if self.read_nbytes is None else self.read_nbytes
 
     def content(self) -> tuple[bytes, Mapping[str, int]]:
-        """What it makes, of the length that it has."""
         made = self.make()
         return of_length(made[0], self.nbytes), made[1]
 
@@ -167,7 +166,6 @@ class Late(Value, frozen=True):
     """The one label that it depends on, where it is only one: it can then be made as soon as that data has passed by."""
 
     def content(self, crcs: Mapping[str, int]) -> bytes:
-        """What it makes of these checksums, of the length that it has."""
         return of_length(self.make(crcs), self.nbytes)
 
 
@@ -190,11 +188,8 @@ def known_later(segments: Iterable[Segment]) -> list[str]:
 
 
 class FilePlan(Value, frozen=True):
-    """One file."""
-
     key: str
     """Its name inside the checkpoint; empty where the checkpoint is this one file."""
-
     segments: tuple[Segment, ...]
     nbytes: int = -1
     """The sum of its segments, whatever is given."""
@@ -203,7 +198,6 @@ class FilePlan(Value, frozen=True):
         force_setattr(self, "nbytes", sum([segment.nbytes for segment in self.segments]))
 
     def offsets(self) -> list[int]:
-        """Where each segment begins."""
         offsets, at = [], 0
         for segment in self.segments:
             offsets.append(at)
@@ -215,10 +209,8 @@ class LinkedFile(Value, frozen=True):
     """A finished file of another checkpoint that gets a second name in this one: nothing of it is written."""
 
     key: str
-    """Its name in both."""
     nbytes: int
     folder: str
-    """The directory where it lies."""
 
 
 def text_nbytes(files: Iterable[FilePlan]) -> int:
@@ -251,7 +243,6 @@ class SavePlan(Value, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """What is written."""
         return sum(f.nbytes for f in (*self.files, *self.index))
 
     @property
@@ -270,7 +261,6 @@ class SavePlan(Value, frozen=True):
         return found
 
     def explain(self) -> str:
-        """The plan in words: files and their sizes."""
         rows = [f"{f.key or 'one file'}: {f.nbytes:,} bytes in {len(f.segments):,} segments" for f in (*self.files, *self.index)]
         rows += [f"{f.key}: {f.nbytes:,} bytes, linked from {f.folder}" for f in self.linked]
         return "\n".join([f"{self.format}: {self.nbytes:,} bytes", *rows])

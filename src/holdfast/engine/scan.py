@@ -24,9 +24,8 @@ from holdfast.core.crc import crc32
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import replace
-from holdfast.engine.checks import damage
-from holdfast.engine.checksums import Progress
-from holdfast.engine.coalesce import FAR, SUMS, Parts, Ranges, join_files
+from holdfast.engine.checksums import Progress, damage
+from holdfast.engine.coalesce import REMOTE, SUMS, Parts, Ranges, join_files
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import computing, default_threads
@@ -41,7 +40,7 @@ T_co = TypeVar("T_co", covariant=True)
 BLOCK_ELEMENTS = 1 << 18
 """Elements at a time, a multiple of eight so that packed types are cut between bytes: 2 MiB as float64."""
 
-NEAR = replace(SUMS, alone=256 << 10, block=1 << 20)
+LOCAL = replace(SUMS, alone=256 << 10, block=1 << 20)
 """Blocks that are computed with: what is read together stays in a core's cache until the last of it was looked at."""
 
 
@@ -53,28 +52,22 @@ DenseBlock = tuple[int, tuple[int, int], tuple[str, int, int]]
 
 
 class Accumulator(Protocol[T_co]):
-    """What is found out about one tensor while its blocks pass by, in any order and from any thread.
-
-    What depends on their order is kept a block and put together at the end: a result never depends on which thread was quicker.
-    """
+    """What is found out about one tensor while its blocks pass by, in any order and from any thread. What depends on their order is
+    kept a block and put together at the end: a result never depends on which thread was quicker."""
 
     def add(self, start: int, values: np.ndarray) -> None:
-        """Look at a block whose first element has the index `start`: of one dimension, or of two for a rectangle.
-
-        The elements are neither changed nor kept.
-        """
+        """Look at a block whose first element has the index `start`: of one dimension, or of two for a rectangle. The elements are
+        neither changed nor kept."""
 
     def result(self) -> T_co:
         """What all blocks come to. Asked once, after the last of them."""
 
 
 def blocks(count: int, block: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Ranges of elements that cover `count` of them."""
     return ((start, min(start + block, count)) for start in range(0, count, block))
 
 
 def start_of(tensor: LazyTensor, block: Block) -> int:
-    """The index of its first element."""
     if isinstance(block, Box):
         return block.start[0] * matrix_shape(tensor.shape)[1] + block.start[1]
     return block[0]
@@ -88,7 +81,6 @@ def elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
 
 
 def read_block(tensor: LazyTensor, block: Block) -> np.ndarray:
-    """The elements of a block, in memory of their own."""
     if not isinstance(block, Box):
         return read_flat(tensor, *block)
     (top, left), (bottom, right), width = block.start, block.stop, matrix_shape(tensor.shape)[1]
@@ -103,18 +95,12 @@ def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
 
 
 def scan(
-    tensors: Sequence[LazyTensor],
-    make: Callable[[int], Accumulator[T]],
-    cut: Callable[[int], Iterable[Block]] | None = None,
-    *,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> list[T]:
-    """Show the blocks of each tensor to an accumulator, made of its number, and give the results in the order of the tensors.
-
-    `cut` gives the blocks of a tensor by its number; without it they are ranges that cover the tensor. Booleans are shown as bytes
-    of 0 and 1. A tensor without blocks gives what its accumulator says of nothing.
-    """
+    tensors: Sequence[LazyTensor], make: Callable[[int], Accumulator[T]],
+    cut: Callable[[int], Iterable[Block]] | None = None, *, threads: int | None = None, progress: Progress | None = None,
+) -> list[T]:  # fmt: skip
+    """Show the blocks of each tensor to an accumulator, made of its number, and give the results in the order of the tensors. `cut`
+    gives the blocks of a tensor by its number; without it they are ranges that cover the tensor. Booleans are shown as bytes of 0
+    and 1. A tensor without blocks gives what its accumulator says of nothing."""
     run = _Scan(tensors, make, progress)
     odd: list[Callable[[], None]] = []
     dense: dict[Store, list[DenseBlock]] = {}
@@ -132,7 +118,7 @@ def scan(
     jobs = [
         (store, parts, _Shown(run, store, known, parts))
         for store, known in dense.items()
-        for parts in join_files(Ranges.of([at for _, _, at in known]), FAR if store.medium.requests else NEAR, whole=True)
+        for parts in join_files(Ranges.of([at for _, _, at in known]), REMOTE if store.medium.requests else LOCAL, whole=True)
     ]
     transfer(jobs, threads or default_threads(), others=odd, stores=[tensor.source.store for tensor in tensors])
     return run.results()
@@ -173,8 +159,6 @@ class _Scan(Generic[T]):
 
 
 class _Shown(Sink, Generic[T]):
-    """Reads of one file, each with whole blocks."""
-
     def __init__(self, run: _Scan[T], store: Store, dense: Sequence[DenseBlock], parts: Parts) -> None:
         self._run, self._store, self._dense, self._parts = run, store, dense, parts
 

@@ -1,13 +1,8 @@
 """`OpenSource`: a store, the limits that hold for it, and the way its bytes reach memory.
 
-Dense rows that are short are read many together (`read_dense`), each array copied out of scratch memory.
-
-1. Ranges of each file are sorted and joined by the same rule as any others (engine/coalesce.py).
-2. A read is done; each array is a copy of its part, and owns it: to keep one of them keeps nothing else.
-3. The checksum of each part is compared as it lies in the cache.
-
-What is long is left to a plan, which reads it straight into its place. A read that fails is done again row by row, so that its
-error names the tensor that cannot be read. Where checksums are others, the first of these tensors is named.
+Dense rows that are short are read many together (`read_dense`) and copied out of scratch memory: each array owns its bytes. Long
+ones are left to a plan, which reads straight into place. A read that fails is done again row by row, so that its error names the
+tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +25,8 @@ from holdfast.core.table import Piece
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.engine.array_sink import execute
 from holdfast.engine.blocks import ContiguousBlock, read_block
-from holdfast.engine.checks import Checks, damage, whole_storages
-from holdfast.engine.coalesce import FAR, MEMORY, Policy, coalesce
+from holdfast.engine.checksums import Checks, damage, whole_storages
+from holdfast.engine.coalesce import MEMORY, REMOTE, Policy, coalesce
 from holdfast.engine.reads import ReadPlan, plan_reads
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
@@ -42,23 +37,15 @@ HEAD_NBYTES = 4096
 """First bytes of a file that are read at once, since formats are told by them."""
 
 NO_FILE = (None, b"", 0)
-"""Where no first bytes were read yet."""
 
 
 class OpenSource:
     """What formats read headers from and lazy tensors read elements from."""
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        limits: Limits | None = None,
-        threads: int | None = None,
-        mapped: bool = False,
-        verify: bool = True,
-        policy: Policy | None = None,
-        rules: Sequence[str | PlacementRule] = (),
-    ) -> None:
+        self, store: Store, *, limits: Limits | None = None, threads: int | None = None, mapped: bool = False,
+        verify: bool = True, policy: Policy | None = None, rules: Sequence[str | PlacementRule] = (),
+    ) -> None:  # fmt: skip
         medium = store.medium
         self.store = store
         self.rules = tuple(rules)
@@ -67,14 +54,13 @@ class OpenSource:
         self.mapped = mapped
         self.verify = verify
         """Whether checksums that the file records are compared when a storage is read from end to end."""
-        self.policy = policy or (FAR if medium.requests else MEMORY)
+        self.policy = policy or (REMOTE if medium.requests else MEMORY)
         self._resident = medium.resident
         self._reads_ahead = not (medium.requests or medium.exact)
         """Whether more may be read of a file than was asked for."""
         self._first: tuple[str | None, bytes, int] = NO_FILE
         """The file whose first bytes were read last, these, and how many were wanted."""
         self.read_nbytes = 0
-        """Bytes that were read for tensors so far."""
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_first": NO_FILE}
@@ -109,15 +95,13 @@ class OpenSource:
         return Content(out)
 
     def plan(self, requests: Sequence[Request]) -> ReadPlan:
-        """The reads that `read` would do."""
         return plan_reads(requests, self.policy)
 
     def read(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.tensor.traits.meta:
-                raise Unsupported(
-                    "this tensor was saved on the meta device: it has a shape and no data", tensor=request.tensor.name
-                )
+                message = "this tensor was saved on the meta device: it has a shape and no data"
+                raise Unsupported(message, tensor=request.tensor.name)
         checks = Checks(whole_storages(requests) if self.verify else {})
         self.carry_out(requests, checks)
         checks.finish()
@@ -230,20 +214,12 @@ two threads would only hand to each other."""
 
 
 def read_dense(
-    store: Store,
-    rows: DenseRows,
-    out: list[np.ndarray],
-    tensor: Callable[[int], LazyTensor],
-    *,
-    policy: Policy,
-    verify: bool,
-    threads: int,
-) -> tuple[list[int], int]:
+    store: Store, rows: DenseRows, out: list[np.ndarray], tensor: Callable[[int], LazyTensor], *, policy: Policy,
+    verify: bool, threads: int,
+) -> tuple[list[int], int]:  # fmt: skip
     """Put the arrays of rows that are small in their places in `out`. The rows that are left, and how many bytes were read.
-
     `tensor` gives the one of a number, for messages. A store that wants few long requests, or to be read in order, is read by a
-    plan alone.
-    """
+    plan alone."""
     if store.medium.requests or store.medium.in_order:
         return [*range(len(rows))], 0
     several = len(rows.keys) > 1
@@ -291,8 +267,6 @@ def fetch(store: Store, tensor: LazyTensor, place: tuple[str, int, int, int], *,
 
 
 class _Arrays:
-    """The arrays of rows, as they come. Every thread makes others."""
-
     def __init__(
         self, store: Store, rows: DenseRows, out: list[np.ndarray], tensor: Callable[[int], LazyTensor], *, verify: bool
     ) -> None:
@@ -304,7 +278,6 @@ class _Arrays:
         """Rows with another checksum than their file records, and the one that was found."""
 
     def check(self) -> None:
-        """Raise for the first row that is not as it was written."""
         if self._changed:
             row = min(self._changed)
             tensor = self._tensor(self._rows.numbers[row])
@@ -326,7 +299,6 @@ class _Arrays:
                 yield partial(self._scattered, key, members[single[at : at + TASK_READS]])
 
     def _read(self, key: str, stop: int, members: Ints, starts: Ints) -> None:
-        """One read, and the arrays that lie in it."""
         rows, out, start = self._rows, self._out, starts.item(0)
         data = self._scratch.of(stop - start)
         try:
@@ -341,7 +313,6 @@ class _Arrays:
             self._compare(members, [data[place:end] for place, end in zip(places, ends, strict=True)])
 
     def _scattered(self, key: str, members: Ints) -> None:
-        """The arrays of tensors with much between them."""
         rows, out = self._rows, self._out
         try:
             pieces = self._store.scattered(key, rows.starts[members].tolist(), rows.nbytes[members].tolist())
@@ -360,7 +331,7 @@ class _Arrays:
             self._compare(members, pieces)
 
     def _compare(self, members: Ints, pieces: Sequence[Piece | bytearray]) -> None:
-        """Take note of rows whose bytes do not have the checksum that their file records."""
+        """Record the rows whose bytes do not have the checksum that their file records."""
         for row, crc, piece in zip(members.tolist(), self._rows.crcs[members].tolist(), pieces, strict=True):
             if crc != NO_CRC and (found := crc32(piece)) != crc:
                 self._changed[row] = found

@@ -1,11 +1,9 @@
 """Write a plan from front to back, to anything that has a `write`: buffers, sockets' files, compressors.
 
-Such a target cannot be written at an offset, so there is one writer. A large piece of memory is summed by several threads, a window
-ahead of the writing: the sum of a piece is needed behind it, and nobody waits for it. A format with its sums in front of the data
-(safetensors) is read twice, summed first and then written, but for what its source records the sums of: those are believed, and
-compared when it passes by.
-
-What comes from far away is asked for ahead: as many requests are under way as the store wants, and blocks are written in order.
+There is one writer. A large piece of memory is summed by several threads, a window ahead of the writing. A format with its sums in
+front of the data (safetensors) is read twice, summed first and then written, unless its source records the sums: those are compared
+when the data passes by. A remote store is read ahead: it has as many requests under way as it wants, and blocks are written in
+order.
 """
 
 from __future__ import annotations
@@ -21,24 +19,19 @@ from msgspec import Struct
 from holdfast.core.content_hash import ContentHash
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.value import Value
-from holdfast.engine.background import BackgroundCall
 from holdfast.engine.blocks import ContiguousBlock, block_size, contiguous_blocks, read_block
-from holdfast.engine.digest import recorded_crc
-from holdfast.engine.readback import check_source
+from holdfast.engine.readback import check_source, recorded_sums
 from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
-from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.threads import BackgroundCall, default_threads, run_all
 from holdfast.engine.write import GATHER_NBYTES, blocks_of, fetch_small, file_content, small_bytes
 from holdfast.errors import SaveError, located
 
 BLOCK_NBYTES = 4 << 20
-FAR_BLOCK_NBYTES = 8 << 20
-"""Of what is far away, what is asked for at a time."""
+REMOTE_BLOCK_NBYTES = 8 << 20
 
 PARALLEL_NBYTES = 32 << 20
-"""From this size on several threads sum."""
 
 JOINED_NBYTES = 256 << 10
-"""Pieces below this are written together."""
 
 ZEROS = bytes(1 << 20)
 
@@ -50,8 +43,6 @@ class Writer(Protocol):
 
 
 class CountingWriter(Value, frozen=True):
-    """A writer that tells how much it was given."""
-
     file: Writer
     progress: Callable[[int], None]
 
@@ -65,34 +56,27 @@ class CountingWriter(Value, frozen=True):
 
 
 def write_stream(
-    plan: FilePlan,
-    target: Writer,
-    *,
-    known: Mapping[str, int] | None = None,
-    requests: int | None = None,
-    block: int = FAR_BLOCK_NBYTES,
-) -> dict[str, int]:
-    """Write all segments in order, and flush the target if it can. Gives the CRC-32 of each piece of data, by its label.
-
-    `known` are those of files that were written before. `requests` bounds how many blocks of what is far away are read ahead, of
-    `block` bytes each. Raises `SaveError` where data changed between two readings, `Corrupted` where it is not what its source
-    records of it and a sum stands before it.
-    """
+    plan: FilePlan, target: Writer, *, known: Mapping[str, int] | None = None, requests: int | None = None,
+    block: int = REMOTE_BLOCK_NBYTES,
+) -> dict[str, int]:  # fmt: skip
+    """Write all segments in order, and flush the target if it can. Gives the CRC-32 of each piece of data, by its label. `known`
+    are those of files that were written before. `requests` bounds how many blocks of remote data are read ahead, of `block` bytes
+    each. Raises `SaveError` where data changed between two readings, `Corrupted` where it is not what its source records."""
     if plan.nbytes < GATHER_NBYTES:
         content, receipt = file_content(plan, known or {})
         write_all(target, content)
         _flush(target)
         return receipt.crcs
-    far = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.medium.requests]
-    wanted = max((segment.tensor.source.store.medium.requests for segment in far), default=0)
+    remote = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.medium.requests]
+    wanted = max((segment.tensor.source.store.medium.requests for segment in remote), default=0)
     window = max(1, min(wanted, requests or wanted))
     foreseen: dict[str, int] = {}
     if _asks_ahead(plan):
-        foreseen = _recorded(plan)
-        unknown = [segment for segment in far if segment.label not in foreseen]
+        foreseen = {segment.label: crc for segment, crc in recorded_sums(plan)}
+        unknown = [segment for segment in remote if segment.label not in foreseen]
         with closing(_ahead(_fetches(unknown, block), window)) as blocks:
             foreseen |= _sums(plan, blocks, known=foreseen)
-    with closing(_ahead(_fetches(far, block), window)) as blocks:
+    with closing(_ahead(_fetches(remote, block), window)) as blocks:
         return _write_all(plan, target, foreseen, known=known, blocks=blocks)
 
 
@@ -152,10 +136,10 @@ def _asks_ahead(plan: FilePlan) -> bool:
     return False
 
 
-def _fetches(far: Iterable[Data], block: int) -> Iterator[Callable[[], list[memoryview]]]:
+def _fetches(remote: Iterable[Data], block: int) -> Iterator[Callable[[], list[memoryview]]]:
     """All of this data in its order, as calls that read a block each: a piece of a large tensor, or some small ones."""
     few: list[Data] = []
-    for segment in far:
+    for segment in remote:
         if segment.nbytes <= GATHER_NBYTES:
             few.append(segment)
             if sum(one.nbytes for one in few) >= GATHER_NBYTES:
@@ -198,19 +182,7 @@ def _ahead(calls: Iterable[Callable[[], list[memoryview]]], window: int) -> Gene
             one.__exit__(None, None, None)
 
 
-def _recorded(plan: FilePlan) -> dict[str, int]:
-    """The sums that sources record of data, by its label."""
-    found: dict[str, int] = {}
-    for segment in plan.segments:
-        if isinstance(segment, Data) and any(chunk.storage.crc32 is not None for chunk in segment.tensor.chunks):
-            crc = recorded_crc(segment.tensor)
-            if crc is not None and segment.nbytes:
-                found[segment.label] = crc
-    return found
-
-
 def _sums(plan: FilePlan, blocks: Iterator[memoryview], *, known: Mapping[str, int]) -> dict[str, int]:
-    """The sum of all data that is not known, by its label."""
     sums: dict[str, int] = {}
     for segment in plan.segments:
         match segment:
@@ -224,10 +196,8 @@ def _sums(plan: FilePlan, blocks: Iterator[memoryview], *, known: Mapping[str, i
 
 
 class Nowhere:
-    """A target that only looks as if it were written to."""
-
     def write(self, data: bytes | memoryview, /) -> None:
-        """Nothing."""
+        """Drop the bytes."""
 
 
 NOWHERE = Nowhere()
@@ -252,7 +222,6 @@ class _Joining:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was joined so far."""
         if self._pieces:
             write_all(self._target, b"".join(self._pieces))
             self._pieces.clear()
@@ -313,15 +282,11 @@ def _write_memory(target: Writer, content: memoryview) -> int:
         return crc32(content)
     sums = Sums()
 
-    def task(start: int) -> Callable[[], None]:
-        def run() -> None:
-            sums.add(start, content[start : start + BLOCK_NBYTES])
+    def add(start: int) -> None:
+        sums.add(start, content[start : start + BLOCK_NBYTES])
 
-        return run
-
-    with BackgroundCall(
-        lambda: run_all([task(start) for start in range(0, content.nbytes, BLOCK_NBYTES)], default_threads())
-    ) as summing:
+    tasks = [partial(add, start) for start in range(0, content.nbytes, BLOCK_NBYTES)]
+    with BackgroundCall(lambda: run_all(tasks, default_threads())) as summing:
         for start in range(0, content.nbytes, 16 * BLOCK_NBYTES):
             write_all(target, content[start : start + 16 * BLOCK_NBYTES])
         summing.result()

@@ -1,11 +1,8 @@
 """A table on its way to a file: tables of lazy tensors, and the segments that rows become.
 
-Rows that are ranges of bytes of their storages are read many together, by whoever made them: memory, a GPU, a file. Every other
-row is *single* (`Table.single`) and is written by its lazy tensor, which says where its elements are: a strided view of a storage,
-or an odd row, a tensor in several pieces or one that is computed.
-
-Every layout takes a table (`core/table.py`). Two functions make one to be saved: `saving.state.tabulate_state` of a caller's
-memory, `lazy_table` of lazy tensors.
+Rows that are ranges of bytes of their storages are read many together. Every other row is *single* (`Table.single`) and is written
+by its lazy tensor: a strided view of a storage, or an odd row. Two functions make a table to be saved:
+`saving.state.tabulate_state` of a caller's memory, `lazy_table` of lazy tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +18,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32_each
 from holdfast.core.leaves import NO_LEAVES
 from holdfast.core.protocols import State
-from holdfast.core.table import NO_OFFSETS, ODD, FilePlace, Kind, Piece, StorageMoved, Table
+from holdfast.core.table import NO_OFFSETS, ODD, FilePlace, Kind, MemoryBytes, Piece, StorageMoved, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine import saves
@@ -33,26 +29,6 @@ MEASURE = 1 << 20
 
 TOGETHER = 2 * saves.BATCH
 """Rows that are one segment, at the most. What reads them holds the interpreter lock: fewer for each thread is no gain."""
-
-
-class MemoryBytes(Protocol):
-    """The bytes of storages in memory, of one library."""
-
-    @property
-    def nbytes(self) -> Ints:
-        """Of each storage."""
-
-    def read(self, numbers: Sequence[int]) -> Sequence[Piece]:
-        """The bytes of storages of these numbers, all of them together."""
-
-    @property
-    def divisible(self) -> bool:
-        """As for `core.table.Storages`, and so is what follows."""
-
-    def read_parts(self, numbers: Sequence[int], starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[Piece]: ...
-
-    def alone(self, number: int, label: str) -> bytes | Data | Memory:
-        """The bytes of one storage under a label, where they lie."""
 
 
 class Tabulated(Value, frozen=True, eq=False):
@@ -124,9 +100,9 @@ class StateStorages:
         return self._view(number, kind, name, offset)
 
 
-def value_state(value: object, metadata: Mapping[str, str] | None = None) -> State:
+def value_state(value: object) -> State:
     """A state without rows: its tensors, if there are some, are lazy ones that are written one by one."""
-    return State(value, NO_TENSORS, NO_LEAVES, dict(metadata or {}))
+    return State(value, NO_TENSORS, NO_LEAVES)
 
 
 def lazy_table(names: Sequence[str], tensors: Sequence[LazyTensor]) -> Table:
@@ -142,9 +118,9 @@ def as_written(table: Table) -> Table:
     numbers, kind = np.array(table.storage, np.int64), np.array(table.kind, np.int64)
     rows = np.flatnonzero(numbers != ODD)
     held = numbers[rows]
-    noted = np.array([one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_)
-    near = np.array([_is_near(place) for place in storages.files], np.bool_)
-    left = noted[kind[rows]] | ~near[storages.file[held]]
+    apart = np.array([one.traits.alias is not None or one.traits.meta for one in table.kinds], np.bool_)
+    local = np.array([_is_local(place) for place in storages.files], np.bool_)
+    left = apart[kind[rows]] | ~local[storages.file[held]]
     taken = np.zeros(len(storages), np.bool_)
     taken[held[left]] = True
     taken[_numbers_of(table.odd.values(), storages)] = True
@@ -157,7 +133,7 @@ def as_written(table: Table) -> Table:
     return Table(table.names, table.kinds, table.kind, numbers.tolist(), storages, odd, offsets=table.offsets)
 
 
-def _is_near(place: FilePlace) -> bool:
+def _is_local(place: FilePlace) -> bool:
     """Whether many short reads of a file cost what one does, and as many bytes as they give, which computed content may not."""
     store = place.source.store
     return not store.medium.block_nbytes and store.cost(place.key, MEASURE) == MEASURE
@@ -169,14 +145,13 @@ def _numbers_of(tensors: Iterable[LazyTensor], storages: FileStorages) -> list[i
     places = {
         (id(one.home), one.key, one.start, one.nbytes) for tensor in tensors for one in tensor.storages if type(one) is Storage
     }
-    near = np.flatnonzero(np.isin(storages.start, [place[2] for place in places])) if places else np.zeros(0, np.int64)
+    alike = np.flatnonzero(np.isin(storages.start, [place[2] for place in places])) if places else np.zeros(0, np.int64)
     files = [(id(place.home), place.key) for place in storages.files]
-    each = (column.tolist() for column in (near, storages.file[near], storages.start[near], storages.nbytes[near]))
+    each = (column.tolist() for column in (alike, storages.file[alike], storages.start[alike], storages.nbytes[alike]))
     return [number for number, file, start, nbytes in zip(*each, strict=True) if (*files[file], start, nbytes) in places]
 
 
 def _names(table: Table, rows: Ints, numbers: Ints) -> Sequence[str]:
-    """Of each storage, the name of a row that has it."""
     names = table.names
     if len(rows) == len(names) == len(table.storages.nbytes) and (numbers == rows).all():
         return names
@@ -190,11 +165,9 @@ NO_TENSORS = lazy_table((), ())
 
 
 def tabulate_lazy(tensors: Sequence[LazyTensor]) -> Tabulated:
-    """The lazy tensors that are in one piece in a file, as rows over ranges of files.
-
-    Left out is what a store computes or has to ask for, what shares a storage with a tensor that is left out, and what was a view
-    of another storage before it was saved (`Traits.alias`).
-    """
+    """The lazy tensors that are in one piece in a file, as rows over ranges of files. Left out is what a store computes or has to
+    ask for, what shares a storage with a tensor that is left out, and what was a view of another storage before it was saved
+    (`Traits.alias`)."""
     table = lazy_table([tensor.name for tensor in tensors], tensors)
     rows = [row for row, number in enumerate(table.storage) if number != ODD]
     kind, storage = [table.kind[row] for row in rows], [table.storage[row] for row in rows]
@@ -215,10 +188,8 @@ def segment_of(table: Table, row: int, label: str, hashed: Hashing = "") -> Segm
 def segments(
     table: Table, rows: Sequence[int], nbytes: Ints, labels: Sequence[str], hashing: Mapping[str, Hashing], *, stops: Ints
 ) -> list[Segment]:
-    """The bytes of rows that follow each other in a file: small plain ones together, a few megabytes a segment.
-
-    `nbytes` are those of these rows, `stops` their sums up to each. `hashing` says by name which are hashed, and how.
-    """
+    """The bytes of rows that follow each other in a file: small plain ones together, a few megabytes a segment. `nbytes` are those
+    of these rows, `stops` their sums up to each. `hashing` says by name which are hashed, and how."""
     found: list[Segment] = []
     kind, single = table.kind, table.single
     long = {number for number, one in enumerate(table.kinds) if one.nbytes > saves.SMALL_NBYTES}

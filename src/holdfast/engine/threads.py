@@ -13,17 +13,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import cache
 from itertools import count
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 
 from holdfast.core.runtime import renewed, start
 
+T = TypeVar("T")
+
 
 def default_threads(processes: int = 1) -> int:
-    """Enough to keep the memory bus busy and some reads waiting; more only contend. Of as many processes as share the machine."""
+    """Enough to keep the memory bus busy and some reads waiting; more only contend. Shared by so many processes."""
     return max(1, min(16, 2 * _cores() // max(processes, 1)))
 
 
@@ -70,12 +75,10 @@ _own, _numbers = _Own(), count()
 
 
 def computing() -> AbstractContextManager[bool]:
-    """To compute with numpy, in a `with`; who has it neither reads nor waits for anything meanwhile.
-
-    Every call of numpy takes the interpreter's lock again. Threads that have no core wait for it too, and who gets it without a
-    core to run on keeps all others from theirs: with two threads a core, that took more time than the arithmetic. A plain lock and
-    no semaphore: Python's own may lose a turn for ever where Ctrl-C arrives.
-    """
+    """To compute with numpy, in a `with`; who has it neither reads nor waits for anything meanwhile. Every call of numpy takes the
+    interpreter's lock again. Threads that have no core wait for it too, and who gets it without a core to run on keeps all others
+    from theirs: with two threads a core, that took more time than the arithmetic. A plain lock and no semaphore: Python's own may
+    lose a turn for ever where Ctrl-C arrives."""
     turn = _own.turn
     if turn is None:
         # Threads that start one after the other have different ones, as far as there are.
@@ -84,21 +87,19 @@ def computing() -> AbstractContextManager[bool]:
 
 
 class ThreadPool:
-    """Those who do the tasks of one `run_all`."""
+    """The caller and its helpers, who do the tasks of one `run_all`."""
 
     def __init__(self, tasks: list[Callable[[], None]]) -> None:
         self._left = iter(tasks)
         self._failures: list[BaseException] = []
         self._turn = threading.Lock()
         self._helpers = 0
-        """Helpers that are at work."""
         self._over = False
         self._rested = threading.Lock()
         """Taken, until the last helper has come to rest after the end."""
         self._rested.acquire()
 
     def run(self, helpers: int) -> None:
-        """Work with so many helpers, or as many of them as can be started."""
         try:
             for _ in range(helpers):
                 if self._over or start(self._help, name="holdfast") is None:
@@ -151,3 +152,52 @@ class ThreadPool:
     def _fail(self, error: BaseException) -> None:
         self._failures.append(error)
         self._over = True
+
+
+class BackgroundCall(Generic[T]):
+    """One call beside what the caller does: on a thread of its own or, where none can start, when its result is asked for. Used in
+    a `with`; at its end the call is over, or will never begin."""
+
+    def __init__(self, call: Callable[[], T], *, name: str = "holdfast") -> None:
+        self._call = call
+        self._begun = threading.Lock()
+        self._future: Future[T] = Future()
+        self._name = name
+
+    def __enter__(self) -> Self:
+        start(self._run, name=self._name)
+        return self
+
+    def result(self) -> T:
+        """What the call came to; raises what it raised."""
+        self._run()
+        return self._future.result()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                if not self._future.cancel():
+                    self._future.exception()
+                break
+            except BaseException as late:
+                interrupt = late
+        if error is not None:
+            # What was raised may be what the call came to, and holds the frames of those who have this: it is not kept twice.
+            self._future = Future()
+        if interrupt is not None:
+            try:
+                raise interrupt
+            finally:
+                del interrupt
+
+    def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            if self._future.set_running_or_notify_cancel():
+                self._future.set_result(self._call())
+        except BaseException as error:
+            self._future.set_exception(error)
+            # As Python's own pools do: the error holds this frame, and the frame would hold the error.
+            del self

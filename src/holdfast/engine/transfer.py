@@ -7,11 +7,11 @@
 1. Short reads in a row that go straight to their places are asked of the store by one call (`Store.gather`).
 2. What is summed on its way is read a cache full at a time, and summed while it is there.
 3. A thread keeps one piece of scratch memory, as long as its longest read. So memory beyond the targets is `threads × block`.
-4. A read that fails is told to the sink, which raises it with the name of the tensor, or takes note of it. The first failure that
-   is raised stops the rest.
+4. A read that fails is told to the sink, which raises it with the name of the tensor, or records it. The first failure that is
+raised
+   stops the rest.
 
-Sinks: array_sink.py (arrays of any strides), memory_sink.py (memory of somebody else's), checksums.py (sums alone), equal.py (the
-other of two sides), scan.py (whatever is computed of elements). What is in memory already is handed over as it lies there.
+Sinks: array_sink.py, memory_sink.py, checksums.py, equal.py, scan.py. What is in memory already is handed over as it lies there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ TASK_NBYTES = 8 << 20
 """Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor."""
 
 TASK_READS = 2048
-"""Small reads that one thread takes at a time."""
 
 GATHER_READS = 16
 """Reads in a row below which the store is asked for each."""
@@ -63,8 +62,6 @@ def cached_nbytes(threads: int, most: int) -> int:
 
 
 class Straight(Struct):
-    """Where reads in a row go."""
-
     addresses: Ints
     """In memory; 0 for a read that is to be handed over."""
     seen: Bools
@@ -72,7 +69,7 @@ class Straight(Struct):
 
 
 class Sink:
-    """What becomes of the reads of one file. They come from several threads, each from one."""
+    """The receiver of the reads of one file. They come from several threads, each from one."""
 
     def straight(self, first: int, last: int) -> Straight | None:
         """Where reads [first, last) go, or None where all of them are handed over."""
@@ -93,7 +90,6 @@ class Sink:
         raise NotImplementedError
 
     def failed(self, number: int, error: HoldfastError) -> None:
-        """A read that cannot be done."""
         with located(tensor=self.name(number)):
             raise error
 
@@ -110,23 +106,16 @@ class Scratch(threading.local):
 
 
 def transfer(
-    work: Iterable[tuple[Store, Reads, Sink]],
-    threads: int,
-    *,
-    nbytes: int = TASK_NBYTES,
-    step: int | None = None,
-    others: Sequence[Callable[[], None]] = (),
-    stores: Iterable[Store] = (),
-) -> None:
-    """Do all reads, in tasks of about so many bytes, and beside them `others`, which read from these stores by themselves.
-
-    Raises the first error after all threads have stopped.
-    """
+    work: Iterable[tuple[Store, Reads, Sink]], threads: int, *, nbytes: int = TASK_NBYTES, step: int | None = None,
+    others: Sequence[Callable[[], None]] = (), stores: Iterable[Store] = (),
+) -> None:  # fmt: skip
+    """Do all reads, in tasks of about so many bytes, and beside them `others`, which read from these stores by themselves. Raises
+    the first error after all threads have stopped."""
     jobs = list(work)
-    far = any(store.medium.requests for store, _, _ in jobs)
-    threads = threads if far or others or sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES else 1
-    # Where each read is a journey, each is a task: none waits for another.
-    nbytes, step = (1, TASK_NBYTES) if far else (nbytes, step or cached_nbytes(threads, TASK_NBYTES))
+    remote = any(store.medium.requests for store, _, _ in jobs)
+    threads = threads if remote or others or sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES else 1
+    # Of a remote store each read is a task: none waits for another.
+    nbytes, step = (1, TASK_NBYTES) if remote else (nbytes, step or cached_nbytes(threads, TASK_NBYTES))
     scratch = Scratch()
     todo = (task for job in jobs for task in tasks(*job, scratch=scratch, nbytes=nbytes, step=step))
     run_reads(chain(todo, others), threads, stores=chain((store for store, _, _ in jobs), stores))
@@ -158,8 +147,6 @@ def tasks(
 
 
 class ReadTask(Struct):
-    """Reads [first, last) of a file."""
-
     store: Store
     reads: Reads
     sink: Sink
@@ -182,7 +169,6 @@ class ReadTask(Struct):
         self._one_by_one(straight, at, self.last - self.first)
 
     def _ranges(self, low: int, high: int) -> tuple[Ints, Ints]:
-        """Starts and stops of some reads of this task."""
         span = slice(self.first + low, self.first + high)
         return self.reads.starts[span], self.reads.stops[span]
 
@@ -225,7 +211,6 @@ class ReadTask(Struct):
                     self.sink.passed(number, at, piece)
 
     def _hand_over(self, number: int, start: int, stop: int) -> None:
-        """Read through scratch memory, or look at memory that is there."""
         if self.sink.wants(number):
             memory = self.store.map(self.reads.key) if self.store.medium.resident else None
             if memory is not None and stop <= memory.nbytes:

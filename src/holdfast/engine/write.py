@@ -47,7 +47,7 @@ Progress = Callable[[int], None]
 """Told how many bytes have been written since it was told last; called from several threads."""
 
 
-class Sink(Protocol):
+class WritableFile(Protocol):
     """An open file that can be written at any offset by several threads."""
 
     def allocate(self, nbytes: int) -> None:
@@ -71,8 +71,6 @@ class Receipt(Struct):
 
 
 class Written(Struct):
-    """What is known of a file while it is written."""
-
     sums: dict[str, Sums]
     """Of each tensor, by its label."""
     made: set[int] = field(default_factory=set)
@@ -80,7 +78,6 @@ class Written(Struct):
     hashes: dict[str, ContentHash] = field(default_factory=dict)
     """Of each tensor that is hashed and comes in several blocks, by its label."""
     hashed: dict[str, Hashed] = field(default_factory=dict)
-    """Of each that came in one."""
     gathered: dict[str, int] = field(default_factory=dict)
     """What segments with many tensors in them said of those, by their labels."""
     blocks: list[Block] = field(default_factory=list)
@@ -97,18 +94,11 @@ class Written(Struct):
 
 
 def write_file(
-    plan: FilePlan,
-    sink: Sink,
-    *,
-    crcs: Mapping[str, int] | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-    block: int | None = None,
-) -> Receipt:
-    """Write one file. `crcs` are those of files written before, for Late segments that need them.
-
-    Memory beyond the state itself is about `threads × block × 2`: what was read, and what is computed from it.
-    """
+    plan: FilePlan, sink: WritableFile, *, crcs: Mapping[str, int] | None = None, threads: int | None = None,
+    progress: Progress | None = None, block: int | None = None,
+) -> Receipt:  # fmt: skip
+    """Write one file. `crcs` are those of files written before, for Late segments that need them. Memory beyond the state itself is
+    about `threads × block × 2`: what was read, and what is computed from it."""
     if plan.nbytes < GATHER_NBYTES:
         # What is written by one write says itself where it fails. To make room for it first would take as long.
         content, receipt = file_content(plan, crcs or {})
@@ -123,9 +113,9 @@ def write_file(
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
     sink.allocate(plan.nbytes)
     stores = _stores(plan)
-    far = max((store.medium.requests for store in stores), default=0)
-    threads = threads or max(_usual_threads(plan), far)
-    block = block or (2 * BLOCK_NBYTES if far else cached_nbytes(threads, BLOCK_NBYTES))
+    remote = max((store.medium.requests for store in stores), default=0)
+    threads = threads or max(_usual_threads(plan), remote)
+    block = block or (2 * BLOCK_NBYTES if remote else cached_nbytes(threads, BLOCK_NBYTES))
     run_reads(_tasks(plan, offsets, sink, written, progress, block), threads, stores=stores)
     # A dict of a million checksums is not copied where it is all that is known.
     receipt = Receipt(plan.nbytes, written.gathered, blocks=written.blocks)
@@ -159,7 +149,6 @@ def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receip
 
 
 def _stores(plan: FilePlan) -> list[Store]:
-    """What the data of a file is read from."""
     return [*dict.fromkeys([segment.tensor.source.store for segment in plan.segments if isinstance(segment, Data)])]
 
 
@@ -168,7 +157,6 @@ def _hash_fields(label: str, hashed: Hashed) -> dict[str, int]:
 
 
 def _usual_threads(plan: FilePlan) -> int:
-    """How many threads write a file where nobody says."""
     gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
     return min(default_threads(), GATHERERS) if 2 * gathered > plan.nbytes else default_threads()
 
@@ -176,10 +164,8 @@ def _usual_threads(plan: FilePlan) -> int:
 def _joined_late(
     plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int], written: set[int]
 ) -> Iterator[tuple[int, bytes, int]]:
-    """The late segments that are not written yet, where they begin, and how many of the bytes are theirs.
-
-    Short literals between two of them are written again, to make it one piece.
-    """
+    """The late segments that are not written yet, where they begin, and how many of the bytes are theirs. Short literals between
+    two of them are written again, to make it one piece."""
     begin, late = -1, 0
     pieces: list[bytes] = []
     between: list[bytes] = []
@@ -201,13 +187,8 @@ def _joined_late(
 
 
 def _tasks(
-    plan: FilePlan,
-    offsets: Sequence[int],
-    sink: Sink,
-    written: Written,
-    progress: Progress | None,
-    block: int,
-) -> Iterator[Callable[[], None]]:
+    plan: FilePlan, offsets: Sequence[int], sink: WritableFile, written: Written, progress: Progress | None, block: int,
+) -> Iterator[Callable[[], None]]:  # fmt: skip
     """Blocks of work: a large tensor's piece each, or a stretch of small segments that are neighbours in the file."""
     stretch: list[tuple[int, Segment]] = []
     size, most = 0, GATHER_NBYTES
@@ -235,12 +216,14 @@ def _tasks(
 
 
 def _wished_nbytes(segment: Segment) -> int:
-    """What the store of data would rather be asked for at a time; 0 where it has no such wish, or is far away and has others."""
+    """What the store of data would rather be asked for at a time; 0 where it has no such wish, or is remote and has others."""
     if not isinstance(segment, Data):
         return 0
     store = segment.tensor.source.store
     return 0 if store.medium.requests else store.medium.block_nbytes
 
+
+Task = Callable[[], None]
 
 Lend = Callable[[], AbstractContextManager[memoryview]]
 """Bytes for a while, in memory that somebody lends."""
@@ -261,7 +244,7 @@ def blocks_of(segment: Data | Memory, nbytes: int) -> Iterator[tuple[int, Lend]]
 
 
 def _block(
-    segment: Data | Memory, start: int, lend: Lend, offset: int, sink: Sink, written: Written, progress: Progress | None
+    segment: Data | Memory, start: int, lend: Lend, offset: int, sink: WritableFile, written: Written, progress: Progress | None
 ) -> Callable[[], None]:
     def run() -> None:
         with ExitStack() as lent:
@@ -276,7 +259,9 @@ def _block(
     return run
 
 
-def _gathered(segment: Gathered, offset: int, sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
+def _gathered(
+    segment: Gathered, offset: int, sink: WritableFile, written: Written, progress: Progress | None
+) -> Callable[[], None]:
     def run() -> None:
         content, known = segment.content()
         written.gathered.update(known)
@@ -288,7 +273,9 @@ def _gathered(segment: Gathered, offset: int, sink: Sink, written: Written, prog
     return run
 
 
-def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
+def _stretch(
+    parts: list[tuple[int, Segment]], sink: WritableFile, written: Written, progress: Progress | None
+) -> Callable[[], None]:
     """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
 
     def run() -> None:
@@ -321,10 +308,8 @@ Piece = bytes | bytearray | memoryview | None
 
 
 def _pieces(segments: Sequence[Segment], here: dict[str, int], written: Written | None = None) -> list[Piece]:
-    """The bytes of small segments; None in the place of a late one that needs more than is known.
-
-    What is known of their data is added `here`, and to what is `written` of a file of which they are a part.
-    """
+    """The bytes of small segments; None in the place of a late one that needs more than is known. What is known of their data is
+    added `here`, and to what is `written` of a file of which they are a part."""
     data_segments = [segment for segment in segments if isinstance(segment, Data)]
     fetched = fetch_small(data_segments) if data_segments else {}
     pieces: list[Piece] = []
@@ -355,9 +340,8 @@ def _pieces(segments: Sequence[Segment], here: dict[str, int], written: Written 
 
 
 def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
-    """The bytes of small tensors by their labels: neighbours by one read. What is in memory needs no reading, and a stream is read
-    from front to back by whoever writes: both are left out.
-    """
+    """The bytes of small tensors by their labels, neighbours by one read; not of memory, nor of a stream, which is read in
+    order."""
     wanted = [s for s in segments if s.nbytes and not ((medium := s.tensor.source.store.medium).resident or medium.in_order)]
     outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in wanted]
     for source, requests in by_source(Request(s.tensor, out) for s, out in zip(wanted, outs, strict=True)).items():
@@ -369,7 +353,6 @@ def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
 
 
 def small_bytes(segment: Data) -> memoryview | bytearray:
-    """The bytes of a small tensor."""
     memory = mapped_bytes(segment.tensor)
     if memory is not None:
         return memory

@@ -25,12 +25,13 @@ def _refuse_second_reading(source: Source, key: str, found: Format) -> None:
 
 
 OPCODES = frozenset(map(bytes, zip(b"()BCFGIJKLMNPSTUVX]ci}\x80\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x95\x96\x97")))
-"""What a pickle may begin with. An unpickler refuses every other byte at once: most opcodes want something on the stack, or in the
-memo. (`i` does, and CPython's unpickler in Python imports before it looks.)"""
+"""First bytes of pickles. An unpickler refuses every other byte at once: most opcodes need a stack or a memo. (`i` needs a
+stack as well, but CPython's unpickler in Python imports first.)
+"""
 
 
 def _unpickles(source: Source, key: str) -> bool:
-    """Whether an unpickler that is given this file does anything before it fails."""
+    """Whether an unpickler does anything with this file before it fails."""
     if source.first(key, 1) not in OPCODES:
         return False
     from holdfast.formats.pickle.recording import read_ahead
@@ -49,11 +50,10 @@ HINTS = (
     (b"version https://git-lfs", "it is a Git LFS pointer, not the file itself; run `git lfs pull`"),
     (b"<", "it looks like a web page; the download went wrong"),
 )
-"""What people open by mistake, and what to tell them."""
+"""Files that people open by mistake, and hints."""
 
 
 def detect(source: Source) -> Format:
-    """The format whose content this is."""
     key = source.store.single
     head = b"" if key is None else source.first(key, FIRST_NBYTES)
     for format in FORMATS:
@@ -91,7 +91,7 @@ def detect(source: Source) -> Format:
 
 
 def unknown(source: Source, key: str) -> UnknownFormat:
-    """What to say of a file that is none of the formats."""
+    """The error for a file of an unknown format."""
     head = source.first(key, 32)
     if not head:
         return UnknownFormat("the file is empty")

@@ -3,8 +3,8 @@
     {"metadata": {"total_size": 58}, "weight_map": {"a": "model-00001-of-00002.safetensors", …}}
 
 `transformers`, diffusers and torch write `model.safetensors.index.json` beside safetensors files, and beside files of `torch.save`
-`pytorch_model.bin.index.json`. Both are read here, by one set of rules: every file that is named is there, none has a name that
-leads away, each has the tensors that the index sends to it, and no tensor is in two of them.
+`pytorch_model.bin.index.json`. The rules for both: every named file exists inside of the folder, each file has the tensors that the
+index maps to it, and no tensor is in two files.
 
 `metadata` may be missing, and its `total_size` is a float in some files on the hub; no reader depends on it.
 """
@@ -21,102 +21,91 @@ from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, StoreError, UnsafePath, Unsupported
 
 INDEX = ".index.json"
-"""What the name of an index ends with, behind the suffix of the files that it names."""
+"""The end of the name of an index, after the suffix of its files."""
 
 USUAL = {".safetensors": "model", ".bin": "pytorch_model"}
-"""What the weights of a model are called, by the suffix of their files."""
+"""The usual name of weights, by the suffix of their files."""
 
 WEIGHT_MAP = "weight_map"
 
 FILES = "holdfast.files"
-"""In `metadata`: every file that counts, where pieces of tensors lie in several."""
+"""The field of `metadata` with all files, if pieces of a tensor lie in several."""
 
 TORCH_WEIGHTS = re.compile(r"(?:[^/.][^/]*[._-])?(?:pytorch_model|adapter_model|pytorch_lora_weights)[^/]*\.bin")
-"""What transformers, diffusers and peft call files of `torch.save`: with a number, a variant (`.fp16`), a word before it."""
+"""Names of files of `torch.save` in transformers, diffusers and peft: with a number, a variant (`.fp16`), a first word."""
 
 FOREIGN = re.compile(r"[^./][^/]*\.(?:h5|msgpack|ot|onnx)")
-"""Files in which weights lie that nobody reads here: of TensorFlow, Flax, Rust and ONNX."""
+"""Weights of TensorFlow, Flax, Rust and ONNX, which Holdfast does not read."""
 
 OTHERS = re.compile(rf"{TORCH_WEIGHTS.pattern}|{FOREIGN.pattern}")
 
 SHOWN = 5
-"""Names that a message lists before it says how many more there are."""
+"""Names that a message lists; further ones are counted."""
 
 
 class Index(Value, frozen=True):
-    """What an index says."""
-
     weight_map: dict[str, str]
     """The file of every tensor, in the order of the index."""
     metadata: dict[str, object]
 
-    @property
-    def files(self) -> list[str]:
-        """Every file that counts, once."""
-        more = self.metadata.get(FILES)
-        return list(dict.fromkeys([*self.weight_map.values(), *(more if isinstance(more, list) else ())]))
-
 
 NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
-"""How the name of a shard ends, before its suffix."""
+"""The end of the name of a shard, before its suffix."""
 
 
 class WeightFiles(Value, frozen=True):
-    """The files of a folder that count."""
+    """The files of a folder with its weights."""
 
     files: Sequence[str]
     index: str | None = None
     listed: Index | None = None
-    """What the index says, where there is one."""
+    """The content of the index."""
 
     @property
     def stem(self) -> str:
-        """What the weights are called, without number and suffix."""
+        """The name of the weights, without number and suffix."""
         name = (self.index or self.files[0]).removesuffix(INDEX)
         return NUMBERED.sub("", os.path.splitext(name)[0])
 
 
 def choose_index(keys: Sequence[str], directory: str, suffix: str = ".safetensors") -> str | None:
-    """The index that counts: that of the usual name, else the only one at the top; None where there is none.
+    """The index of a folder: that of the usual name, else the only one at the top; None if there is none.
 
-    Raises `Unsupported` where there are several and none has the usual name (variants of one model, as diffusers
-    keeps them).
+    Raises `Unsupported` for several without the usual name (diffusers has variants of one model).
     """
     found = [key for key in keys if key.endswith(suffix + INDEX) and "/" not in key and not key.startswith(".")]
     usual = USUAL[suffix] + suffix + INDEX
     if usual in found:
         return usual
     if len(found) > 1:
-        raise Unsupported(
+        message = (
             f"this directory has {len(found)} indexes ({some(found)}): several checkpoints in one place; open one {suffix[1:]} "
-            "file, or give one index and its files a directory",
-            file=directory,
-            found=tuple(found),
+            "file, or give one index and its files a directory"
         )
+        raise Unsupported(message, file=directory, found=tuple(found))
     return found[0] if found else None
 
 
 def by_index(source: Source, keys: Sequence[str], suffix: str = ".safetensors") -> WeightFiles | None:
-    """The files that the index of a folder names; None where it has none. Raises as `choose_index` and `read_index` do."""
+    """The files that the index of a folder names; None without an index. Raises as `choose_index` and `read_index` do."""
     index = choose_index(keys, source.store.name, suffix)
     listed = None if index is None else read_index(source, index)
-    return None if listed is None else WeightFiles(listed.files, index, listed)
+    if listed is None:
+        return None
+    more = listed.metadata.get(FILES)
+    files = dict.fromkeys([*listed.weight_map.values(), *(more if isinstance(more, list) else ())])
+    return WeightFiles([*files], index, listed)
 
 
 def read_index(source: Source, key: str) -> Index:
-    """The file of every tensor. Every file is there, and none has a name that leads away.
+    """Read an index, and check that every file exists inside of the folder.
 
-    Raises `HeaderError`, `LimitExceeded`, `UnsafePath` for a name that is not plain and relative, or `StoreError` for
-    files that are missing.
+    Raises `HeaderError`, `LimitExceeded`, `UnsafePath` for a name that leads elsewhere, or `StoreError` for missing files.
     """
     size = source.store.size(key)
     if size > source.limits.index_nbytes:
-        raise LimitExceeded(
-            f"an index of {size:,} bytes is more than Limits(index_nbytes={source.limits.index_nbytes:,})",
-            file=key,
-            expected=source.limits.index_nbytes,
-            found=size,
-        )
+        message = f"an index of {size:,} bytes is more than Limits(index_nbytes={source.limits.index_nbytes:,})"
+        raise LimitExceeded(message, file=key, expected=source.limits.index_nbytes, found=size)
     document = parse(source.bytes(key, 0, size), source.limits, file=key)
     if not isinstance(document, dict):
         raise HeaderError(f"at $: expected an object, found {kind(document)}", file=key)
@@ -128,8 +117,8 @@ def read_index(source: Source, key: str) -> Index:
     present = set(source.store.list())
     plain: set[str] = set()
     missing: dict[str, None] = {}
-    said = document.get("metadata")
-    metadata = said if isinstance(said, dict) else {}
+    found = document.get("metadata")
+    metadata = found if isinstance(found, dict) else {}
     more = metadata.get(FILES, [])
     if not isinstance(more, list):
         raise HeaderError(f"at {pointer('metadata', FILES)}: expected a list, found {kind(more)}", file=key)
@@ -137,7 +126,9 @@ def read_index(source: Source, key: str) -> Index:
         if not isinstance(file, str):
             raise HeaderError(f"at {pointer(WEIGHT_MAP, name)}: expected text, found {kind(file)}", file=key, tensor=name)
         if file not in plain:
-            _check_plain(file, name, key)
+            if not is_plain_path(file):
+                message = f"at {pointer(WEIGHT_MAP, name)}: {quoted(file)} is not the plain name of a file inside the directory"
+                raise UnsafePath(message, file=key, tensor=name, found=file)
             plain.add(file)
             if file not in present:
                 missing[file] = None
@@ -146,46 +137,32 @@ def read_index(source: Source, key: str) -> Index:
     return Index(weight_map, metadata)
 
 
-def _check_plain(file: str, name: str, key: str) -> None:
-    """Raise `UnsafePath` for anything but a relative path of ordinary names."""
-    if "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")):
-        raise UnsafePath(
-            f"at {pointer(WEIGHT_MAP, name)}: {quoted(file)} is not the plain name of a file inside the directory",
-            file=key,
-            tensor=name,
-            found=file,
-        )
+def is_plain_path(file: str) -> bool:
+    """Whether this is a relative path of ordinary names."""
+    return not ("\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")))
 
 
 def claimed_twice(name: str, files: Sequence[str]) -> MetadataError:
-    """The refusal of a tensor that several files have: which one is loaded would depend on the order of the files."""
-    return MetadataError(
-        f"{some(files)} all claim this tensor, and do not say that they hold pieces of it; open one of them alone",
-        file=files[-1],
-        tensor=name,
-        found=tuple(files),
-    )
+    """The error for a tensor in several files: the loaded one would depend on the order of the files."""
+    message = f"{some(files)} all claim this tensor, and do not say that they hold pieces of it; open one of them alone"
+    return MetadataError(message, file=files[-1], tensor=name, found=tuple(files))
 
 
 def check_mapped(weight_map: Mapping[str, str], holding: Mapping[str, Collection[object]], index: str) -> None:
-    """Raise `MetadataError` where a file lacks a tensor that the index sends to it. `holding` says what each file has."""
+    """Raise `MetadataError` where a file lacks a tensor of the index. `holding` has the tensors of each file."""
     for name, key in weight_map.items():
         if name not in holding[key]:
-            raise MetadataError(
-                f"at {pointer(WEIGHT_MAP, name)}: {quoted(key)} has no such tensor",
-                file=index,
-                tensor=name,
-                found=key,
-            )
+            message = f"at {pointer(WEIGHT_MAP, name)}: {quoted(key)} has no such tensor"
+            raise MetadataError(message, file=index, tensor=name, found=key)
 
 
 def other_copies(keys: Iterable[str], used: Collection[str] = ()) -> list[str]:
-    """A note on files at the top of a folder that hold weights, too, as loaders pass over them in silence; nothing without any."""
+    """A note on other weights at the top of a folder, which loaders ignore silently; empty without any."""
     found = [key for key in keys if key not in used and OTHERS.fullmatch(key)]
     return [f"beside them lie other weights, which are not read: {some(found)}"] if found else []
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few of a list of names from a file, in words."""
+    """The first few names of a file, in words."""
     shown = ", ".join(map(quoted, names[:SHOWN]))
     return f"{shown} and {len(names) - SHOWN:,} more" if len(names) > SHOWN else shown

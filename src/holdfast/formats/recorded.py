@@ -1,6 +1,6 @@
-"""What Holdfast notes beside plain tensors, and how it is put back: other names, old storages, true dtypes, the tree.
+"""Other names, original storages, true dtypes and the tree of plain tensors: how they are recorded and restored.
 
-The notes stand in a JSON document (safetensors `__metadata__`, an index, a manifest) under these fields, each optional:
+They stand in a JSON document (safetensors `__metadata__`, an index, a manifest) under these fields, each optional:
 
     aliases   {"other name": "name of the tensor"}
     views     [{"nbytes": bytes of the storage, "names": {"name": [offset, [strides]]}}]      in bits
@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import field
 
 from holdfast.core.chunk import in_c_order
-from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Source
 from holdfast.core.sharing import are_distinct, shared_rows
 from holdfast.core.strict_json import kind, pointer, quoted
@@ -31,52 +31,46 @@ from holdfast.formats.tree_json.decode import decode_tree
 from holdfast.formats.tree_json.encode import flat_tree
 
 LARGEST_STORAGE_RATIO = 2
-"""A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""
+"""The strides of a lone tensor are recorded if its storage has at most this many times its bytes."""
 
 
-class ViewGroup(Value, frozen=True):
-    """Tensors that were views of one storage."""
-
-    nbytes: int
-    names: dict[str, tuple[int, tuple[int, ...]]]
-    """Offset and strides of each, in bits of the storage."""
+ViewGroup = tuple[int, dict[str, tuple[int, tuple[int, ...]]]]
+"""Tensors that were views of one storage: its bytes; offset and strides of each name, in bits."""
 
 
 class Shared(Value, frozen=True, eq=False):
-    """Which rows of a table are written, and what is noted beside them."""
+    """The rows of a table that are written, and what is recorded about the others."""
 
     rows: Sequence[int]
-    """Those that get bytes, in the order of the table. Those of the meta device have none."""
+    """The rows with bytes, in the order of the table. Rows of the meta device have none."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of these tensors."""
     groups: Sequence[ViewGroup] = ()
 
     def notes(self) -> list[str]:
-        """Sentences about it for people."""
         notes = []
         if self.aliases:
             count = len(self.aliases)
             which = "1 name is a second name of a tensor" if count == 1 else f"{count:,} names are second names of tensors"
             notes.append(f"{which}; the bytes are written once")
-        shared = sum(len(group.names) for group in self.groups if len(group.names) > 1)
+        shared = sum(len(names) for _, names in self.groups if len(names) > 1)
         if shared:
             notes.append(f"{shared:,} tensors are views of shared storages; each is written as a copy, and the views are noted")
         return notes
 
 
 def share(table: Table) -> Shared:
-    """Compare where the rows of a table lie. Nothing is read, and nothing is taken for shared that only looks equal.
+    """Compare the storages of the rows of a table. Nothing is read; equal elements in different storages are not shared.
 
-    1. Names of one and the same view (tied weights) are written once; the others are *aliases* of the first.
-    2. Different views of one storage (a slice, a transpose) are written as copies, and where each lay in the storage is noted, so
-       that the way back to a format with storages can share it again.
-    3. A tensor that is alone in its storage and not in C order gets such a note, too: its strides are worth keeping.
+    1. Names of the same view (tied weights) are written once; the others are *aliases* of the first.
+    2. Different views of one storage (a slice, a transpose) are written as copies. Their places in the storage are recorded, so
+       that a format with storages can share it again.
+    3. A tensor that is alone in its storage and not in C order is recorded, too, for its strides.
 
-    A tensor that comes out of a file with such notes (`Traits.alias`) still belongs to its storage of old.
+    A tensor of a file with such records (`Traits.alias`) still belongs to its original storage.
     """
     names, count = table.names, len(table)
-    noted = {number for number, kind in enumerate(table.kinds) if _has_view(kind)}
-    if not noted and not table.odd and are_distinct(table.storage):
+    viewed = {number for number, kind in enumerate(table.kinds) if _has_view(kind)}
+    if not viewed and not table.odd and are_distinct(table.storage):
         return Shared(range(count))
     shared = shared_rows([table])
     again, first = shared.ties(), shared.first_rows(count)
@@ -84,22 +78,21 @@ def share(table: Table) -> Shared:
     rows = [row for row in range(count) if row not in again and row not in meta] if again or meta else range(count)
     ordered = sorted(again, key=first.__getitem__) if again else ()
     aliases = {names[row]: names[again[row]] for row in ordered}
-    return Shared(rows, aliases, _view_groups(table, rows, first, noted))
+    return Shared(rows, aliases, _view_groups(table, rows, first, viewed))
 
 
 def _has_view(kind: Kind) -> bool:
-    """Whether tensors of a kind may be worth a note where they are alone; most are in C order and have none."""
+    """Whether tensors of a kind are recorded also where they are alone. Most are in C order, and are not."""
     if kind.whole or len(kind.strides) < len(kind.shape):
         return kind.traits.alias is not None
     return kind.traits.alias is not None or not in_c_order(kind.shape, kind.strides, kind.dtype.bits)
 
 
-def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], noted: Collection[int]) -> list[ViewGroup]:
-    """The storages of which rows are views that are worth a note."""
+def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], viewed: Collection[int]) -> list[ViewGroup]:
     storage, kinds, kind, names, offsets = table.storage, table.kinds, table.kind, table.names, table.offsets
     written = np.array(rows, np.int64)
     several = np.bincount(np.array(first, np.int64)[written], minlength=len(table)) > 1 if len(rows) else ()
-    some = [row for row in rows if several[first[row]] or kind[row] in noted or row in table.odd]
+    some = [row for row in rows if several[first[row]] or kind[row] in viewed or row in table.odd]
     groups: dict[object, list[tuple[str, Kind, int]]] = {}
     nbytes: dict[object, int] = {}
     # No function is called for a row with a storage: there may be fifty thousand views of one.
@@ -123,7 +116,6 @@ def _view_groups(table: Table, rows: Sequence[int], first: Sequence[int], noted:
 
 
 def _group(nbytes: int, members: Sequence[tuple[str, Kind, int]]) -> ViewGroup | None:
-    """The views of one storage, where they are worth a note."""
     views: dict[str, tuple[int, tuple[int, ...]]] = {}
     kinds: list[Kind] = []
     of_each = {one: one.traits.alias.strides if one.traits.alias else one.strides for one in {one for _, one, _ in members}}
@@ -139,28 +131,25 @@ def _group(nbytes: int, members: Sequence[tuple[str, Kind, int]]) -> ViewGroup |
             kinds += (one,)
     if len(views) == 1:
         ((_, strides),) = views.values()
-        return ViewGroup(nbytes, views) if _strided(kinds[0], strides, nbytes) else None
+        kind = kinds[0]
+        large = math.prod(kind.shape) < 2 or nbytes > LARGEST_STORAGE_RATIO * kind.nbytes
+        return None if large or in_c_order(kind.shape, strides, kind.dtype.bits) else (nbytes, views)
     each = {*kinds}
     if len({one.dtype for one in each}) > 1 and any(one.byteorder != "little" for one in each):
         # Elements of several widths over the same big-endian bytes: little-endian, no storage has them all.
         return None
-    return ViewGroup(nbytes, views) if views else None
-
-
-def _strided(kind: Kind, strides: tuple[int, ...], nbytes: int) -> bool:
-    if math.prod(kind.shape) < 2 or nbytes > LARGEST_STORAGE_RATIO * kind.nbytes:
-        return False
-    return not in_c_order(kind.shape, strides, kind.dtype.bits)
+    return (nbytes, views) if views else None
 
 
 FIELDS = ("aliases", "views", "dtypes", "tree")
 
 PAIRS = "float4_e2m1fn_x2"
 """torch's pair of 4-bit floats: in a safetensors header it is F4 with twice the last dimension."""
+PAIRS_DTYPE = next(row for row in DTYPES.rows if row.name == PAIRS)
 
 
 class Recorded(Value, frozen=True):
-    """The notes of one document, checked for their form."""
+    """The recorded fields of one document, with a checked form."""
 
     aliases: dict[str, str] = field(default_factory=dict)
     views: dict[str, AliasView] = field(default_factory=dict)
@@ -168,11 +157,11 @@ class Recorded(Value, frozen=True):
     """Tensors of `float4_e2m1fn_x2`."""
     tree: object = None
     flat: bool = True
-    """Whether there is no tree, and the state is a dict of the tensors."""
+    """Whether there is no tree: the state is a dict of the tensors."""
 
     @property
     def changes_tensors(self) -> bool:
-        """Whether the tensors are not just those that are stored."""
+        """Whether the tensors differ from the stored ones."""
         return bool(self.aliases or self.views or self.pairs)
 
     def __bool__(self) -> bool:
@@ -180,24 +169,24 @@ class Recorded(Value, frozen=True):
 
 
 def sharing_fields(shared: Shared) -> dict[str, object]:
-    """The fields `aliases` and `views` of a document; only those that say something."""
+    """The fields `aliases` and `views` of a document, without empty ones."""
     fields: dict[str, object] = {}
     if shared.aliases:
         fields["aliases"] = shared.aliases
     if shared.groups:
-        fields["views"] = [{"nbytes": group.nbytes, "names": group.names} for group in shared.groups]
+        fields["views"] = [{"nbytes": nbytes, "names": names} for nbytes, names in shared.groups]
     return fields
 
 
 def order_fields(names: Collection[str], aliases: Collection[str]) -> dict[str, object]:
-    """The field `tree` for a plain dict of tensors whose aliases do not stand last; a reader puts them there by itself."""
+    """The field `tree` for a plain dict of tensors whose aliases do not stand last. Without it, a reader puts aliases last."""
     if not aliases or [*names] == [*[name for name in names if name not in aliases], *aliases]:
         return {}
     return {"tree": flat_tree(names)}
 
 
 def parse_recorded(document: Mapping[str, object]) -> Recorded:
-    """Check the form of the notes in a document. What they say about tensors is checked by `restore`."""
+    """Check the form of the recorded fields. `restore` compares them with the tensors."""
     aliases = _texts(document.get("aliases", {}), "aliases")
     dtypes = _texts(document.get("dtypes", {}), "dtypes")
     for name, dtype in dtypes.items():
@@ -236,18 +225,17 @@ def _texts(value: object, name: str) -> dict[str, str]:
 
 
 def _place(value: object) -> bool:
-    """Whether a value can be a length, or a place counted in bits."""
     return type(value) is int and 0 <= value <= ADDRESSABLE
 
 
-def with_notes(stored: Table, recorded: Recorded) -> Table:
-    """The rows of a file with the notes put back: other names, old storages, true dtypes."""
+def with_recorded(stored: Table, recorded: Recorded) -> Table:
+    """The rows of a file with their other names, original storages and true dtypes."""
     firsts = [*stored.names, *recorded.aliases.values()]
     table = stored.select([*map(stored.rows.__getitem__, firsts)], [*stored.names, *recorded.aliases])
     kinds, kind = [*table.kinds], [*table.kind]
     odd = dict(table.odd)
-    noted = recorded.views.keys() | recorded.pairs
-    for row, first in [(row, first) for row, first in enumerate(firsts) if first in noted]:
+    changed = recorded.views.keys() | recorded.pairs
+    for row, first in [(row, first) for row, first in enumerate(firsts) if first in changed]:
         view = recorded.views.get(first)
         tensor = _as_pairs(table.view(row)) if first in recorded.pairs else table.view(row)
         if view is not None:
@@ -260,9 +248,9 @@ def with_notes(stored: Table, recorded: Recorded) -> Table:
 
 
 def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, object]:
-    """The tensors by name and the tree, from what is stored and what was noted.
+    """The tensors by name and the tree, from the stored tensors and the recorded fields.
 
-    Raises `HeaderError` where the notes name tensors that are not there, `MetadataError` where they cannot be true.
+    Raises `HeaderError` for fields that name missing tensors, `MetadataError` for impossible values.
     """
     if not recorded:
         return stored, stored
@@ -278,18 +266,17 @@ def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, o
             raise HeaderError(f"at {pointer(field)}: there is no tensor {quoted(name)}", tensor=name)
     for name, view in recorded.views.items():
         _check_view(_as_pairs(stored[name]) if name in recorded.pairs else stored[name], view)
-    tensors = with_notes(stored, recorded) if recorded.changes_tensors else stored
+    tensors = with_recorded(stored, recorded) if recorded.changes_tensors else stored
     if recorded.flat:
         return tensors, tensors
-    decoded = decode_tree(recorded.tree, tensors.__getitem__, source, at=("tree",))
+    tree, found = decode_tree(recorded.tree, tensors.__getitem__, source, at=("tree",))
     for name in tensors:
-        if name not in decoded.tensors:
+        if name not in found:
             raise HeaderError(f"at {pointer('tree')}: the tensor {quoted(name)} is missing", tensor=name)
-    return ViewTable(decoded.tensors), decoded.tree
+    return ViewTable(found), tree
 
 
 def _check_view(tensor: LazyTensor, view: AliasView) -> None:
-    """Refuse a view that does not fit the tensor, or reaches beyond its storage."""
     bits = tensor.dtype.bits
     last = view.offset + (bits if tensor.size else 0)
     fits = len(view.strides) == tensor.ndim
@@ -297,29 +284,18 @@ def _check_view(tensor: LazyTensor, view: AliasView) -> None:
         last += sum((n - 1) * stride for n, stride in zip(tensor.shape, view.strides, strict=True))
     whole = tensor.dtype.packed or not any(place % 8 for place in (view.offset, *view.strides))
     if not fits or not whole or last > view.nbytes * 8:
-        raise MetadataError(
+        message = (
             f"at {pointer('views', view.group, 'names', tensor.name)}: no view of {list(tensor.shape)} {tensor.dtype} "
-            f"in {view.nbytes:,} bytes",
-            tensor=tensor.name,
-            expected=view.nbytes * 8,
-            found=last,
+            f"in {view.nbytes:,} bytes"
         )
+        raise MetadataError(message, tensor=tensor.name, expected=view.nbytes * 8, found=last)
 
 
 def _as_pairs(tensor: LazyTensor) -> LazyTensor:
-    """4-bit floats as torch's pairs of them."""
-    true = _named(PAIRS)
-    if tensor.dtype is true:
+    if tensor.dtype is PAIRS_DTYPE:
         return tensor
     if tensor.dtype.name != "float4_e2m1fn" or not tensor.ndim or tensor.shape[-1] % 2 or len(tensor.chunks) != 1:
         raise MetadataError(f"{tensor.dtype} {list(tensor.shape)} is no {PAIRS}", tensor=tensor.name, found=tensor.shape)
     shape = (*tensor.shape[:-1], tensor.shape[-1] // 2)
-    pairs = LazyTensor.contiguous(tensor.name, true, shape, tensor.chunks[0].storage, tensor.source)
+    pairs = LazyTensor.contiguous(tensor.name, PAIRS_DTYPE, shape, tensor.chunks[0].storage, tensor.source)
     return replace(pairs, traits=tensor.traits)
-
-
-def _named(name: str) -> DType:
-    dtype = DTYPES.name(name)
-    if dtype is None:
-        raise HeaderError(f"there is no dtype {quoted(name)}")
-    return dtype

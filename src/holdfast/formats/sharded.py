@@ -8,13 +8,13 @@
 A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file. A rank with much to
 write and many threads spreads it over several files, written at once: the kernel has one thread at a time write to a file.
 
-A format that ranks write names a class like these in its entry (`Format.ranks`).
+A format that ranks write names one of these classes in its entry (`Format.sharded_by`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,35 +33,31 @@ from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
-from holdfast.formats.native.manifest import FileBoxes, Outlines, StoredBoxes, as_bytes, as_column, lay_out_index
+from holdfast.formats.native.manifest import INDEX, FileBoxes, StoredBoxes, as_bytes, as_column, lay_out_index
 from holdfast.formats.native.schema import DataFile
 from holdfast.formats.recorded import order_fields
-from holdfast.formats.safetensors.write import METADATA as RESERVED
-from holdfast.formats.safetensors.write import RANK, file_order_notes, index_file, is_flat, name_problem
+from holdfast.formats.safetensors.schema import METADATA as RESERVED
+from holdfast.formats.safetensors.write import RANK, file_order_notes, index_file, name_problem
 from holdfast.formats.tree_json.scalars import is_unicode
 
 if TYPE_CHECKING:
     from holdfast.ranks.plan import RankWrites
     from holdfast.ranks.state import Catalogue
 
-PIECES_INDEX = "model.safetensors.index.json"
-"""What publishes safetensors files of ranks in an object store."""
-
 
 class RankOutput(Value, frozen=True):
-    """What one rank writes of a checkpoint."""
+    """The part of a checkpoint that one rank writes."""
 
     rank: int
     size: int
-    """How many ranks there are."""
+    """The number of ranks."""
     boxes: Boxes
     metadata: Mapping[str, str]
     values: Mapping[str, bytes] = field(default_factory=dict)
-    """DCP: the archives of what is no tensor, by flat names."""
+    """DCP: the archives of values that are no tensors, by flat names."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         return int(self.boxes.nbytes.sum())
 
 
@@ -70,9 +66,9 @@ class RankFile(Value, frozen=True):
 
     plan: FilePlan
     stored: Callable[[Mapping[str, int]], StoredBoxes]
-    """From the checksums of its data to where its boxes lie."""
+    """Maps the checksums of its data to the places of its boxes."""
     values: Sequence[tuple[str, int, int]] = ()
-    """DCP: what is no tensor, the first byte of each and the byte after its last."""
+    """DCP: the values that are no tensors, each with its first byte and the byte after its last."""
 
 
 class Receipt(msgspec.Struct):
@@ -81,57 +77,53 @@ class Receipt(msgspec.Struct):
     key: str
     nbytes: int
     stored: StoredBoxes
-    """Its boxes, by their positions in what the rank was told to write."""
+    """Its boxes, by their positions among the boxes of the rank."""
     values: list[tuple[str, int, int]] = field(default_factory=list)
-    """DCP: what is no tensor, and where it lies."""
     linked: bool = False
     """Whether it is a file of the base, under a second name."""
 
 
 class Contents(Value, frozen=True):
-    """What the whole checkpoint holds, known to the rank that writes the index."""
+    """The contents of the whole checkpoint, for the rank that writes the index."""
 
     catalogue: Catalogue
-    """Every tensor."""
     aliases: Mapping[str, str]
     tree: object | None
     """The state as typed JSON, where it is more than a flat dict of tensors."""
     metadata: Mapping[str, str]
     values: frozenset[str]
-    """DCP: the names of what is no tensor."""
+    """DCP: the names of values that are no tensors."""
     paths: Mapping[str, tuple[str | int, ...]]
-    """DCP: every name, and the path to it in the nested state."""
+    """DCP: the path to each name in the nested state."""
     grads: frozenset[str]
     """DCP: the names of the tensors that require gradients."""
 
 
 Delivered = Sequence[tuple["RankWrites", Sequence[Receipt]]]
-"""Of each rank: what it was told to write, and what it has written."""
+"""For each rank the boxes that it was to write, and receipts of the files that it has written."""
 
 
 DcpIndex = Callable[[Contents, Delivered], bytes]
 """Makes the `.metadata` of a DCP directory, which is a pickle of torch's own classes."""
 
-
 NOTHING = Reuse()
 
 Shares = Sequence[Sequence[int]]
-"""Of each file that is asked for, the numbers of its boxes."""
+"""For each file the numbers of its boxes."""
 
 
 class Storing(Value, frozen=True):
     """How a native directory stores boxes."""
 
     pack: Pack | None = None
-    """Finds those that are smaller packed."""
+    """Finds the boxes that are smaller packed."""
     hashes: HashAll | None = None
-    """With it, chunks have hashes."""
     reuse: Reuse = NOTHING
-    """What is taken over from a base, and not laid out."""
+    """The boxes that are taken over from a base, and not laid out."""
 
 
 def spread(boxes: Boxes, count: int, reuse: Reuse = NOTHING) -> Shares:
-    """The boxes of a rank in the shares of about so many files; without what it takes over."""
+    """The boxes of a rank, without those that it takes over, in shares for about `count` files."""
     changed: Sequence[int] = range(len(boxes))
     moved: list[int] = []
     if reuse.chunks or reuse.moved:
@@ -143,18 +135,18 @@ def spread(boxes: Boxes, count: int, reuse: Reuse = NOTHING) -> Shares:
 
 
 class Sharded:
-    """How ranks write a format: each of them its files, and the first one the index behind all of them."""
+    """How ranks write a format: each rank its files, and the first rank the index after all files."""
 
     def files(self, part: RankOutput, shares: Shares, how: Storing, save: str = "") -> list[RankFile]:
         """Lay out the files of one rank. In an object store their names carry the id of the save."""
         raise NotImplementedError
 
     def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
-        """What is written last: it makes the files a checkpoint. In an object store (`save`) that is one file."""
+        """The files that are written last and make the others a checkpoint. In an object store (`save`) that is one file."""
         raise NotImplementedError
 
     def unkept(self, state: State) -> Iterable[str]:
-        """Sentences about what does not come back as it was."""
+        """Sentences about parts of a state that a load does not give back unchanged."""
         return ()
 
 
@@ -188,7 +180,7 @@ class NativeShards(Sharded):
         listed = [DataFile(receipt.key, receipt.nbytes) for _, receipts in delivered for receipt in receipts]
         every = list(zip(catalogue.dtypes, catalogue.shapes, strict=True))
         kinds = {pair: number for number, pair in enumerate(dict.fromkeys(every))}
-        outlines = Outlines(catalogue.names, [*kinds], [kinds[pair] for pair in every])
+        outlines = catalogue.names, [*kinds], [kinds[pair] for pair in every]
         return list(lay_out_index(listed, outlines, parts, fields=fields, metadata=contents.metadata, alone=bool(save)))
 
 
@@ -204,7 +196,7 @@ class SafetensorsShards(Sharded):
         return _box_files(part, shares, name, how, strict=True)
 
     def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
-        """In an object store, which file has a tensor, or its first piece; and all files."""
+        """An index only in an object store: the file of each tensor or of its first piece, and a list of all files."""
         if not save:
             return []
         first: dict[str, str] = {}
@@ -215,13 +207,13 @@ class SafetensorsShards(Sharded):
                 total += int((stops - starts).sum())
                 for tensor in writes.tensors[np.sort(boxes)].tolist():
                     first.setdefault(contents.catalogue.names[tensor], receipt.key)
-        return [index_file(PIECES_INDEX, first, total, files=[receipt.key for _, receipts in delivered for receipt in receipts])]
+        return [index_file(INDEX, first, total, files=[receipt.key for _, receipts in delivered for receipt in receipts])]
 
     def unkept(self, state: State) -> Iterable[str]:
         table = state.tensors
         wanted = _marked(table, lambda traits: traits.requires_grad or traits.parameter)
-        yield from _said(wanted, "safetensors files of ranks do not say that {} is a Parameter or requires a gradient")
-        if not wanted and not is_flat(state):
+        yield from _listed(wanted, "safetensors files of ranks do not say that {} is a Parameter or requires a gradient")
+        if not wanted and not state.leaves.flat:
             yield "safetensors files of ranks keep dotted names, and not the containers around them"
         ranks = [RANK.get(kind.dtype.safetensors or "", 0) for kind in table.kinds]
         places = sorted(zip([ranks[kind] for kind in table.kind], table.names, strict=True))
@@ -243,14 +235,17 @@ class DcpShards(Sharded):
 
     def unkept(self, state: State) -> Iterable[str]:
         wanted = _marked(state.tensors, lambda traits: traits.parameter)
-        yield from _said(wanted, "a DCP directory does not say that {} is a Parameter")
-        yield from _said(list(_other_keys(state.tree)), "a DCP directory has text as keys: {} becomes text")
-        yield from _said(list(_attributes(state.tree)), "a DCP directory does not keep the attributes of an OrderedDict: {}")
+        yield from _listed(wanted, "a DCP directory does not say that {} is a Parameter")
+        dicts = [value for _, value in walk(state.tree, nested) if isinstance(value, dict)]
+        keys = [str(key)[:60] for one in dicts if {*map(type, one)} - {str} for key in one if type(key) is not str]
+        yield from _listed(keys, "a DCP directory has text as keys: {} becomes text")
+        attributes = dict.fromkeys(name for one in dicts if isinstance(one, OrderedDict) for name in vars(one))
+        yield from _listed([*attributes], "a DCP directory does not keep the attributes of an OrderedDict: {}")
 
 
 def _box_files(part: RankOutput, shares: Shares, name: Callable[[int, int], str], how: Storing, *, strict: bool) -> list[RankFile]:
-    """Safetensors files of boxes; `name` is given the number of a file and how many there are. Only what the format has by itself,
-    where it is `strict`; else the files are data of a native directory."""
+    """Safetensors files of boxes. `name` takes the number of a file and the count of files. Files that are not `strict` are data
+    files of a native directory."""
     boxes = part.boxes
     rounds = [ones for share in shares for ones in _once_each(boxes.table, share)]
     laid_out = []
@@ -272,7 +267,6 @@ def _stored(file: BoxFiles, crcs: Mapping[str, int]) -> StoredBoxes:
 
 
 def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]]:
-    """Boxes in so many shares of about as many bytes, in their order. There is always a first share."""
     if files == 1:
         return [rows]
     nbytes = boxes.table.nbytes_of(rows)
@@ -284,7 +278,6 @@ def _spread(boxes: Boxes, rows: Sequence[int], files: int) -> list[Sequence[int]
 
 
 def _once_each(table: Table, rows: Sequence[int]) -> list[Sequence[int]]:
-    """Boxes in groups in which every tensor has one at the most."""
     names = table.names
     if len({names[row] for row in rows}) == len(rows):
         return [rows] if rows else []
@@ -300,7 +293,6 @@ def _once_each(table: Table, rows: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _check_names(table: Table, rows: Sequence[int], *, strict: bool) -> None:
-    """Raise `CannotHold` where safetensors files cannot have these names or, with `strict`, dtypes."""
     names, problems = [table.names[row] for row in rows], list[str]()
     if RESERVED in names or not is_unicode("".join(names)):
         problems += [f"{name}: {problem}" for name in names if (problem := name_problem(name))]
@@ -326,27 +318,12 @@ SHOWN = 3
 
 
 def _marked(table: Table, wanted: Callable[[Traits], bool]) -> list[str]:
-    """The names of the tensors of which traits say something."""
     kinds = {number for number, kind in enumerate(table.kinds) if wanted(kind.traits)}
     return [name for name, kind in zip(table.names, table.kind, strict=True) if kind in kinds] if kinds else []
 
 
-def _said(names: Sequence[str], text: str) -> list[str]:
+def _listed(names: Sequence[str], text: str) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
     return [text.format(", ".join(map(repr, names[:SHOWN])) + more)]
-
-
-def _dicts(tree: object) -> Iterator[dict[object, object]]:
-    """Every dict of a tree, once."""
-    return (value for _, value in walk(tree, nested) if isinstance(value, dict))
-
-
-def _other_keys(tree: object) -> Iterable[str]:
-    odd = (inside for inside in _dicts(tree) if {*map(type, inside)} - {str})
-    return (str(key)[:60] for inside in odd for key in inside if type(key) is not str)
-
-
-def _attributes(tree: object) -> Iterable[str]:
-    return dict.fromkeys(name for inside in _dicts(tree) if isinstance(inside, OrderedDict) for name in vars(inside))

@@ -40,7 +40,7 @@ from holdfast.engine.transfer import run_reads
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, detached, located
 from holdfast.formats import file_suffixes, format_of
 from holdfast.formats.detect import detect
-from holdfast.formats.npy.inflated import member_key
+from holdfast.formats.npy.read import member_key
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.storages import RecordStorages
 from holdfast.formats.zip.reader import inflated_crc, read_archive

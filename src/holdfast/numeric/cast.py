@@ -80,7 +80,6 @@ def _rounded_to_odd(array: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _table(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
-    """The bits of each pattern of a source of one or two bytes, cast."""
     patterns = np.arange(1 << (8 * source.itemsize), dtype=f"u{source.itemsize}").view(source)
     with np.errstate(over="ignore", invalid="ignore"):
         wide = patterns.astype(np.float32)
@@ -98,11 +97,9 @@ def largest(dtype: DType) -> float:
 
 
 def count_losses(array: np.ndarray, made: np.ndarray | None, dtype: DType) -> dict[str, int]:
-    """How many elements of a 1-D array came to harm in a cast, by outcome (`OUTCOMES`). Rounding to a near number is none.
-
-    `made` is what the cast made of them, where that is at hand. It is looked at first: where nothing in it is zero, infinite or
-    as large as can be, nothing was lost, and that is narrower and quicker to see than the original.
-    """
+    """How many elements of a 1-D array came to harm in a cast, by outcome (`OUTCOMES`). Rounding to a near number is none. `made`
+    is what the cast made of them, where that is at hand. It is looked at first: where nothing in it is zero, infinite or as large
+    as can be, nothing was lost, and that is narrower and quicker to see than the original."""
     found = dict.fromkeys(OUTCOMES, 0)
     kinds = _kinds(array.dtype, dtype) if array.itemsize == 1 else None
     bounds = _bounds(array.dtype, dtype) if kinds is None else None
@@ -174,7 +171,7 @@ def _first(start: int, stop: int, holds: Callable[[int], bool]) -> int:
 
 
 def _one(source: np.dtype[np.generic], dtype: DType, magnitude: int) -> float:
-    """What becomes of one element, where nothing saturates."""
+    """The value of one element after the cast, where nothing saturates."""
     with np.errstate(over="ignore", invalid="ignore"):
         value = np.array([magnitude], f"u{source.itemsize}").view(source)
         if dtype.numpy.itemsize < 4:
@@ -225,7 +222,6 @@ def _count_bytes(array: np.ndarray, kinds: np.ndarray, found: dict[str, int]) ->
 
 @lru_cache(maxsize=64)
 def _kinds(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
-    """The outcomes of each pattern of one byte, as bits."""
     with np.errstate(invalid="ignore"):
         wide = np.arange(256, dtype=np.uint8).view(source).astype(np.float32)
     kinds = np.zeros(256, np.uint8)
@@ -268,7 +264,6 @@ def as_float64(values: np.ndarray) -> np.ndarray:
 
 
 def _shift(values: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Finite float16 as float32."""
     bits = out.view(np.int32)
     np.copyto(bits, values.view(np.int16))
     np.left_shift(bits, np.int32(13), out=bits)

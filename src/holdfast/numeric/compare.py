@@ -81,10 +81,8 @@ class Content:
 
     @property
     def size(self) -> float:
-        """How large the change is, to put changes in order: infinite where there is no number for it.
-
-        Something became NaN or infinite, or ceased to be, or came where all was zero.
-        """
+        """How large the change is, to put changes in order: infinite where there is no number for it. Something became NaN or
+        infinite, or ceased to be, or came where all was zero."""
         return 0.0 if not self.changed else math.inf if self.relative is None else self.relative
 
 
@@ -92,8 +90,6 @@ NONE: tuple[int, ...] = (0, 0, 0, 0, 0)
 
 
 class Tally(Value, frozen=True):
-    """What is known of some pairs of elements."""
-
     changed: int = 0
     total: int = 0
     max_abs: int | float = 0
@@ -125,7 +121,6 @@ class Tally(Value, frozen=True):
         )
 
     def content(self) -> Content:
-        """The numbers that people want."""
         most, ratio = (None, None) if 0 < self.changed == self.beyond else (self.max_abs, self.max_rel)
         return Content(self.changed, self.total, most, ratio, self._cosine(), self.nans, self._relative(), *self.odd[:4])
 
@@ -227,7 +222,7 @@ LEAST = 5e-324
 
 
 def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
-    """The same for any numbers, in memory for several copies of them."""
+    """The tally of any numbers, in memory for several copies of them."""
     if _is_integer(a) and _is_integer(b):
         return _tally_integers(a, b)
     changed = _differing_bits(a, b) if same_bits else None
@@ -267,7 +262,6 @@ def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:
 
 
 def _differing_bits(a: np.ndarray, b: np.ndarray) -> Bools:
-    """Which elements of two arrays of one dtype do not have the same bits."""
     width = a.dtype.itemsize
     if width == 16:
         return np.asarray((a.view(np.uint64) != b.view(np.uint64)).reshape(-1, 2).any(axis=1))
@@ -333,7 +327,6 @@ def _dot(a: np.ndarray, b: np.ndarray) -> Fraction:
 
 
 def _int_changes(a: np.ndarray, b: np.ndarray) -> Bools:
-    """Which elements are not equal."""
     if a.dtype == b.dtype:
         return np.asarray(a != b)
     return np.asarray((_negative(a) != _negative(b)) | (_words(a) != _words(b)))

@@ -19,22 +19,16 @@ import numpy.typing as npt
 from holdfast.core.value import Value
 
 Bytes = npt.NDArray[np.uint8]
-"""Blocks, a row for each."""
 Floats = npt.NDArray[np.float32]
-"""Elements, a row for each block."""
 
 
 class BlockType(Value, frozen=True):
-    """One way to store a row of elements."""
+    """One way to store a row of elements; elements and bytes are those of a block."""
 
     name: str
-    """What ggml calls it."""
     elements: int
-    """In a block."""
     nbytes: int
-    """Of a block."""
     decode: Callable[[Bytes], Floats] | None
-    """What blocks stand for; None where that is not known here."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape that bytes of this shape stand for; None where the last axis is no row of blocks."""
@@ -108,10 +102,8 @@ def _q2_k(blocks: Bytes) -> Floats:
 
 
 def _q3_k(blocks: Bytes) -> Floats:
-    """32 bytes of third bits, 64 bytes of q, 12 bytes of scales, d. A third bit that is not set takes four away.
-
-    The scales have six bits: eight bytes with the low four of two scales each, four with the high two of four each.
-    """
+    """32 bytes of third bits, 64 bytes of q, 12 bytes of scales, d. A third bit that is not set takes four away. The scales have
+    six bits: eight bytes with the low four of two scales each, four with the high two of four each."""
     third = _shifted(blocks[:, :32], tuple(range(8)), 1, run=32)
     q = _shifted(blocks[:, 32:96], (0, 2, 4, 6), 3, run=32).astype(np.int8) - (np.int8(4) - 4 * third.astype(np.int8))
     low = _shifted(blocks[:, 96:104], (0, 4), 15, run=8)
@@ -121,12 +113,9 @@ def _q3_k(blocks: Bytes) -> Floats:
 
 
 def _eight_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Eight scales and eight minima of six bits, in twelve bytes.
-
-    byte 0 … 3    low six bits: scale 0 … 3;    high two: those of scale 4 … 7
-    byte 4 … 7    low six bits: minimum 0 … 3;  high two: those of minimum 4 … 7
-    byte 8 … 11   low half: scale 4 … 7;        high half: minimum 4 … 7
-    """
+    """Eight scales and eight minima of six bits, in twelve bytes. byte 0 … 3 low six bits: scale 0 … 3; high two: those of scale 4
+    … 7 byte 4 … 7 low six bits: minimum 0 … 3; high two: those of minimum 4 … 7 byte 8 … 11 low half: scale 4 … 7; high half:
+    minimum 4 … 7"""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
     minima = np.concatenate([second & 63, third >> 4 | second >> 2 & 48], axis=1)
@@ -187,18 +176,12 @@ def _mxfp4(blocks: Bytes) -> Floats:
     return half * E2M1[_halves(blocks[:, 1:])]
 
 
-def _types() -> list[BlockType]:
-    sizes: list[tuple[str, int, int, Callable[[Bytes], Floats] | None]] = [
-        ("Q4_0", 32, 18, _q4_0), ("Q4_1", 32, 20, _q4_1), ("Q5_0", 32, 22, _q5_0), ("Q5_1", 32, 24, _q5_1),
-        ("Q8_0", 32, 34, _q8_0), ("Q8_1", 32, 40, None), ("Q2_K", 256, 84, _q2_k), ("Q3_K", 256, 110, _q3_k),
-        ("Q4_K", 256, 144, _q4_k), ("Q5_K", 256, 176, _q5_k), ("Q6_K", 256, 210, _q6_k), ("Q8_K", 256, 292, None),
-        ("IQ2_XXS", 256, 66, None), ("IQ2_XS", 256, 74, None), ("IQ3_XXS", 256, 98, None), ("IQ1_S", 256, 50, None),
-        ("IQ4_NL", 32, 18, _iq4_nl), ("IQ3_S", 256, 110, None), ("IQ2_S", 256, 82, None), ("IQ4_XS", 256, 136, _iq4_xs),
-        ("IQ1_M", 256, 56, None), ("TQ1_0", 256, 54, None), ("TQ2_0", 256, 66, _tq2_0), ("MXFP4", 32, 17, _mxfp4),
-        ("NVFP4", 64, 36, None), ("Q1_0", 128, 18, None),
-    ]  # fmt: skip
-    return [BlockType(*row) for row in sizes]
-
-
-BLOCKS = {row.name: row for row in _types()}
-"""Every type by its name."""
+BLOCKS: dict[str, BlockType] = {name: BlockType(name, elements, nbytes, decode) for name, elements, nbytes, decode in (
+    ("Q4_0", 32, 18, _q4_0), ("Q4_1", 32, 20, _q4_1), ("Q5_0", 32, 22, _q5_0), ("Q5_1", 32, 24, _q5_1), ("Q8_0", 32, 34, _q8_0),
+    ("Q8_1", 32, 40, None), ("Q2_K", 256, 84, _q2_k), ("Q3_K", 256, 110, _q3_k), ("Q4_K", 256, 144, _q4_k),
+    ("Q5_K", 256, 176, _q5_k), ("Q6_K", 256, 210, _q6_k), ("Q8_K", 256, 292, None), ("IQ2_XXS", 256, 66, None),
+    ("IQ2_XS", 256, 74, None), ("IQ3_XXS", 256, 98, None), ("IQ1_S", 256, 50, None), ("IQ4_NL", 32, 18, _iq4_nl),
+    ("IQ3_S", 256, 110, None), ("IQ2_S", 256, 82, None), ("IQ4_XS", 256, 136, _iq4_xs), ("IQ1_M", 256, 56, None),
+    ("TQ1_0", 256, 54, None), ("TQ2_0", 256, 66, _tq2_0), ("MXFP4", 32, 17, _mxfp4), ("NVFP4", 64, 36, None),
+    ("Q1_0", 128, 18, None),
+)}  # fmt: skip

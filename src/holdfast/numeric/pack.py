@@ -33,7 +33,6 @@ Elements = np.ndarray
 """One dimension of unsigned integers, or of 16-byte records; little-endian as stored."""
 
 Octets = np.ndarray
-"""One dimension of uint8."""
 
 
 def element_type(nbytes: int) -> np.dtype[np.generic]:
@@ -42,7 +41,6 @@ def element_type(nbytes: int) -> np.dtype[np.generic]:
 
 
 def as_bits(values: np.ndarray) -> Elements:
-    """Elements of any dtype as patterns of bits."""
     return values.view(element_type(values.dtype.itemsize))
 
 
@@ -79,12 +77,10 @@ def fill(out: Elements, positions: np.ndarray, values: Elements) -> None:
 
 
 def unequal(marked: int, values: int) -> MetadataError:
-    """The error for marks that ask for another number of values than there are."""
     return MetadataError(f"marks for {marked:,} values, and {values:,} values", expected=marked, found=values)
 
 
 def translate(byte_rows: Octets, table: bytes) -> Octets:
-    """Each byte replaced by what a table of 256 has for it."""
     return np.frombuffer(byte_rows.tobytes().translate(table), np.uint8)
 
 
@@ -110,8 +106,6 @@ class Bitmap(Value, frozen=True):
     """
 
     count: int
-    """Elements of the chunk."""
-
     name: ClassVar[str] = "bitmap"
     counted: ClassVar[bool] = True
     """Whether groups have different numbers of values, so that there are `starts`."""
@@ -184,7 +178,6 @@ class Blocks(Value, frozen=True):
     columns: int
     height: int
     width: int
-
     name: ClassVar[str] = "block"
     counted: ClassVar[bool] = True
 
@@ -242,15 +235,12 @@ class Blocks(Value, frozen=True):
 
     @property
     def _across(self) -> int:
-        """Blocks side by side."""
         return -(-self.columns // self.width)
 
     def _bits(self, count: int) -> int:
-        """Blocks of so many whole rows."""
         return -(-count // (self.columns * self.height)) * self._across
 
     def _padded(self, dense: Elements) -> np.ndarray:
-        """Whole rows as a matrix of whole blocks."""
         matrix = dense.reshape(-1, self.columns)
         height, width = -len(matrix) % self.height, -self.columns % self.width
         if not height and not width:
@@ -278,7 +268,6 @@ LARGEST_M = 16
 """The largest `m`: a position takes half a byte at the most."""
 
 PACKED_GROUPS = 1 << 14
-"""Groups of `m` that are packed together."""
 
 
 class Pattern(Value, frozen=True):
@@ -294,7 +283,6 @@ class Pattern(Value, frozen=True):
     count: int
     n: int
     m: int
-
     name: ClassVar[str] = "nm"
     counted: ClassVar[bool] = False
     unit: ClassVar[int] = 1
@@ -313,7 +301,6 @@ class Pattern(Value, frozen=True):
 
     @property
     def width(self) -> int:
-        """Bits of one position."""
         return position_bits(self.m)
 
     def where_nbytes(self, count: int) -> int:
@@ -398,7 +385,6 @@ class Pattern(Value, frozen=True):
 
 
 def position_bits(m: int) -> int:
-    """Bits of a position among `m`."""
     return 1 if m == 2 else 2 if m <= 4 else 4
 
 
@@ -454,12 +440,10 @@ def _tables(n: int, m: int) -> Tables:
 
 @lru_cache(maxsize=32)
 def _origins(n: int, m: int, groups: int) -> np.ndarray:
-    """The first element of each group, `n` times."""
     return np.repeat(np.arange(0, groups * m, m, dtype=np.intp), n)
 
 
 Encoding = Bitmap | Blocks | Pattern
-"""How the elements of one chunk are packed."""
 
 
 def encoding_of(name: str, sizes: Sequence[int], shape: Sequence[int]) -> Encoding:
@@ -492,7 +476,6 @@ def spread(encoding: Encoding, group: int) -> int:
 
 
 def where_total(encoding: Encoding) -> int:
-    """Bytes of all marks together."""
     last = group_count(encoding) - 1
     return last * encoding.where_nbytes(encoding.group) + encoding.where_nbytes(spread(encoding, last))
 
@@ -502,7 +485,6 @@ class SparseStorage(Storage, frozen=True, kw_only=True, eq=False):
 
     encoding: Encoding
     width: int
-    """Bytes of an element."""
     values: Storage
     where: Storage
     starts: Storage | None = None
@@ -517,7 +499,6 @@ class SparseStorage(Storage, frozen=True, kw_only=True, eq=False):
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes that the parts take."""
         return sum(part.nbytes for part in self.parts)
 
 

@@ -227,7 +227,7 @@ class BitPatternCounts:
         return (wide, often) if finite.all() else (wide[finite], often[finite])
 
     def moments(self) -> Moments:
-        """Of all that was counted.
+        """Moments of all that was counted.
 
         >>> counts = BitPatternCounts(np.dtype(np.int8))
         >>> counts.add(np.array([1, 3, 3, 5], np.int8))
@@ -254,10 +254,8 @@ class BitPatternCounts:
         )
 
     def histogram(self, found: Moments, bins: int) -> Ints:
-        """The bins of all that was counted, whose moments are `found`."""
         counts = np.zeros(bins, np.int64)
-        wide, often = self.values()
-        _bin(counts, wide, often, found=found)
+        _bin(counts, *self.values(), found=found)
         return counts
 
 
@@ -274,10 +272,7 @@ Floats = np.ndarray
 
 
 class Distribution(Value, frozen=True):
-    """What is known of the numbers of one tensor, or of a sample of them."""
-
     count: int
-    """Elements that were looked at."""
     moments: Moments
     kurtosis: float | None
     """The fourth moment over the square of the second, less three: 0 for a bell curve, large where a few numbers are far out."""
@@ -302,13 +297,12 @@ class Tails(Value, frozen=True):
 
     @classmethod
     def of(cls, apart: Floats) -> Tails:
-        """Of distances from the mean."""
         with np.errstate(over="ignore", invalid="ignore"):
             squares = apart * apart
             return cls(inner(squares, apart), inner(squares, squares))
 
     def plus(self, other: Tails, a: Moments, b: Moments) -> Tails:
-        """Those of two parts whose moments are `a` and `b` (Pébay, 2008)."""
+        """The tails of two parts together, whose moments are `a` and `b` (Pébay, 2008)."""
         count = a.finite + b.finite
         if not a.finite or not b.finite:
             return self if a.finite else other
@@ -323,13 +317,10 @@ class Tails(Value, frozen=True):
 
 
 class BlockSummary(Struct):
-    """What one block of elements came to."""
-
     count: int = 0
     moments: Moments = field(default_factory=Moments)
     tails: Tails = field(default_factory=Tails)
     few: Floats | None = None
-    """All elements, where they are few."""
 
 
 class Norms:
@@ -371,8 +362,6 @@ class Norms:
 
 
 class Distributed:
-    """The distribution of a tensor's numbers, or of a sample of them."""
-
     def __init__(self, tensor: LazyTensor, count: int, groups: int) -> None:
         """`count` elements of it are going to be looked at; `groups` rows and columns have norms, or none where it is 0."""
         self._few = count <= COUNTED_ELEMENTS
@@ -409,7 +398,6 @@ class Distributed:
         return BlockSummary(values.size, few=wide)
 
     def _look_at_step(self, made: BlockSummary, start: int, wide: Floats) -> None:
-        """The numbers as float64, which are changed."""
         if self._norms is not None:
             self._norms.add(start, _squared(wide))
         finite = np.isfinite(wide)
@@ -444,9 +432,8 @@ class Distributed:
         first, exponents = _exponents(np.where(low < 0, high, low) if low.size else low, often)
         negative = int(often[low < 0].sum()) / moments.finite if moments.finite else None
         quantiles = _interpolated(low, high, often, moments=moments)
-        return Distribution(
-            count, moments, _kurtosis(moments, tails.fourths), negative, first, exponents, quantiles, False, *self._sizes()
-        )
+        size = _kurtosis(moments, tails.fourths)
+        return Distribution(count, moments, size, negative, first, exponents, quantiles, False, *self._sizes())
 
     def _of_values(self, count: int, values: Floats, often: Ints, moments: Moments) -> Distribution:
         """Of numbers in ascending order, and how often each is there."""
@@ -460,9 +447,8 @@ class Distributed:
         places = np.searchsorted(ends, [math.floor(q * (int(ends[-1]) - 1)) for q in QUANTILES], "right")
         quantiles = tuple(float(value) for value in values[places])
         negative = int(often[values < 0].sum()) / moments.finite
-        return Distribution(
-            count, moments, _kurtosis(moments, fourths), negative, first, exponents, quantiles, True, *self._sizes()
-        )
+        size = _kurtosis(moments, fourths)
+        return Distribution(count, moments, size, negative, first, exponents, quantiles, True, *self._sizes())
 
     def _sizes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if self._norms is None:
@@ -488,7 +474,6 @@ def _squared(wide: Floats) -> Floats:
 
 @lru_cache(maxsize=16)
 def pattern_squares(dtype: np.dtype[np.generic]) -> Floats:
-    """The square of the number that each pattern of one or two bytes stands for."""
     return _squared(pattern_values(dtype))
 
 

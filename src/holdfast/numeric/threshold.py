@@ -167,7 +167,6 @@ def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
 
 
 def _own(values: np.ndarray, order: str) -> np.ndarray:
-    """Floats as those whose bits are the keys."""
     floats = ORDERS[order][0]
     if values.dtype == floats:
         return values
@@ -205,10 +204,8 @@ def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
 
 
 def _mixed(start: int, stop: int, seed: int) -> np.ndarray:
-    """SplitMix64 of at most `RUN_KEYS` elements without its last step, which leaves the upper 31 bits as they are.
-
-    Those are all but sure to say whether a key is below another; so the last step is taken for the few that are left.
-    """
+    """SplitMix64 of at most `RUN_KEYS` elements without its last step, which leaves the upper 31 bits as they are. Those are all
+    but sure to say whether a key is below another; so the last step is taken for the few that are left."""
     x = _multiples()[: stop - start] + np.uint64(((start + 1) * int(STEP) + seed) % (1 << 64))
     shifted = np.empty_like(x)
     for shift, factor in zip((30, 27), FACTORS, strict=True):
@@ -225,7 +222,6 @@ TOLD_BITS = LAST_SHIFT
 
 
 def _finished(mixed: np.ndarray) -> np.ndarray:
-    """The keys, of 63 bits."""
     keys = mixed >> np.uint64(LAST_SHIFT)
     np.bitwise_xor(keys, mixed, out=keys)
     np.right_shift(keys, np.uint64(1), out=keys)
@@ -249,7 +245,6 @@ def _reach(mixed: np.ndarray, key: int, out: Bools) -> None:
 
 @cache
 def _multiples() -> np.ndarray:
-    """0, 1, 2, … times SplitMix64's step."""
     made: np.ndarray = np.arange(RUN_KEYS, dtype=np.uint64) * STEP
     return made
 
@@ -264,20 +259,15 @@ class Parted(Value, frozen=True, eq=False):
     """Keys of a random order, on both sides of a range of keys and in it."""
 
     below: int
-    """How many are below the range."""
     places: Ints
-    """The indices of those in it."""
     keys: np.ndarray
-    """These keys."""
     bits: npt.NDArray[np.uint8]
     """A bit for each, the first in the lowest bit; set for those above the range."""
 
 
 class RandomOrder(Value, frozen=True):
-    """Keys of 63 bits that know nothing of the values.
-
-    So a threshold is known well enough to take out the keys around it at once.
-    """
+    """Keys of 63 bits that know nothing of the values. So a threshold is known well enough to take out the keys around it at
+    once."""
 
     count: int
     seed: int

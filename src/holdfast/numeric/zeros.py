@@ -20,10 +20,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.numeric.pack import Octets, are_set, as_bits, count_set, group_rows, matrix_shape, most_set, set_bits
 
 PATTERNS = (2, 4, 8, 16)
-"""The `m` of N:M that are looked for."""
 
 Shape = tuple[int, int]
-"""Rows and columns of a block."""
 
 
 SIDES, LENGTHS = (4, 8, 16, 32, 64), (8, 16, 32, 64)
@@ -60,7 +58,6 @@ class MarkedBlocks:
         return _count(self._rows(height), width)
 
     def area(self, height: int, width: int) -> int:
-        """Elements of these blocks."""
         rows, last = self._rows(height), self.shape[1] - 1
         found = _count(rows, width) * height * width
         below, right = -self.shape[0] % height, -self.shape[1] % width
@@ -188,7 +185,6 @@ class BlockCounts:
         rows, self._columns = matrix_shape(tensor.shape)
         high = min(group_rows(self._columns), rows)
         self.elements = 0
-        """How many were looked at."""
         self.counts = {shape: 0 for shape in SHAPES if shape[0] <= high and shape[1] <= self._columns}
         self._lock = threading.Lock()
 

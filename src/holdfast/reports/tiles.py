@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from holdfast.core.box import run_boxes
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.computed import flat_boxes
 from holdfast.errors import BadArgument
 
 SIDE = 256
@@ -80,7 +80,7 @@ def _read(tensor: LazyTensor, rows: Sequence[int], runs: Sequence[tuple[int, int
     requests: list[Request] = []
     at = 0
     for first, last in _stretches(rows):
-        for box in flat_boxes(whole.shape[:-1], first, last):
+        for box in [one.slices for one in run_boxes(whole.shape[:-1], first, last)]:
             left, count = 0, math.prod(part.stop - part.start for part in box)
             for start, stop in runs:
                 part = whole[(*box, slice(start, stop))]

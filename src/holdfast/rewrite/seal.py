@@ -22,7 +22,7 @@ from holdfast.inspect.trainers import recognised, torn
 from holdfast.seals.check import read_seal
 from holdfast.seals.document import SEAL, SUFFIX, Seal, seal_name
 from holdfast.seals.make import SHOWN, check_place, is_folder, list_files, write_seal
-from holdfast.stores.path_files import system_files
+from holdfast.stores.files import system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 NO_STEP = "no step is known: neither a file nor the name says one; pass step= to give it one"

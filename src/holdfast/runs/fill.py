@@ -25,7 +25,7 @@ from holdfast.core.protocols import Request, by_source
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Unrolled, Way, name_at, plainly, rebuild, unroll
 from holdfast.core.value import Value
-from holdfast.engine.checks import check_first
+from holdfast.engine.checksums import check_first
 from holdfast.errors import Corrupted, DoesNotFit, FormatError, HoldfastError, Unsupported
 from holdfast.saving.state import Stateful, is_stateful, plainly_named
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct, field
 
-from holdfast.engine.commit.replaced import wait_for_room
+from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.runs.place import RunPlace, Sizes
 from holdfast.runs.steps import Step
 

@@ -38,8 +38,7 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.trainers import looks_like_a_step
 from holdfast.seals.document import LARGEST, SEAL, SUFFIX, Seal, misfits, parse_seal
-from holdfast.stores.files import FileEntry, Files, read_all
-from holdfast.stores.path_files import system_files
+from holdfast.stores.files import FileEntry, Files, read_all, system_files
 
 NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
 ASIDE = re.compile(r"\.(step-[0-9]{1,19})\.[0-9a-f]{16}\.old", re.ASCII)

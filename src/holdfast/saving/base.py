@@ -5,7 +5,7 @@
 Files are linked. In an object store, where there are no links, the new manifest names the objects where they are, in a folder
 beside its own (`engine/targets/bucket_claims` keeps them there).
 
-The base is opened and checked as `open` would; then its hashes are compared with the tensors (`engine.hashes`), and what is the
+The base is opened and checked as `open` would; then its hashes are compared with the tensors (`engine.digest`), and what is the
 same is taken over (`formats.native.base`). A base that cannot be used, because it is torn, of another format, without hashes, or on
 another file system, costs nothing but a note: everything is written then. One that is not there at all is a mistake, and refused.
 """
@@ -26,7 +26,7 @@ from holdfast.core.protocols import Store
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.hashes import tensor_hashes, unchanged, unchanged_rows
+from holdfast.engine.digest import tensor_hashes, unchanged, unchanged_rows
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.errors import BadArgument, HoldfastError, StoreError, Unsupported

@@ -26,7 +26,7 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import tied
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.value import Value, replace
-from holdfast.engine.packed import choose
+from holdfast.engine.packed import choose, parse_wanted
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.saves import SavePlan, text_nbytes
 from holdfast.engine.source import OpenSource
@@ -35,7 +35,6 @@ from holdfast.formats import FORMATS, chosen, format_of, titles, written_formats
 from holdfast.formats.detect import detect
 from holdfast.formats.safetensors.record import SHARDING_INFO
 from holdfast.formats.torch.write import archive_name, without_origin
-from holdfast.numeric.pack_choice import parse_wanted
 from holdfast.saving.base import OpenBase
 from holdfast.saving.rejoin import rejoin
 from holdfast.saving.state import tabulate_state

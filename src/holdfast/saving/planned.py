@@ -29,8 +29,8 @@ from holdfast.core.notebook import Shown
 from holdfast.core.options import CopyConfig, Progress, pick
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
+from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, without_hashes
 from holdfast.engine.targets.target import Saving, target_of
 from holdfast.errors import CannotHold, StoreError, Unsupported
@@ -49,8 +49,7 @@ from holdfast.saving.formats import (
 from holdfast.saving.side_files import SideFiles, find_side_files, is_model
 from holdfast.saving.writing import Writing
 from holdfast.seals.renew import NOTHING, Renewal, find_seals
-from holdfast.stores.files import Files
-from holdfast.stores.path_files import system_files
+from holdfast.stores.files import Files, system_files
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at, same_place
 

@@ -20,7 +20,7 @@ from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, U
 from holdfast.seals.document import DOCUMENT, SEAL, SUFFIX, Seal, SealedFile, misfits, parse_seal, seal_name
 from holdfast.stores import platform
 from holdfast.stores.files import is_temporary
-from holdfast.stores.folder import OpenFile, open_folder, plain
+from holdfast.stores.local import OpenFile, open_folder, plain
 from holdfast.stores.paths import AnyPath, local_path
 
 LOCKS = (".lock",)

@@ -26,8 +26,7 @@ from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import LimitExceeded
 from holdfast.seals.check import is_part
 from holdfast.seals.document import SEAL, Seal, SealedFile, encode_seal, seal_name
-from holdfast.stores.files import FileEntry, Files, split_path
-from holdfast.stores.path_files import system_files
+from holdfast.stores.files import FileEntry, Files, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 SHOWN = 5

@@ -1,11 +1,9 @@
 """Where bytes live. The only code that touches the file system.
 
-local            a file, or a directory and what is in it; a file that is open already; many short ranges by one system call
-folder           a directory that stays the one that was opened
-memory           bytes of this process, and file objects
+local            a file, or a directory that stays the one that was opened; a file that is open already; many ranges by one call
+short ranges by one system call memory           bytes of this process, and file objects
 virtual          content that is made when it is read, alone or over another store
-files            every file-system call of a save
-path_files       the same where no directory can be opened: Windows
+files            every file-system call of a save; `PathFiles`: where no directory can be opened, on Windows
 platform         what this system has, and what stands in for what it has not
 remote/          object stores: URLs, every request, objects as a store
 paths            from what a user gives to a path on this machine, or a URL

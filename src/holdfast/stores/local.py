@@ -4,8 +4,10 @@ Rules (SAFETY.md, "paths stay inside"): a key is a plain relative path with no `
 directory may only lead to a place inside it, or, in the Hugging Face cache, from `snapshots/<revision>/` to the `blobs/` of the
 same model. Only plain files are opened. Each is opened once, measured through its descriptor, and read through that descriptor.
 
-A directory is the one that was opened (`Folder`), also after another has taken its name. Its files are removed then, and those that
-are open can be read nevertheless. A process may have some hundreds of files open, and a checkpoint may have more: of a directory
+A directory is the one that was opened (`Folder`), also after another has taken its name: it is replaced by exchanging two names,
+and what it was is then removed file by file. So a reader holds a descriptor of it, and everything in it is listed, opened and
+measured relative to that: it finds the old files, or none, and never others. Links are followed by path, as long as the path still
+means this directory. A process may have some hundreds of files open, and a checkpoint may have more: of a directory
 `KEPT` files stay open, fewer where the process is near its limit; the others are opened for each read, and must be the very files
 that were measured. One that is gone by then is `Replaced`.
 """
@@ -18,23 +20,198 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Protocol, cast
+from typing import cast
 from weakref import WeakValueDictionary
 
 import numpy as np
 from msgspec import Struct
 
 from holdfast.core.arrays import Ints
+from holdfast.core.keys import check_key
 from holdfast.core.protocols import Store
 from holdfast.core.runtime import renewed
-from holdfast.errors import Closed, HoldfastError, NoSuchPath, Replaced, StoreError, Truncated, Unsupported
+from holdfast.errors import (
+    Closed,
+    HoldfastError,
+    LimitExceeded,
+    NoSuchPath,
+    Replaced,
+    StoreError,
+    Truncated,
+    UnsafePath,
+    Unsupported,
+)
 from holdfast.stores import platform
-from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, meet, open_folder, plain
+from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import local_path
+from holdfast.stores.platform import ALWAYS, DIRECTORY, NO_LINK, NO_WAIT, OPENS_DIRECTORIES
+
+Keys = list[str]
+
+ALIVE: set[int] = set()
+"""Descriptors that readers of this process hold. Adding and discarding are one step each: no lock is needed, also in `__del__`."""
+
+GONE = frozenset({errno.ENOENT, errno.ESTALE})
+"""What a file system says of a file that was there when it was listed; the second is NFS's word."""
+
+A_LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
+"""What open(2) says of a link that it must not follow: Linux, of one on the way as well, and FreeBSD."""
+
+RANK, UNIVERSAL = "mp_rank_", "zero"
+"""What folders are called that are listed two folders down: `iter_0000200/mp_rank_00` of Megatron's runs, `zero/emb.weight` of
+DeepSpeed's universal checkpoints, and `global_step9/zero` of their runs."""
+
+READ = os.O_RDONLY | ALWAYS | NO_WAIT
+
+
+class OpenFile:
+    """A descriptor that lives as long as somebody refers to it. Whoever reads holds a reference for as long as the read takes, so
+    that the number cannot come to mean another file meanwhile: closing is no more than letting go, and the last one to let go
+    closes."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        ALIVE.add(number)
+
+    def __del__(self) -> None:
+        ALIVE.discard(self.number)
+        try:  # noqa: SIM105  # each open file is closed here, and a block takes longer than the call
+            os.close(self.number)
+        except OSError:
+            pass
+
+
+class Folder:
+    def __init__(self, path: str, *, instead_of: str | None = None) -> None:
+        """Open a directory: the one at `path`, which may stand in for one that does not exist (`recover`)."""
+        self.path = path
+        self._instead_of = instead_of
+        found = self._hold()
+        self._identity = found.st_dev, found.st_ino
+
+    def _hold(self) -> os.stat_result:
+        self._file = OpenFile(os.open(self.path, os.O_RDONLY | DIRECTORY | ALWAYS))
+        return os.fstat(self._file.number)
+
+    def in_place(self) -> bool:
+        """Whether the path still means this directory. Files are removed from one that was replaced, and from no other."""
+        try:
+            if self._instead_of is not None and os.path.lexists(self._instead_of):
+                return False
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def list(self, most: int) -> Keys:
+        """Plain files here and one folder down; those of ranks and of parameters two (`RANK`, `UNIVERSAL`). Hidden folders (`.git`)
+        and unfinished saves are no part of a checkpoint. Raises `Replaced` where the directory was replaced meanwhile, since then
+        some names may be gone already."""
+        keys: Keys = []
+        try:
+            self._collect("", keys, most)
+        except OSError as error:
+            if error.errno not in GONE or self.in_place():
+                raise
+        if not self.in_place():
+            raise Replaced("the folder was replaced while it was looked at; open it again", file=self.path)
+        return sorted(keys)
+
+    def _collect(self, prefix: str, keys: Keys, most: int) -> None:
+        folders = []
+        with self._entries(prefix) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    if not entry.name.startswith(".") and (not prefix or _is_listed(prefix, entry.name)):
+                        folders.append(f"{prefix}{entry.name}/")
+                elif entry.is_file() and not is_temporary(entry.name):
+                    keys.append(prefix + entry.name)
+                    if len(keys) > most:
+                        raise LimitExceeded(f"more files than Limits(files={most})", file=self.path, expected=most)
+        for folder in folders:
+            self._collect(folder, keys, most)
+
+    @contextmanager
+    def _entries(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        # A descriptor of its own: the place in a listing belongs to the descriptor, which others may use.
+        here = OpenFile(os.open(prefix or ".", os.O_RDONLY | DIRECTORY | ALWAYS, dir_fd=self._file.number))
+        with os.scandir(here.number) as entries:
+            yield entries
+
+    def open(self, key: str) -> OpenFile:
+        """Open a file in here. Raises `OSError`, and `UnsafePath` where a link leads out."""
+        *folders, name = check_key(key).split("/")
+        at = self._file
+        try:
+            for folder in folders:
+                at = OpenFile(os.open(folder, os.O_RDONLY | DIRECTORY | NO_LINK | ALWAYS, dir_fd=at.number))
+            return OpenFile(os.open(name, READ | NO_LINK, dir_fd=at.number))
+        except OSError as error:
+            if error.errno not in A_LINK:
+                raise
+        return self._follow(key)
+
+    def _follow(self, key: str) -> OpenFile:
+        """Open what a link leads to, if it may lead there: into this directory, or from `snapshots/<revision>` to its `blobs`."""
+        root = os.path.realpath(self.path)
+        path = os.path.realpath(os.path.join(root, key))
+        allowed = [root]
+        revisions = os.path.dirname(root)
+        if os.path.basename(revisions) == "snapshots":
+            allowed.append(os.path.join(os.path.dirname(revisions), "blobs"))
+        if not any(path.startswith(place.rstrip(os.sep) + os.sep) for place in allowed):
+            raise UnsafePath(f"a link leads out of the checkpoint, to {path!r}", file=os.path.join(self.path, key))
+        file = OpenFile(os.open(path, READ | NO_LINK))
+        if not self.in_place():
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return file
+
+
+class PathFolder(Folder):
+    """A directory where none can be opened (Windows): known by its path, and by its identity, which is compared at every use. What
+    was opened while another had the path is let go of again. Only a folder that is replaced twice within one call, and by itself,
+    would not be noticed."""
+
+    def _hold(self) -> os.stat_result:
+        return os.stat(self.path)
+
+    @contextmanager
+    def _entries(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with os.scandir(os.path.join(self.path, prefix)) as entries:
+            yield entries
+
+    def open(self, key: str) -> OpenFile:
+        return self._follow(check_key(key))
+
+
+def _is_listed(prefix: str, name: str) -> bool:
+    return prefix.count("/") == 1 and (name.startswith(RANK) or name == UNIVERSAL or prefix == f"{UNIVERSAL}/")
+
+
+def open_folder(path: str, *, instead_of: str | None = None) -> Folder:
+    return (Folder if OPENS_DIRECTORIES else PathFolder)(path, instead_of=instead_of)
+
+
+def meet(path: str) -> tuple[OpenFile | None, os.stat_result]:
+    """What there is at a path, a file or a directory: opened, where this system opens both."""
+    if not OPENS_DIRECTORIES:
+        return None, os.stat(path)
+    file = OpenFile(os.open(path, READ))
+    return file, os.fstat(file.number)
+
+
+def plain(file: OpenFile, label: str) -> os.stat_result:
+    found = os.fstat(file.number)
+    if not stat.S_ISREG(found.st_mode):
+        raise UnsafePath("not a plain file (a device, a pipe, a socket or a folder)", file=label)
+    return found
+
 
 WINDOW_NBYTES = 8 << 20
 """File that is mapped at a time: what is mapped counts as memory of the process, although nobody else has to do without it."""
@@ -43,10 +220,8 @@ VECTORS = 1024
 """The most ranges that Linux takes in one call (IOV_MAX)."""
 
 
-class ProcessRead(Protocol):
-    """`process_vm_readv` of the C library."""
-
-    def __call__(self, pid: int, local: int, locals: int, remote: int, remotes: int, flags: int, /) -> int: ...
+ProcessRead = Callable[[int, int, int, int, int, int], int]
+"""`process_vm_readv` of the C library: pid, local ranges and their number, remote ranges and theirs, flags."""
 
 
 @cache
@@ -82,7 +257,6 @@ def gather(descriptor: int, starts: Ints, nbytes: Ints, places: Ints) -> int:
 
 
 def _copy(call: ProcessRead, descriptor: int, starts: Ints, nbytes: Ints, places: Ints) -> int:
-    """The ranges of one window."""
     low = int(starts[0]) & -mmap.ALLOCATIONGRANULARITY
     try:
         area = mmap.mmap(descriptor, int((starts + nbytes).max()) - low, access=mmap.ACCESS_READ, offset=low)
@@ -103,12 +277,10 @@ def _copy(call: ProcessRead, descriptor: int, starts: Ints, nbytes: Ints, places
     return len(starts)
 
 
-Keys = list[str]
 Stamp = tuple[int, int, int]
 """Inode, length and time of the last write: those of one file, on every host that has the file system."""
 
 KEPT = 256
-"""Files of one checkpoint that stay open."""
 
 SHARE = 2
 """All that readers keep open is at most one part in so many of what the process may have open."""
@@ -127,14 +299,11 @@ class Handle(Struct):
     """None where it is opened for each read."""
     nbytes: int
     changed_ns: int
-    """When its content was last written, as the file system has it."""
     identity: tuple[int, int]
-    """Device and inode."""
     mapped: memoryview | None = None
 
     @classmethod
     def of(cls, file: OpenFile, found: os.stat_result) -> Handle:
-        """A file that was measured."""
         return cls(file, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
 
     @property
@@ -143,10 +312,8 @@ class Handle(Struct):
 
 
 class LocalStore(Store):
-    """A file, a directory and what is in it, or those files of a directory whose names fit: `actor/optim_*.pt`.
-
-    `instead_of` is the path that a directory stands in for, where a save was cut off while it was replaced (`recover`).
-    """
+    """A file, a directory and what is in it, or those files of a directory whose names fit: `actor/optim_*.pt`. `instead_of` is the
+    path that a directory stands in for, where a save was cut off while it was replaced (`recover`)."""
 
     def __init__(self, path: str | os.PathLike[str], *, max_files: int = 100_000, instead_of: str | None = None) -> None:
         self.name = local_path(path)
@@ -209,9 +376,8 @@ class LocalStore(Store):
         handle = self._open(key)
         total = out.nbytes
         if start < 0 or start + total > handle.nbytes:
-            raise Truncated(
-                f"wanted bytes {start} to {start + total} of {handle.nbytes}", file=self._label(key), offset=handle.nbytes
-            )
+            message = f"wanted bytes {start} to {start + total} of {handle.nbytes}"
+            raise Truncated(message, file=self._label(key), offset=handle.nbytes)
         file = handle.file or self._again(key, handle)
         try:
             read_at(file.number, start, out)
@@ -225,7 +391,6 @@ class LocalStore(Store):
             del file
 
     def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
-        """Copy short ranges to addresses in memory. How many of them, from the first on, were copied; the others are yet to be."""
         handle = self._open(key)
         if _process_vm_readv() is None or int(starts.min()) < 0 or int((starts + nbytes).max()) > handle.nbytes:
             return 0
@@ -257,18 +422,15 @@ class LocalStore(Store):
                 try:
                     file = handle.file or self._again(key, handle)
                     handle.mapped = memoryview(platform.map_private(file.number, handle.nbytes))
-                except OSError as error:
+                except (OSError, ValueError) as error:
                     if isinstance(error, HoldfastError):
                         raise
-                    if error.errno in NO_MORE:
+                    if isinstance(error, OSError) and error.errno in NO_MORE:
                         return None
-                    raise StoreError(f"cannot map the file into memory: {error}", file=self._label(key)) from None
-                except ValueError as error:
                     raise StoreError(f"cannot map the file into memory: {error}", file=self._label(key)) from None
             return handle.mapped if handle.nbytes else memoryview(b"")
 
     def stamp(self, key: str) -> tuple[int, int]:
-        """The length of a file, and when its content was last written."""
         handle = self._open(key)
         return handle.nbytes, handle.changed_ns
 
@@ -303,7 +465,7 @@ class LocalStore(Store):
             self._folder = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        """It travels as its path, and what is opened there must be the files that are open here."""
+        """Pickle the path: what is opened where it arrives must be the files that are open here."""
         with self._lock:
             if self._closed:
                 raise self._was_closed()
@@ -317,7 +479,6 @@ class LocalStore(Store):
         return Closed("the checkpoint was closed; open it again to read from it", file=self.name)
 
     def _bound(self) -> Folder:
-        """The directory, unless it was closed."""
         folder = self._folder
         if folder is None:
             raise self._was_closed()
@@ -411,7 +572,6 @@ def _chosen(path: str) -> tuple[str, str]:
 
 
 def _arrived(path: str, max_files: int, stamps: Mapping[str, Stamp]) -> LocalStore:
-    """A store that was pickled in another process."""
     store = LocalStore(path, max_files=max_files)
     store._expected = stamps
     # What was opened here is compared with that when it is opened to be read.
@@ -424,10 +584,8 @@ _positions: WeakValueDictionary[tuple[int, int], threading.Lock] = WeakValueDict
 
 
 class DescriptorStore(Store):
-    """One plain file that somebody else has open, under one key. Reads do not move the file's position.
-
-    It has a descriptor of its own, so that the owner may close theirs at any time.
-    """
+    """One plain file that somebody else has open, under one key. Reads do not move the file's position. It has a descriptor of its
+    own, so that the owner may close theirs at any time."""
 
     KEY = "file"
 
@@ -487,7 +645,6 @@ def read_at(descriptor: int, start: int, out: memoryview) -> None:
 
 
 def free_nbytes(path: str) -> int:
-    """Bytes that may still be written where `path` is."""
     try:
         return platform.free(path)
     except OSError as error:

@@ -19,8 +19,6 @@ LARGE = 64 << 10
 
 
 class MemoryStore(Store):
-    """Bytes under keys, in this process."""
-
     medium = Medium(resident=True)
 
     def __init__(self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>") -> None:
@@ -31,7 +29,6 @@ class MemoryStore(Store):
 
     @classmethod
     def of(cls, key: str, content: memoryview, *, name: str) -> MemoryStore:
-        """One row of bytes."""
         made = cls({}, name=name)
         made._content[key] = content
         return made
@@ -83,16 +80,13 @@ class MemoryStore(Store):
 
 
 class FileObjectStore(Store):
-    """One seekable binary file object under one key. Its position is put back after every read, or block of reads.
-
-    Asked of the object: `tell`, `seek(offset)` and `seek(0, SEEK_END)`, and `read(n)` or `readinto`. Positions are those that
-    `tell` gives. What `seek` gives back is not looked at: a window into another file may say where that one stands, and
-    `mmap.mmap` says nothing before Python 3.13. A read may give less than it was asked for; nothing at all is the end.
-    It is read in order, in one go: a member of a zip and a decompressor go back by beginning again at the start.
-    """
+    """One seekable binary file object under one key. Its position is put back after every read, or block of reads. Asked of the
+    object: `tell`, `seek(offset)` and `seek(0, SEEK_END)`, and `read(n)` or `readinto`. Positions are those that `tell` gives. What
+    `seek` gives back is not looked at: a window into another file may say where that one stands, and `mmap.mmap` says nothing
+    before Python 3.13. A read may give less than it was asked for; nothing at all is the end. It is read in order, in one go: a
+    member of a zip and a decompressor go back by beginning again at the start."""
 
     medium = Medium(in_order=True)
-
     KEY = "file"
 
     def __init__(self, file: BinaryIO) -> None:

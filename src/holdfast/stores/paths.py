@@ -1,7 +1,6 @@
 """`place_of`: from what a user gives as the place of a checkpoint to a path on this machine, to a URL, or to a sentence why not.
 
-Every verb asks here first, whether it reads or writes, from Python and on the command line; so do the transactions and the stores
-below them. It is the one place that knows what a path is:
+Every verb asks here first, from Python and on the command line; so do the transactions and the stores below them:
 
     s3://bucket/x   gs://…   az://…                 in an object store (`place_of`): a `Url`, for the verbs that take one
     hf://…   file:///x                              no path: something that is not on this machine, or not said as a path
@@ -10,10 +9,8 @@ below them. It is the one place that knows what a path is:
     ~/x   ~user/x                                   in that user's home, as a shell has it
     ''                                              nothing; the current directory is '.'
 
-Without these rules each of them would be a strange new folder below the current directory. What really has such a name is given by
-its absolute path; `found_path` says so for names that were found on the disk.
-
-`holdfast.torch.save` and `load` are torch's functions, to which a path is what the system makes of it: they do not ask.
+Without these rules each of them would be a strange new folder below the current directory. A file that really has such a name is
+given by its absolute path (`found_path`). `holdfast.torch.save` and `load` are torch's functions, and do not ask.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ SPECIAL = re.compile(r"[~:\\\0]")
 
 DRIVE = re.compile(r"\s*[A-Za-z]:")
 SHOWN = 200
-"""Characters of a path that a message repeats."""
 
 
 def local_path(path: object) -> str:
@@ -107,9 +103,7 @@ def content_and_path(content: object, path: object) -> tuple[object, object]:
 
 def _slashed(text: str) -> str:
     """A path with one kind of slash: to Windows they are the same, unless it begins with `\\\\?\\`, which is taken literally."""
-    if DRIVES and not text.startswith("\\\\?\\"):
-        return text.replace("\\", "/")
-    return text
+    return text.replace("\\", "/") if DRIVES and not text.startswith("\\\\?\\") else text
 
 
 def check_binary(file: object, mode: str) -> None:

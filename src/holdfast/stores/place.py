@@ -44,12 +44,12 @@ class LocalPlace(Value, frozen=True):
 
     @property
     def rooted(self) -> str:
-        """The same from the root on, whatever folder the program goes to."""
+        """The path from the root on, whatever folder the program goes to."""
         return os.path.abspath(self.path)
 
     @property
     def real(self) -> str:
-        """The same with all links followed."""
+        """The path with all links followed."""
         return os.path.realpath(self.path)
 
     @property
@@ -65,7 +65,7 @@ class LocalPlace(Value, frozen=True):
 
     @property
     def uri(self) -> str:
-        """The same as a URI; a path that does not begin at the root gives a relative one."""
+        """The path as a URI; a path that does not begin at the root gives a relative one."""
         pure = PurePath(self.path)
         # A drive stands behind a third slash, with its colon; a server behind the second.
         drive = pure.drive.replace("\\", "/")
@@ -118,10 +118,8 @@ class LocalPlace(Value, frozen=True):
         return str(Path(self.path))
 
     def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
-        """Every folder at or below this one, with the names of its files, at most so many of them in a bucket.
-
-        Links to folders are not followed. `problem` is told of what cannot be listed, when all else was.
-        """
+        """Every folder at or below this one, with the names of its files, at most so many of them in a bucket. Links to folders are
+        not followed. `problem` is told of what cannot be listed, when all else was."""
         problems: list[OSError] = []
         for folder, folders, names in os.walk(self.path, onerror=problems.append):
             folders.sort()
@@ -213,7 +211,7 @@ def same_place(one: str, other: str) -> bool:
 
 
 def _inode(path: str) -> tuple[int, int] | None:
-    """What the file system knows a file by; None where there is none. One file may have several names that are no links."""
+    """Device and inode of a file; None where there is none. One file may have several names that are no links."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -222,5 +220,4 @@ def _inode(path: str) -> tuple[int, int] | None:
 
 
 def join(folder: str, name: str) -> str:
-    """A name in a folder, be it on this machine or in a bucket."""
     return place_at(folder).below(name)

@@ -9,7 +9,7 @@ is and not by name, so that a Python built without a call is served as well. `do
     copy_file_range, fallocate         bytes go through memory; the disk may be found full while it is written to, not before
     renameat2                          macOS has renameatx_np; else two renames, or a second name (`engine/commit/transactions`)
     fsync that reaches the disk        macOS: fcntl(F_FULLFSYNC)
-    flock, openat and their kind       `stores/path_files`: paths, and files that say who is at work
+    flock, openat and their kind       `stores/files.PathFiles`: paths, and files that say who is at work
     process_vm_readv                   ordinary reads
     getrlimit                          as many open files as every system allows
 """
@@ -78,7 +78,6 @@ RENAME_SWAP, RENAME_EXCL = 2, 4
 
 
 def _module(name: str) -> ModuleType | None:
-    """A module of Python's that some systems do not have."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -124,7 +123,6 @@ if hasattr(os, "preadv"):
 else:
 
     def read_some(descriptor: int, out: memoryview, start: int) -> int:
-        """Read some bytes from `start` on to their place, and say how many; 0 at the end."""
         block = read_block(descriptor, min(out.nbytes, BLOCK), start)
         out[: len(block)] = block
         return len(block)
@@ -140,7 +138,6 @@ if hasattr(os, "pread"):
 else:
 
     def read_block(descriptor: int, nbytes: int, start: int) -> bytes:
-        """Read some bytes from `start` on, at most so many; none at the end."""
         with _turn(descriptor):
             before = os.lseek(descriptor, 0, os.SEEK_CUR)
             try:
@@ -152,7 +149,7 @@ else:
 
 
 def read_blocks(descriptor: int, nbytes: Sequence[int], starts: Sequence[int]) -> list[bytes]:
-    """The same of many places."""
+    """Read from many places, as `read_block`."""
     # Without a call of Python's for each: that would take a tenth of the time of a short read.
     return list(map(_os.pread if READS_AT else read_block, repeat(descriptor), nbytes, starts))
 
@@ -251,7 +248,6 @@ def change_mode(descriptor: int, mode: int) -> None:
 
 
 def change_owner(descriptor: int, user: int, group: int) -> None:
-    """Set user and group; -1 leaves one as it is."""
     if not hasattr(os, "fchown"):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     os.fchown(descriptor, user, group)

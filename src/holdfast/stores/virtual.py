@@ -25,7 +25,6 @@ from holdfast.errors import Closed, StoreError, Truncated, Unsupported
 
 class VirtualFile(Value, frozen=True, eq=False):
     nbytes: int | Callable[[], int]
-    """Its length, or how to find out."""
     read: Callable[[int, memoryview], None]
     """Fills memory with the bytes from a place on. They are all there: nobody asks for more."""
     stamp: Callable[[], Stamp] = tuple
@@ -38,8 +37,6 @@ class VirtualFile(Value, frozen=True, eq=False):
 
 
 class Virtual(Store):
-    """Entries under keys, and what is in the store below, if there is one."""
-
     def __init__(self, name: str = "<virtual>", *, over: Store | None = None) -> None:
         self.name = name if over is None else over.name
         self._over = over
@@ -190,7 +187,6 @@ class ContentCache:
             self._nbytes = 0
 
     def __reduce__(self) -> tuple[object, ...]:
-        """What is kept stays in this process."""
         return ContentCache, (self._most_nbytes,)
 
 

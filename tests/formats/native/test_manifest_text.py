@@ -39,14 +39,15 @@ def manifests(draw: st.DrawFn) -> tuple[list[DataFile], Outlines, list[list[tupl
             head = draw(st.none() | DIGITS)
             chunk = StoredChunk(file, (draw(NUMBERS), draw(NUMBERS)), draw(DIGITS), start, stop, sparse, hash, head)
             inside[file].append((tensor, chunk))
-    return files, Outlines(names, kinds, kind), inside
+    return files, (names, kinds, kind), inside
 
 
 def boxes_of(part: list[tuple[int, StoredChunk]], outlines: Outlines) -> FileBoxes:
     """What a rank says of a file."""
     starts, sizes = np.zeros((2, len(part)), np.int64), np.ones((2, len(part)), np.int64)
     for at, (tensor, chunk) in enumerate(part):
-        shape = outlines.kinds[outlines.kind[tensor]][1]
+        _, kinds, kind = outlines
+        shape = kinds[kind[tensor]][1]
         start, stop = chunk.start or (0,) * len(shape), chunk.stop or shape
         starts[: len(shape), at], sizes[: len(shape), at] = start, np.subtract(stop, start)
     stored = StoredBoxes.of(range(len(part)), [chunk for _, chunk in part])
@@ -71,8 +72,9 @@ def test_it_is_the_text_of_its_schema(given_manifest: tuple[list[DataFile], Outl
     for tensor, chunk in sorted(
         ((tensor, chunk) for part in inside for tensor, chunk in part), key=lambda one: (one[0], one[1].file)
     ):
-        wanted.setdefault(outlines.names[tensor], []).append(chunk)
-    kinds = {name: outlines.kinds[kind] for name, kind in zip(outlines.names, outlines.kind, strict=True)}
+        wanted.setdefault(outlines[0][tensor], []).append(chunk)
+    names, every, kind = outlines
+    kinds = {name: every[at] for name, at in zip(names, kind, strict=True)}
     assert found.tensors == {name: StoredTensor(*kinds[name], tuple(chunks)) for name, chunks in wanted.items()}
     assert list(found.tensors) == list(wanted)
     assert parse_manifest(literal.data, Limits()).tensors == found.tensors

@@ -19,7 +19,7 @@ import holdfast
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
-from holdfast.engine.packed import choose
+from holdfast.engine.packed import choose, parse_wanted
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Closed, Corrupted, HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Unsupported
 from holdfast.formats.detect import detect
@@ -28,7 +28,6 @@ from holdfast.formats.native.write import lay_out_native
 from holdfast.inspect.sparsity import BLOCKS
 from holdfast.numeric import pack as encoding
 from holdfast.numeric.pack import SparseStorage, encoding_of, packing_of
-from holdfast.numeric.pack_choice import parse_wanted
 from holdfast.numeric.zeros import SHAPES, MarkedBlocks
 from holdfast.rewrite.reshard import reshard
 from holdfast.saving.state import tabulate_state
@@ -50,7 +49,7 @@ def shrink(patch):
     patch.setattr(encoding, "BLOCKS_ELEMENTS", 24)
     patch.setattr(encoding, "GROUP_ROWS", 4)
     patch.setattr(unpacked, "RUN_NBYTES", 64)
-    patch.setattr(unpacked, "KEPT_NBYTES", 512)
+    patch.setattr(unpacked, "CACHE_NBYTES", 512)
 
 
 def save(tree, sparse, **options):
@@ -573,8 +572,8 @@ def test_few_groups_are_kept(monkeypatch):
     files, manifest, array = hostile_directory(monkeypatch)
     tensor = reopen(files | {MANIFEST: json.dumps(manifest).encode()})["w"]
     assert [int(tensor[i, i].numpy()) for i in range(40)] == array.diagonal().tolist()
-    kept = tensor.source.store._kept
-    assert 0 < kept.nbytes <= unpacked.KEPT_NBYTES
+    kept = tensor.source.store._cache
+    assert 0 < kept.nbytes <= unpacked.CACHE_NBYTES
 
 
 def test_a_damaged_source_is_not_packed(tmp_path):

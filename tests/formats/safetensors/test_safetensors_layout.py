@@ -23,7 +23,7 @@ from holdfast.core.tensor import AliasView, Composite, Traits
 from holdfast.engine.table import lazy_table
 from holdfast.errors import CannotHold, HeaderError, MetadataError
 from holdfast.formats.recorded import share
-from holdfast.formats.safetensors.write import ORDER, is_flat, lay_out_safetensors
+from holdfast.formats.safetensors.write import ORDER, lay_out_safetensors
 from holdfast.torch import versions
 
 CODED = [row for row in DTYPES.rows if row.safetensors is not None]
@@ -200,7 +200,7 @@ def test_any_tree_comes_back(data):
     assume(all(name != "__metadata__" and name.encode("utf-8", "replace").decode() == name for name in state.tensors))
     shard = data.draw(st.none() | st.integers(1, 10))
     ckpt = reopen(execute(lay_out_safetensors(state, keep_tree=True, max_shard_size=shard)))
-    if is_flat(state):
+    if state.leaves.flat:
         # Nothing is recorded of a plain dict, and a file has its tensors in the order of their dtypes and names.
         assert_same(tree, {name: ckpt.tree[name] for name in tree})
     else:

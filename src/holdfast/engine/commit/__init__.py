@@ -2,8 +2,7 @@
 
 transactions     `FileTransaction` and `DirectoryTransaction`: the steps, and what a failure of each means
 target           the name that a save is for, its permissions, and the words why it could not be had
-new_file         a file that is being written, and the disk that begins with it meanwhile
-replaced         what a save replaced, freed behind the caller's back
-temporaries      the hidden names beside it: whose they are, who cleans them, what a crash between two renames leaves
-linked           a finished file of another directory, under a second name; a copy where that cannot be had
+new_file         a file that is being written, and the disk that begins with it meanwhile; a finished file under a second name
+temporaries      the hidden names beside it: whose they are, who cleans them, what a crash between two renames leaves;
+                 `ReplacedFiles`: what a save replaced, freed behind the caller's back
 """

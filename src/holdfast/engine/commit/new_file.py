@@ -1,11 +1,8 @@
 """`NewFile`: a file that is being written, and the thread that has the disk begin with it meanwhile.
 
-A save that flushes at its end waits for the disk twice: once for its own writing, then for all of it to be written back. So the
-disk is told to begin as soon as a stretch of the file is complete (`Writeback`). That is a hint. Nothing follows from it, and what
-goes wrong shows in the fsync, which stays what it was.
-
-The writers themselves never tell it: where the disk has much to do already the call waits, and they would write at its speed. On
-an idle machine that gave 0.2 to 0.7 GB/s where a thread of its own gives 3.3 to 3.9, and no hint 2.6 to 2.8.
+The disk is told to begin as soon as a stretch of the file is complete (`Writeback`), so that a save does not wait for it at the
+end. That is a hint: what goes wrong shows in the fsync. The writers themselves never tell the disk, because the call waits where
+the disk is busy: that gave 0.2 to 0.7 GB/s where a thread of its own gives 3.3 to 3.9, and no hint 2.6 to 2.8.
 """
 
 from __future__ import annotations
@@ -15,8 +12,8 @@ import threading
 from contextlib import suppress
 
 from holdfast.core.runtime import renewed, start
-from holdfast.engine.commit.replaced import wait_for_room
-from holdfast.engine.commit.target import not_committed
+from holdfast.engine.commit.target import not_committed, refusal
+from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.errors import NotCommitted
 from holdfast.stores.files import Buffer, Files, copy_all, write_all
 
@@ -27,8 +24,6 @@ STRETCH_NBYTES = 32 << 20
 
 
 class Writeback:
-    """The stretches of a file that are complete, and a thread that tells the disk of each."""
-
     def __init__(self, files: Files, descriptor: int) -> None:
         self._files, self._descriptor = files, descriptor
         self._turn = threading.Condition(renewed(threading.Lock()))
@@ -88,9 +83,7 @@ class NewFile:
 
     def __init__(self, files: Files, descriptor: int, *, path: str, durable: bool = False) -> None:
         self.descriptor = descriptor
-        """Open for reading and writing."""
         self.path = path
-        """What errors call it."""
         self.failed = False
         """Whether a call on it failed; it is then never published."""
         self.complete = False
@@ -113,7 +106,6 @@ class NewFile:
             raise self._refused(error, f"making room for {nbytes:,} bytes") from error
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Write all of a buffer at an offset."""
         try:
             write_all(self._files, self.descriptor, data, offset=offset)
         except OSError as error:
@@ -167,3 +159,53 @@ class NewFile:
     def _refused(self, error: OSError, doing: str) -> NotCommitted:
         self.failed = True
         return not_committed(error, doing, self.path)
+
+
+NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""What link(2) answers on a file system without hard links."""
+
+CANNOT_LINK = NO_LINKS | {errno.EXDEV, errno.EMLINK, errno.EACCES, errno.EINVAL}
+"""And where this file can have no second name here: another mount, too many names, protected_hardlinks."""
+
+CHANGED = "the base changed while it was read: this is not the file that it had; save again"
+
+
+def linked_or_copied(files: Files, key: str, nbytes: int, *, source_at: int, at: int, label: str) -> tuple[NewFile, bool]:
+    """The file in `source_at`, which has this length, under the same name in `at`; and whether it is the same file or a copy.
+
+    A hard link costs nothing, and removing either directory leaves the other whole. Where the system refuses one (another mount,
+    65,000 names already, a file of somebody else's), the bytes are copied inside the kernel, which shares the blocks where it can.
+
+    Raises `NotCommitted` where it is not there any more, or not as it was, and `OSError`.
+    """
+    found = files.stat(key, at=source_at)
+    if found is None or found.kind != "file" or found.nbytes != nbytes:
+        raise refusal(CHANGED, label, errno.ESTALE)
+    try:
+        files.link(key, key, at=at, source_at=source_at)
+    except OSError as error:
+        if error.errno not in CANNOT_LINK:
+            raise
+        return _copied(files, key, nbytes, source_at=source_at, at=at, label=label), False
+    taken = NewFile(files, files.open(key, at=at), path=label)
+    try:
+        if files.inspect(taken.descriptor).identity != found.identity:
+            raise refusal(CHANGED, label, errno.ESTALE)
+    except BaseException:
+        taken.give_up()
+        raise
+    return taken, True
+
+
+def _copied(files: Files, key: str, nbytes: int, *, source_at: int, at: int, label: str) -> NewFile:
+    made = NewFile(files, files.create(key, at=at), path=label)
+    try:
+        source = files.open(key, at=source_at)
+        try:
+            made.copy(source, nbytes, source_offset=0, offset=0)
+        finally:
+            files.close(source)
+    except BaseException:
+        made.give_up()
+        raise
+    return made

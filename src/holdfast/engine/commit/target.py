@@ -99,8 +99,6 @@ NOT_GIVEN = frozenset({errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, er
 
 
 class TargetName(Value, frozen=True):
-    """The name that a save is for."""
-
     files: Files
     path: str
     """What the caller said."""
@@ -125,11 +123,9 @@ class TargetName(Value, frozen=True):
         return found is not None and found.identity == temporary.identity
 
     def keep_access(self, descriptor: int, like: FileEntry | None, *, found: FileEntry | None = None) -> None:
-        """Give what is to replace something its user, its group and its permission bits, as far as we may.
-
-        Nobody may do more with it than before: where the group cannot be kept, it may do what everybody may. A directory keeps the
-        setgid and the sticky bit, too. `found` is what there is, where that is known.
-        """
+        """Give what is to replace something its user, its group and its permission bits, as far as we may. Nobody may do more with
+        it than before: where the group cannot be kept, it may do what everybody may. A directory keeps the setgid and the sticky
+        bit, too. `found` is what there is, where that is known."""
         if like is None:
             return
         bits = 0o3777 if like.kind == "directory" else 0o777
@@ -157,16 +153,13 @@ class TargetName(Value, frozen=True):
         return found.owner[1] == group
 
     def close(self) -> None:
-        """Let go of the parent."""
         with suppress(OSError):
             self.files.close(self.at)
 
 
 def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetName:
-    """Find the real target, undo what a crash left half-done there, and refuse what no save could end at.
-
-    What surely `replaces` a file, whatever is there, need not list a large folder every time.
-    """
+    """Find the real target, undo what a crash left half-done there, and refuse what no save could end at. What surely `replaces` a
+    file, whatever is there, need not list a large folder every time."""
     if not path or "\0" in path:
         raise refusal("a path is needed, without NUL characters", path, errno.EINVAL)
     parent, name = split_path(path)
@@ -185,7 +178,6 @@ def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetNam
 
 
 ENDS = ("", os.curdir, os.pardir)
-"""Ends of a path that are no name."""
 
 
 def _listing(files: Files, at: int, *, needed: bool) -> Sequence[str]:

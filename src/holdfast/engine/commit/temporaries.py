@@ -3,16 +3,16 @@
     .model.pt.0123456789abcdef.tmp     a file or directory that is being written; after an exchange, the directory that it replaced
     .step-100.0123456789abcdef.old     a directory that was moved aside, on file systems that cannot exchange two names
 
-**Whose.** Every live transaction holds flock(2) on its temporary. The kernel drops the lock with the process, so what can be locked
-belongs to nobody: `clean` removes exactly that, and `claim` closes the gap between creating and locking (it looks whether the name
-still stands for what it made, and starts again where a cleaner was faster). Where a file system has no locks, nothing is cleaned.
+**Whose.** Every live transaction holds flock(2) on its temporary, which the kernel drops with the process. So what can be locked
+belongs to nobody, and `clean` removes exactly that. `claim` closes the gap between creating and locking. Where a file system has no
+locks, nothing is cleaned.
 
 **How often.** To look for them means to list the folder. The first save of a file by a process in a folder does, and then again
 after as many saves as a 64th of what lay there: so a save costs the same beside ten files and beside a hundred thousand. What may
-not replace anything, and what replaces a directory, always looks: a checkpoint that was caught between two renames is to be found.
+not replace anything, and what replaces a directory, always looks.
 
-**Recovery.** A target that does not exist while exactly one `.old` of it does was caught between two renames. `recover` tells where
-the checkpoint is, so that `open` can read it there; `repair`, at the start of the next save, moves it back.
+**Recovery.** A target that does not exist while exactly one `.old` of it does was caught between two renames (docs/design/004).
+`recover` tells where the checkpoint is, for `open`; `repair`, at the start of the next save, moves it back.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import errno
 import hashlib
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Self
 
-from holdfast.engine.commit.replaced import ReplacedFiles
-from holdfast.stores.files import FileEntry, Files, is_temporary, split_path
-from holdfast.stores.path_files import system_files
+from holdfast.core.runtime import at_fork, renewed, start
+from holdfast.stores.files import FileEntry, Files, is_temporary, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 ATTEMPTS = 100
@@ -66,11 +67,11 @@ def is_due(files: Files, at: int) -> bool:
     return left <= 0
 
 
-def note_listing(files: Files, at: int, count: int) -> None:
+def record_listing(files: Files, at: int, count: int) -> None:
     """A folder was listed, and so many names were there."""
-    identity = files.inspect(at).identity if count >= LISTED or _listed else None
-    if identity is None:
+    if count < LISTED and not _listed:
         return
+    identity = files.inspect(at).identity
     _listed.pop(identity, None)
     if count >= LISTED:
         while len(_listed) >= MOST_FOLDERS:
@@ -109,7 +110,6 @@ def _stem(name: str, longest: int) -> str:
 
 
 def _ours(name: str, *, suffix: str, longest: int) -> Callable[[str], bool]:
-    """Whether an entry of a directory is a temporary of this target."""
     # A pattern with the name in it would be compiled for every save.
     prefix, rest = f".{_stem(name, longest)}.", re.compile(rf"[0-9a-f]{{16}}\.{suffix}")
     return lambda entry: entry.startswith(prefix) and rest.fullmatch(entry, len(prefix)) is not None
@@ -124,7 +124,6 @@ class LockedName:
         self.at = at
         self.descriptor = descriptor
         self.found = files.inspect(descriptor)
-        """What it was when it was opened."""
         self.identity = self.found.identity
 
     @classmethod
@@ -144,7 +143,6 @@ class LockedName:
         return found is not None and found.identity == self.identity
 
     def close(self) -> None:
-        """Let go."""
         self.files.close(self.descriptor)
 
 
@@ -197,21 +195,18 @@ def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -
 
 
 def clean(files: Files, name: str, *, at: int, there: Sequence[str], directories: bool, longest: int) -> None:
-    """Remove the temporaries here that no live process holds, of all that is `there`.
-
-    What cannot be removed stays; it is no reason not to save.
+    """Remove the temporaries here that no live process holds, of all that is `there`. What cannot be removed stays.
 
     Those of this target, and the `.tmp` of every other: a run that was killed at one step goes on with another. An `.old` of
     another target may be the only copy of it. Where other machines may be writing here and locks may not tell, the temporary of
     another target is left until nothing has changed in it for a day.
 
-    Plain files, and with `directories` also directories that hold nothing but plain files. Anything else under such a name is not
-    our work and is left alone. A directory may be the old content of an exchange that is not on disk yet, so the parent is
-    synced before one is emptied.
+    Plain files, and with `directories` also directories that hold nothing but plain files; anything else is not our work. A
+    directory may be the old content of an exchange that is not on disk yet, so the parent is synced before one is emptied.
     """
     with suppress(OSError):
         ours: Callable[[str], bool] | None = None
-        note_listing(files, at, len(there))
+        record_listing(files, at, len(there))
         for entry in there:
             # Of a hundred thousand names nearly all are done with here.
             if not entry.startswith(".") or not is_temporary(entry):
@@ -277,11 +272,9 @@ def plain_names(files: Files, descriptor: int) -> list[str] | None:
 
 
 def empty(files: Files, directory: LockedName, names: list[str], *, sizes: Mapping[str, FileEntry] | None = None) -> None:
-    """Remove files from a directory, and the directory itself where nothing else is in it.
-
-    What speaks of other files (indexes) goes last: to a reader that comes upon it, half a checkpoint is one with missing files, and
-    not a heap of files that are complete. Those whose `sizes` are known are freed behind the caller's back where they are large.
-    """
+    """Remove files from a directory, and the directory itself where nothing else is in it. What speaks of other files (indexes)
+    goes last: to a reader that comes upon it, half a checkpoint is one with missing files, and not a heap of files that are
+    complete. Those whose `sizes` are known are freed behind the caller's back where they are large."""
     with ReplacedFiles(files) as replaced:
         for name in sorted(names, key=lambda name: name.endswith((".json", ".metadata"))):
             if sizes is not None and name in sizes:
@@ -301,9 +294,7 @@ def set_aside(files: Files, name: str, *, at: int, there: Sequence[str], longest
 
 def recover(path: AnyPath) -> str | None:
     """Where the checkpoint is that a crash caught between two renames; None where `path` exists or nothing stands in for it.
-
-    Changes nothing. More than one candidate is nobody's choice to make here: None.
-    """
+    Changes nothing. More than one candidate is nobody's choice to make here: None."""
     files = system_files()
     with suppress(OSError, ValueError):
         parent, name = split_path(files.resolve(local_path(path)))
@@ -332,3 +323,69 @@ def repair(files: Files, name: str, *, at: int, there: Sequence[str], longest: i
         return True
     finally:
         files.close(descriptor)
+
+
+LARGE_NBYTES = 16 << 20
+"""Less is freed in 3 ms, beside which a thread is not worth it."""
+
+MOST_HELD = 64
+"""Files that are held open at once. Further ones are freed where they lose their name."""
+
+
+class ReplacedFiles:
+    """Files that are about to lose their names, in a block at the end of which they are let go of.
+
+    When a file loses its last name the kernel frees its pages and blocks inside of the rename or the unlink: 0.2 s for a GiB. So a
+    large file is held open while it loses its name, and closed by a thread. Nothing that a crash leaves is different. Until then
+    its bytes take room on the disk; whoever finds too little room waits for that (`wait_for_room`).
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._held: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.let_go()
+
+    def hold(self, name: str, *, at: int, nbytes: int) -> None:
+        if nbytes >= LARGE_NBYTES and len(self._held) < MOST_HELD:
+            with suppress(OSError):  # nobody misses it: the name changes all the same
+                descriptor = self._files.hold(name, at=at)
+                if descriptor is not None:
+                    self._held.append(descriptor)
+
+    def let_go(self) -> None:
+        """Free them, on a thread of their own where one can start. The end of the program does not wait for it."""
+        if not self._held:
+            return
+        with _lock:
+            thread = start(self._close, name="holdfast-free", daemon=True)
+            if thread is not None:
+                _freeing[:] = [other for other in _freeing if other.is_alive()]
+                _freeing.append(thread)
+        if thread is None:
+            self._close()
+
+    def _close(self) -> None:
+        while self._held:
+            with suppress(OSError):  # also in a fork: what was inherited is closed there already
+                self._files.close(self._held.pop())
+
+
+_lock = renewed(threading.Lock())
+_freeing: list[threading.Thread] = []
+
+
+def wait_for_room() -> bool:
+    """Come back when all that was replaced is freed. False where there was nothing to wait for."""
+    with _lock:
+        waiting = [thread for thread in _freeing if thread.is_alive()]
+    for thread in waiting:
+        thread.join()
+    return bool(waiting)
+
+
+at_fork(after_in_child=_freeing.clear)

@@ -14,7 +14,7 @@ A directory, `DirectoryTransaction`, does the same with a hidden sibling directo
     5   fsync each, fsync the directory
     6   rename to a name that does not exist, or exchange with the directory that is to be replaced
     7   fsync the parent directory
-    8   only now remove what was replaced (`replaced`: its bytes are freed behind the caller's back)
+    8   only now remove what was replaced (`ReplacedFiles`: its bytes are freed behind the caller's back)
 
 What goes wrong before step 6 raises `NotCommitted`: the temporary is gone, the target as it was. What goes wrong after it raises
 `DurabilityUncertain`. A failed fsync is never tried again, because the kernel may have dropped the pages and would then report
@@ -37,12 +37,11 @@ from types import TracebackType
 from typing import ClassVar, Self, cast
 
 from holdfast.core.value import replace
-from holdfast.engine.commit.linked import NO_LINKS, linked_or_copied
-from holdfast.engine.commit.new_file import NewFile
-from holdfast.engine.commit.replaced import ReplacedFiles
+from holdfast.engine.commit.new_file import NO_LINKS, NewFile, linked_or_copied
 from holdfast.engine.commit.target import TargetName, not_committed, open_target, refusal, refuse_existing, refusing, uncertain
 from holdfast.engine.commit.temporaries import (
     LockedName,
+    ReplacedFiles,
     claim,
     clean,
     empty,
@@ -52,8 +51,7 @@ from holdfast.engine.commit.temporaries import (
     temporary_name,
 )
 from holdfast.errors import HoldfastError, SaveError
-from holdfast.stores.files import Buffer, FileEntry, Files, is_temporary, split_path
-from holdfast.stores.path_files import system_files
+from holdfast.stores.files import Buffer, FileEntry, Files, is_temporary, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 BROWSED = frozenset({".DS_Store", "Thumbs.db"})
@@ -110,8 +108,7 @@ class _Transaction:
         """Refuse a target that cannot be replaced by what is written."""
         raise NotImplementedError
 
-    def _begin(self, target: TargetName, temporary: LockedName) -> None:
-        """The temporary is there."""
+    def _begin(self, target: TargetName, temporary: LockedName) -> None: ...
 
     def _leave(self) -> None:
         """Close everything, and give up what was not committed."""
@@ -119,11 +116,9 @@ class _Transaction:
 
 
 class FileTransaction(_Transaction):
-    """One file, written beside its target and moved there by `commit`.
-
-    A path that is a link means the file behind it, as it does for `torch.save`; that file is replaced and the link stays. The new
-    file has the permission bits of the one that it replaces. Further hard links to the old file keep the old content.
-    """
+    """One file, written beside its target and moved there by `commit`. A path that is a link means the file behind it, as it does
+    for `torch.save`; that file is replaced and the link stays. The new file has the permission bits of the one that it replaces.
+    Further hard links to the old file keep the old content."""
 
     directory = False
 
@@ -141,25 +136,20 @@ class FileTransaction(_Transaction):
 
     @property
     def file(self) -> NewFile:
-        """What is being written."""
         self._working()
         return cast(NewFile, self._file)  # made with the temporary
 
     @property
     def descriptor(self) -> int:
-        """The open file, for reading back and for calls that need a number."""
         return self.file.descriptor
 
     def allocate(self, nbytes: int) -> None:
-        """As `NewFile.allocate`."""
         self.file.allocate(nbytes)
 
     def write(self, offset: int, data: Buffer) -> None:
-        """As `NewFile.write`."""
         self.file.write(offset, data)
 
     def copy(self, source: int, nbytes: int, *, source_offset: int, offset: int) -> None:
-        """As `NewFile.copy`."""
         self.file.copy(source, nbytes, source_offset=source_offset, offset=offset)
 
     def commit(self) -> None:
@@ -213,7 +203,6 @@ class FileTransaction(_Transaction):
                 raise refusal(message, self.path, error.errno) from error
 
     def _leave(self) -> None:
-        """Close everything, and remove the temporary name where there still is one."""
         target, temporary, file = self._target, self._temporary, self._file
         self._target = self._temporary = self._file = None
         if target is not None and temporary is not None and not (self._published and self.overwrite):
@@ -234,24 +223,17 @@ def replace_file(path: AnyPath, content: bytes, *, durable: bool, overwrite: boo
 
 
 class DirectoryTransaction(_Transaction):
-    """A directory of plain files, written beside its target and moved there by `commit`.
-
-    With `overwrite=True` an existing directory is replaced as a whole, if all that is in it are plain files whose names pass
-    `replaceable`: the caller's word that a name belongs to a checkpoint. If one does not pass, nothing is written. Without
-    `replaceable` only an empty directory is replaced.
-    """
+    """A directory of plain files, written beside its target and moved there by `commit`. With `overwrite=True` an existing
+    directory is replaced as a whole, if all that is in it are plain files whose names pass `replaceable`: the caller's word that a
+    name belongs to a checkpoint. If one does not pass, nothing is written. Without `replaceable` only an empty directory is
+    replaced."""
 
     directory = True
 
     def __init__(
-        self,
-        path: AnyPath,
-        *,
-        durable: bool = True,
-        overwrite: bool = False,
-        replaceable: Callable[[str], bool] | None = None,
-        files: Files | None = None,
-    ) -> None:
+        self, path: AnyPath, *, durable: bool = True, overwrite: bool = False,
+        replaceable: Callable[[str], bool] | None = None, files: Files | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(path, durable=durable, overwrite=overwrite, files=files)
         self._replaceable = replaceable or (lambda name: False)
         self._created: dict[str, NewFile | None] = {}
@@ -265,18 +247,14 @@ class DirectoryTransaction(_Transaction):
 
     def create(self, key: str) -> NewFile:
         """A new file of the directory. Those made after `seal_data` are index files, which may speak of all before them."""
-        target, temporary = self._working()
-        label = f"{self.path.rstrip('/')}/{key}"
-        self._check_key(key, label)
+        target, temporary, label = self._begun(key)
         with refusing("creating a file", label):
             made = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label, durable=self.durable)
         return self._keep(key, made)
 
     def adopt(self, key: str, source: str) -> None:
         """Give a finished file, at a path relative to the new folder, a second name in it: `key`."""
-        target, temporary = self._working()
-        label = f"{self.path.rstrip('/')}/{key}"
-        self._check_key(key, label)
+        target, temporary, label = self._begun(key)
         with refusing("taking over a finished file", label):
             target.files.link(source, key, at=temporary.descriptor)
             taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
@@ -284,37 +262,33 @@ class DirectoryTransaction(_Transaction):
 
     def link(self, key: str, nbytes: int, *, folder: int) -> bool:
         """Give a finished file of another directory (open) a second name here. False where it had to be copied (`linked`)."""
-        target, temporary = self._working()
-        label = f"{self.path.rstrip('/')}/{key}"
-        self._check_key(key, label)
+        target, temporary, label = self._begun(key)
         with refusing("taking over a file of the base", label):
             inside = temporary.descriptor
             taken, same = linked_or_copied(target.files, key, nbytes, source_at=folder, at=inside, label=label)
         # Synced like all others: whoever wrote it may not have waited. Its permissions are not ours to change, unless it is a copy.
-        (self._note(key, taken) if same else self._keep(key, taken)).complete = True
+        (self._record(key, taken) if same else self._keep(key, taken)).complete = True
         return same
 
     def join(self, key: str, nbytes: int, *, linked: bool = False) -> None:
         """Take in a file that another process wrote into the new folder, or `linked`, and has synced; it must have this length."""
-        target, temporary = self._working()
-        label = f"{self.path.rstrip('/')}/{key}"
-        self._check_key(key, label)
+        target, temporary, label = self._begun(key)
         with refusing("taking in a file of another process", label):
             found = target.files.stat(key, at=temporary.descriptor)
             if found is None or found.kind != "file" or found.nbytes != nbytes:
                 what = "is not there" if found is None else f"is a {found.kind} of {found.nbytes:,} bytes"
                 raise refusal(f"a file of another rank should have {nbytes:,} bytes and {what}", label, errno.EIO)
             taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
-        (self._note(key, taken) if linked else self._keep(key, taken)).complete = True
+        (self._record(key, taken) if linked else self._keep(key, taken)).complete = True
 
     def _keep(self, key: str, file: NewFile) -> NewFile:
-        """Note a file that was made, and give it the permissions of what it replaces."""
-        self._note(key, file)
+        """Record a file that was made, and give it the permissions of what it replaces."""
+        self._record(key, file)
         self._working()[0].keep_access(file.descriptor, self._like(key))
         return file
 
-    def _note(self, key: str, file: NewFile) -> NewFile:
-        """Note a file, and finish the oldest where more than `OPEN_FILES` are open that nobody writes to any more."""
+    def _record(self, key: str, file: NewFile) -> NewFile:
+        """Record a file, and finish the oldest where more than `OPEN_FILES` are open that nobody writes to any more."""
         self._created[key] = file
         self._open.append(file)
         while len(self._open) > OPEN_FILES and self._open[0].complete:
@@ -328,13 +302,17 @@ class DirectoryTransaction(_Transaction):
         parent, _ = split_path(target.files.resolve(self.path.rstrip("/") or "/"))
         return os.path.join(parent, temporary.name)
 
-    def _check_key(self, key: str, label: str) -> None:
+    def _begun(self, key: str) -> tuple[TargetName, LockedName, str]:
+        """The target, the temporary folder, and what errors call a new file of this name. Refuses what is no plain, new name."""
+        target, temporary = self._working()
+        label = f"{self.path.rstrip('/')}/{key}"
         if not key or "/" in key or "\\" in key or "\0" in key or key in (".", "..") or is_temporary(key):
             raise refusal(f"{key!r} is no plain name for a file of a checkpoint", label, errno.EINVAL)
         if key in self._created:
             raise refusal(f"{key!r} is written twice", label, errno.EEXIST)
         self._created[key] = None
         self._synced = False
+        return target, temporary, label
 
     def seal_data(self) -> None:
         """Come back when all files so far, and their names, are on disk; with `durable=False`, when they are closed."""
@@ -390,10 +368,8 @@ class DirectoryTransaction(_Transaction):
             target.files.close(descriptor)
 
     def _like(self, key: str) -> FileEntry | None:
-        """What says who may read a file: the one of this name in the old directory; where there is none, all that are there.
-
-        A file under a new name may be read by those alone who may read all of the old ones.
-        """
+        """What says who may read a file: the one of this name in the old directory; where there is none, all that are there. A file
+        under a new name may be read by those alone who may read all of the old ones."""
         return self._replaced.get(key, self._common)
 
     def _names_to_replace(self, files: Files, descriptor: int) -> list[str]:
@@ -444,10 +420,8 @@ class DirectoryTransaction(_Transaction):
         self._let_go()
 
     def _set_old_aside(self, target: TargetName) -> str:
-        """Keep what was replaced where no save but the next one to this name removes it, and say where that is.
-
-        A later fsync may report a success that this one did not have, so a save to another name must not trust its own.
-        """
+        """Keep what was replaced where no save but the next one to this name removes it, and say where that is. A later fsync may
+        report a success that this one did not have, so a save to another name must not trust its own."""
         old = self._old
         if old is None:
             return ""

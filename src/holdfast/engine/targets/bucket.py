@@ -3,12 +3,12 @@
 Objects are written from front to back (engine/stream), in parts of which several are under way. Nothing is written to the disk of
 this machine, and memory stays at a few parts an object.
 
-**Several parts.** Every part uploads its own objects, whose names carry the id of the save, which the first one has drawn and told.
-So nobody finds them, and another save to the same place writes other names. The first part puts the index, with a condition.
+**Several parts.** Every part uploads its own objects, whose names carry the id of the save. So nobody finds them, and another save
+to the same place writes other names. The first part puts the index, with a condition.
 
 **Who removes what.** A part removes its objects where it fails before its receipt is out, and where the first one has said that
-nothing was published. It does not where the first one is lost: that may have published meanwhile, or still do so. The first part
-gives up all objects that carry the id, also those of parts that died. What is left then is for the sweep of the run.
+nothing was published. It does not where the first one is lost: that one may have published. The first part removes all objects that
+carry the id, also those of parts that died. The rest is left to the sweep of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.readback import check_source, stored_crcs
 from holdfast.engine.saves import FilePlan, LinkedFile
-from holdfast.engine.stream import FAR_BLOCK_NBYTES, CountingWriter, Writer, write_stream
+from holdfast.engine.stream import REMOTE_BLOCK_NBYTES, CountingWriter, Writer, write_stream
 from holdfast.engine.targets.bucket_claims import commit_sharing, release
 from holdfast.engine.targets.bucket_commit import ObjectSave, PrefixSave, save_id
 from holdfast.engine.targets.target import Delivered, Fill, Saving, Target, nothing_yet
@@ -79,7 +79,7 @@ class BucketNames(Value, frozen=True):
 def _pass(file: FilePlan, how: Saving, target: Writer) -> dict[str, int]:
     """Write the content of an object, sure of what was read."""
     with how.seals.noting(file.key, CountingWriter(target, how.progress) if how.progress else target) as writer:
-        crcs = write_stream(file, writer, known=how.crcs, requests=how.threads, block=how.block or FAR_BLOCK_NBYTES)
+        crcs = write_stream(file, writer, known=how.crcs, requests=how.threads, block=how.block or REMOTE_BLOCK_NBYTES)
     how.crcs.update(crcs)
     check_source(file, how.crcs)
     return crcs
@@ -101,8 +101,6 @@ def _put(file: FilePlan, how: Saving, save: PrefixSave, name: str) -> dict[str, 
 
 
 class ObjectTarget(Target):
-    """One object."""
-
     def __init__(self, url: Url, *, overwrite: bool, parts: int | None) -> None:
         super().__init__()
         self._save = ObjectSave(url, overwrite=overwrite, parts=parts)
@@ -141,7 +139,6 @@ class JoinedPrefix(Target):
             number += 1
 
     def give_up(self) -> None:
-        """Remove what this part has uploaded."""
         self._save.give_up()
 
 
@@ -197,7 +194,6 @@ class PrefixTarget(JoinedPrefix):
         self._replaced.remove(self._save, keep={file.key for file in (*self._late, final)})
 
     def _home(self, key: str) -> tuple[str, str]:
-        """The folder of an object, and its name in there."""
         return sibling_key(key) or (self.url.key.rpartition("/")[2], key)
 
     def written(self) -> Store:
@@ -229,12 +225,10 @@ class PrefixTarget(JoinedPrefix):
 
 
 class CopyTarget(Target):
-    """Objects below a prefix whose names are those of a source that is copied.
-
-    Two copies would write the same names, so one claims the place first. What has names in common with a checkpoint that it
-    replaces would be a mixture of both for a while: then the old one goes first. But not before everything is in the bucket, under
-    hidden names, from which the store copies it: what fails on the way here leaves the old one as it was.
-    """
+    """Objects below a prefix whose names are those of a source that is copied. Two copies would write the same names, so one claims
+    the place first. What has names in common with a checkpoint that it replaces would be a mixture of both for a while: then the
+    old one goes first. But not before everything is in the bucket, under hidden names, from which the store copies it: what fails
+    on the way here leaves the old one as it was."""
 
     def __init__(self, url: Url, index: str, *, overwrite: bool, names: BucketNames, parts: int | None) -> None:
         super().__init__()
@@ -275,7 +269,6 @@ class CopyTarget(Target):
 
 
 def _check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:
-    """Read an object back, and compare it with the checksums of what was written to it."""
     store = RemoteStore(url)
     (key,) = store.list()
     for label, found in stored_crcs(file, store, key).items():
@@ -285,7 +278,6 @@ def _check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:
 
 
 def _hidden(name: str) -> str:
-    """A name beside this one that no reader takes for a file of a checkpoint."""
     folder, slash, last = name.rpartition("/")
     return f"{folder}{slash}{temporary_name(last)}"
 

@@ -47,30 +47,24 @@ CLAIMS = "holdfast.claims"
 """The folder of the claims, beside the checkpoints that they speak of."""
 
 LIFE_S = 1800.0
-"""How long a claim counts."""
 
 WORK_S = 600.0
 """How long whoever made it acts on it."""
 
 MOST_NBYTES, MOST = 1 << 20, 100_000
-"""Bytes of a claim, and claims."""
 
 Does = Literal["uses", "deletes"]
 
 
-class Said(msgspec.Struct, frozen=True):
-    """The content of a claim."""
-
+class ClaimContent(msgspec.Struct, frozen=True):
     does: Does
     folders: tuple[str, ...]
 
 
-DOCUMENT = DocumentKind(name="claim", decoder=msgspec.json.Decoder(Said), most=MOST_NBYTES)
+DOCUMENT = DocumentKind(name="claim", decoder=msgspec.json.Decoder(ClaimContent), most=MOST_NBYTES)
 
 
 class Claim:
-    """A claim that this process has put."""
-
     def __init__(self, parent: Url, key: str, began: float) -> None:
         self._parent, self._key, self._began = parent, key, began
 
@@ -85,10 +79,8 @@ class Claim:
 
 
 def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str]:
-    """The folders beside each other in `parent` in which somebody does this.
-
-    Without a claim of one's own (`mine`) the age of the others is that by the clock of this machine: good for a forecast.
-    """
+    """The folders beside each other in `parent` in which somebody does this. Without a claim of one's own (`mine`) the age of the
+    others is that by the clock of this machine: good for a forecast."""
     bucket, found, old = bucket_of(parent), set[str](), list[str]()
     rows = {one.key: one.changed for one in bucket.below(f"{_below(parent)}/", MOST)}
     if mine is not None and mine not in rows:
@@ -101,10 +93,10 @@ def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str
             continue
         try:
             got = if_there(bucket.whole, key, MOST_NBYTES)
-            said = None if got is None else read_document(DOCUMENT, bytes(got.data))  # None: it has been taken away
+            content = None if got is None else read_document(DOCUMENT, bytes(got.data))  # None: it has been taken away
         except (FormatError, LimitExceeded):
             raise _unsure("this claim cannot be understood; perhaps a newer Holdfast works here", bucket.url(key)) from None
-        found.update(said.folders if said is not None and said.does == does else ())
+        found.update(content.folders if content is not None and content.does == does else ())
     if old:
         with suppress(HoldfastError):
             bucket.delete(old)
@@ -131,7 +123,7 @@ def claiming(parent: Url, does: Does, folders: Collection[str]) -> Iterator[Clai
             bucket.delete([key])
 
     try:
-        bucket.put(key, write_document(DOCUMENT, Said(does, tuple(sorted(folders)))))
+        bucket.put(key, write_document(DOCUMENT, ClaimContent(does, tuple(sorted(folders)))))
         yield Claim(parent, key, began)
     except DurabilityUncertain:
         raise  # a manifest may be on its way
@@ -146,10 +138,8 @@ Used = Sequence[tuple[str, str, int]]
 
 
 def commit_sharing(save: PrefixSave, used: Used, commit: Callable[[], None]) -> None:
-    """Publish a checkpoint that names these objects beside it.
-
-    Raises `NotCommitted` with ESTALE where one of them is gone, or may go: then everything has to be written.
-    """
+    """Publish a checkpoint that names these objects beside it. Raises `NotCommitted` with ESTALE where one of them is gone, or may
+    go: then everything has to be written."""
     if not used:
         commit()
         return
@@ -192,10 +182,8 @@ class Released(Value, frozen=True):
 
 
 def release(parent: Url, keys: Collection[str], named: Callable[[Collection[str]], Collection[str]]) -> Released:
-    """Delete objects in folders of `parent` that no manifest names any more.
-
-    `named` says which of these keys a published manifest names; it looks anew. Raises `StoreError`.
-    """
+    """Delete objects in folders of `parent` that no manifest names any more. `named` says which of these keys a published manifest
+    names; it looks anew. Raises `StoreError`."""
     start = f"{parent.key}/" if parent.key else ""
     folders = {key: key.removeprefix(start).rpartition("/")[0] for key in keys}
     if not folders:

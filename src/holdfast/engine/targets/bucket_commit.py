@@ -12,15 +12,13 @@ A save that is given up takes away what it wrote under names that nobody had bef
 
 **The lost answer.** A put may succeed and its answer be lost. It is sent again, and then something is there already: what was put
 first. So an answer is never believed to be a refusal. What is there is read back and compared: if it is ours, the save is done; if
-it is another's, that save has won, and this one is `NotCommitted`; if nothing is there, it is put again; and if nobody can say, it
-is `DurabilityUncertain`, and the data stays.
+it is another's, this one is `NotCommitted`; if nothing is there, it is put again; and if nobody can say, it is
+`DurabilityUncertain`, and the data stays.
 
 **One object** (`.pt`, `.safetensors`) that may not replace anything is put with the condition, too. A long one is an upload in
-parts, whose end has no condition that all stores keep. So whoever publishes one object claims its name first, by a hidden object
-beside it that only one can create; looks whether anything is there; ends the upload; and takes the claim away.
+parts, whose end has no condition. So its name is claimed first, by a hidden object beside it that only one can create.
 
-**Conditions.** A store that takes no notice of them would let the last saver win without anybody knowing. Each bucket is tried
-once.
+**Conditions.** A store that ignores them would let the last saver win without anybody knowing. Each bucket is tried once.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -40,8 +38,7 @@ from holdfast.engine.commit.target import refusal
 from holdfast.engine.stream import Writer
 from holdfast.errors import DurabilityUncertain, HoldfastError, LimitExceeded, NotCommitted, StoreError, detached
 from holdfast.stores.remote.client import Bucket, bucket_of
-from holdfast.stores.remote.failures import Taken
-from holdfast.stores.remote.patience import pauses
+from holdfast.stores.remote.failures import Taken, pauses
 from holdfast.stores.remote.url import Url
 
 INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"
@@ -63,14 +60,11 @@ SAVE: Final = "holdfastsave"
 """The attribute of an object that says which save wrote it. Azure takes the names of C#: no dashes."""
 
 Write = Callable[[Writer], object]
-"""Writes the content of one object, from front to back."""
 
 Check = Callable[[Url], None]
-"""Reads back what was written to a place, and raises where it is something else."""
 
 
 def save_id() -> str:
-    """A name that no other save has."""
     return secrets.token_hex(8)
 
 
@@ -92,20 +86,16 @@ def check_conditions(bucket: Bucket, url: Url) -> None:
             with suppress(HoldfastError):
                 bucket.delete([probe])
     if not bucket.conditions and not os.environ.get(INSIST):
-        raise refusal(
-            "the store takes no notice of conditions (If-None-Match), so two saves at once could mix or undo each other without "
-            f"anybody knowing; use another store, or set {INSIST}=1 where only one process ever saves",
-            url,
-            errno.ENOTSUP,
-        )
+        danger = "so two saves at once could mix or undo each other without anybody knowing"
+        advice = f"use another store, or set {INSIST}=1 where only one process ever saves"
+        message = f"the store takes no notice of conditions (If-None-Match), {danger}; {advice}"
+        raise refusal(message, url, errno.ENOTSUP)
 
 
 @contextmanager
-def claimed(bucket: Bucket, key: str, url: Url, *, told: str, force: bool = False) -> Iterator[None]:
-    """Have a place alone, by a small object that only one can create. `force` takes the place of one whose saver is dead.
-
-    Raises `NotCommitted`, with what is told, where another has it. Where nobody can say how the block ended, the claim stays.
-    """
+def claimed(bucket: Bucket, key: str, url: Url, *, busy: str, force: bool = False) -> Iterator[None]:
+    """Have a place alone, by a small object that only one can create. `force` takes the place of one whose saver is dead. Raises
+    `NotCommitted`, with the message `busy`, where another has it. Where nobody can say how the block ended, the claim stays."""
     mine = save_id().encode()
 
     def is_mine() -> bool | None:
@@ -127,10 +117,10 @@ def claimed(bucket: Bucket, key: str, url: Url, *, told: str, force: bool = Fals
         if held is None and isinstance(failed, Taken):
             time.sleep(pause)
             continue
-        message = f"{told}; pass overwrite=True when none is" if isinstance(failed, Taken) else failed.message
+        message = f"{busy}; pass overwrite=True when none is" if isinstance(failed, Taken) else failed.message
         raise refusal(message, url, failed.errno)
     else:
-        raise refusal(f"{told}; pass overwrite=True when none is", url, errno.EEXIST)
+        raise refusal(f"{busy}; pass overwrite=True when none is", url, errno.EEXIST)
     keep = False
     try:
         yield
@@ -145,32 +135,29 @@ def claimed(bucket: Bucket, key: str, url: Url, *, told: str, force: bool = Fals
 
 
 def put_surely(put: Callable[[], object], is_mine: Callable[[], bool | None], lost: Callable[[], HoldfastError]) -> str | None:
-    """Put an object, and look what is there where the answer is none. None when it is there, else what was said last.
-
-    `is_mine` looks: None where what was there before is there still. Raises `lost()` where another's is.
-    """
-    said = ""
+    """Put an object, and look what is there where the answer is none. None when it is there, else the last error message. `is_mine`
+    looks: None where what was there before is there still. Raises `lost()` where another's is."""
+    failure = ""
     for pause in islice(pauses(LOOK_S), TRIES):
         try:
             put()
             return None
         except StoreError as error:
-            said = error.message
+            failure = error.message
         try:
             mine = is_mine()
         except StoreError as error:
-            said = said if error.errno == errno.ENOENT else error.message
+            failure = failure if error.errno == errno.ENOENT else error.message
             time.sleep(pause)  # it is not there, or not to be seen yet; the next try finds out
             continue
         if mine:
             return None
         if mine is False:
             raise lost()
-    return said
+    return failure
 
 
 def another_first(url: Url) -> HoldfastError:
-    """The refusal of a save that came second."""
     return refusal("another save to the same place was published first; this one was given up", url, errno.EEXIST)
 
 
@@ -219,10 +206,8 @@ class PrefixSave:
             raise refusal(f"{error.message}; nothing was published", self._bucket.url(key), error.errno) from None
 
     def commit(self, index: bytes, attributes: Mapping[str, str] | None = None) -> None:
-        """Publish, with what the object says of itself.
-
-        Raises `NotCommitted` where another save was faster, `DurabilityUncertain` where nobody can say.
-        """
+        """Publish, with what the object says of itself. Raises `NotCommitted` where another save was faster, `DurabilityUncertain`
+        where nobody can say."""
         key, before = self._key(self.index), self._before
         self.revocable = False
 
@@ -252,12 +237,10 @@ class PrefixSave:
         except StoreError as error:
             raise refusal(f"{error.message}; nothing was published", self._bucket.url(key), error.errno) from None
 
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
+    def claimed(self) -> AbstractContextManager[None]:
         """Have the place alone, for a save whose names another would write as well. Raises `NotCommitted` where one does."""
-        told = "another copy to this place is under way, or one was cut off"
-        with claimed(self._bucket, self._key(CLAIM), self.url, told=told, force=self._overwrite):
-            yield
+        busy = "another copy to this place is under way, or one was cut off"
+        return claimed(self._bucket, self._key(CLAIM), self.url, busy=busy, force=self._overwrite)
 
     def replaces_nothing(self, index: Sequence[str]) -> None:
         """Take the old index away before anything is written: from now on there is no checkpoint, until this one is."""
@@ -291,8 +274,6 @@ class PrefixSave:
 
 
 class ObjectSave:
-    """A checkpoint that is one object."""
-
     AT_ONCE: Final = 64 << 20
     """Up to this length the object is put by one request, which may have a condition."""
 
@@ -320,7 +301,6 @@ class ObjectSave:
         raise refusal("the object exists; pass overwrite=True to replace it", self.url, errno.EEXIST)
 
     def copy(self, key: str) -> None:
-        """Have the store copy an object of the same bucket."""
         try:
             with self._last_look():
                 self._bucket.copy(key, self.url.key)
@@ -328,11 +308,9 @@ class ObjectSave:
             raise refusal(f"{error.message}; nothing was published", self.url, error.errno) from None
 
     def write(self, nbytes: int, write: Write, before_commit: Callable[[], None], *, check: Check | None = None) -> None:
-        """Write and publish. `check` is given the place of what was written, when it is there.
-
-        Without `overwrite`, a short object is put with a condition; a long one is an upload in parts, which S3 gives none. So the
-        name is claimed for the moment in which either becomes an object.
-        """
+        """Write and publish. `check` is given the place of what was written, when it is there. Without `overwrite`, a short object
+        is put with a condition; a long one is an upload in parts, which S3 gives none. So the name is claimed for the moment in
+        which either becomes an object."""
         attributes: Mapping[str, str] = {SAVE: self._id}
         if not self._overwrite and nbytes <= self.AT_ONCE:
             gathered = io.BytesIO()
@@ -347,8 +325,8 @@ class ObjectSave:
         try:
             check(self.url)
         except NotCommitted:
-            told = "the object is there, and does not read back the same as it was written; save it again"
-            raise DurabilityUncertain(told, file=self.url) from None
+            message = "the object is there, and does not read back the same as it was written; save it again"
+            raise DurabilityUncertain(message, file=self.url) from None
         except HoldfastError as error:
             raise DurabilityUncertain(f"the object is there, and cannot be read back: {error.message}", file=self.url) from None
 
@@ -371,8 +349,8 @@ class ObjectSave:
             yield
             return
         folder, slash, name = self.url.key.rpartition("/")
-        told = "another save to the same place is being published, or one was cut off while it was"
-        with claimed(self._bucket, f"{folder}{slash}.{name}.{NOBODY}.tmp", self.url, told=told):
+        busy = "another save to the same place is being published, or one was cut off while it was"
+        with claimed(self._bucket, f"{folder}{slash}.{name}.{NOBODY}.tmp", self.url, busy=busy):
             self.begin()
             yield
 

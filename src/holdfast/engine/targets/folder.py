@@ -1,10 +1,9 @@
 """A file, and a folder of files, on a file system that all ranks see: hidden beside their name until the rename.
 
-**Finished files of a conversion that was interrupted** are kept for the next try. With `resume=True` a directory is not written
-straight into its transaction. Each data file is first finished, flushed and published in a hidden folder beside the target, with a
-receipt of its checksums; then all of them are linked into the transaction, which is committed as always. A try that was cut off
-leaves that folder, and the next one finds it by its name, which is a hash of everything that decides the bytes: the layout, and
-the source files with their lengths and times. A file is taken over only if its bytes have the checksums of its receipt.
+**Finished files of a conversion that was interrupted** are kept for the next try. With `resume=True` each data file is first
+finished, flushed and published in a hidden folder beside the target, with a receipt of its checksums; then all of them are linked
+into the transaction. The next try finds that folder by its name, a hash of everything that decides the bytes: the layout, and the
+source files with their lengths and times. A file is taken over only if its bytes have the checksums of its receipt.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from types import TracebackType
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Store
 from holdfast.core.strict_json import parse
-from holdfast.engine.commit.linked import linked_or_copied
-from holdfast.engine.commit.new_file import NewFile
+from holdfast.engine.commit.new_file import NewFile, linked_or_copied
 from holdfast.engine.commit.target import refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, replace_file
 from holdfast.engine.readback import check_source, check_written, file_crcs
@@ -31,9 +29,8 @@ from holdfast.engine.stream import Writer
 from holdfast.engine.targets.target import Delivered, Fill, Reads, Saving, Target
 from holdfast.engine.write import write_file
 from holdfast.errors import HoldfastError, NotCommitted
-from holdfast.stores.files import Files, make_parents, split_path
+from holdfast.stores.files import Files, make_parents, split_path, system_files
 from holdfast.stores.local import LocalStore
-from holdfast.stores.path_files import system_files
 from holdfast.stores.virtual import tensor_stamp
 
 RECEIPT = ".receipt"
@@ -54,8 +51,6 @@ def fingerprint(plan: SavePlan) -> str:
 
 
 class Staging:
-    """The hidden folder of one conversion."""
-
     def __init__(self, target: str, plan: SavePlan, *, durable: bool, files: Files | None = None) -> None:
         self._files: Files = files or system_files()
         parent, name = split_path(os.path.abspath(target.rstrip("/")))
@@ -130,8 +125,6 @@ def _fill(file: FilePlan, how: Saving, sink: NewFile, path: str) -> Mapping[str,
 
 
 class FileTarget(Target):
-    """One file."""
-
     def __init__(self, path: str, *, durable: bool, overwrite: bool, files: Files | None) -> None:
         self._system, self._path, self._durable = files or system_files(), path, durable
         self._transaction = FileTransaction(path, durable=durable, overwrite=overwrite, files=self._system)
@@ -155,8 +148,6 @@ class FileTarget(Target):
 
 
 class AtEnd:
-    """A file that is written from front to back."""
-
     def __init__(self, out: NewFile) -> None:
         self._out, self._nbytes = out, 0
 
@@ -226,22 +217,13 @@ class JoinedFolder(Target):
 
 
 class FolderTarget(Target):
-    """A folder of files, on the part that makes it.
-
-    With `resumed`, each file is finished in a folder that outlives a crash (`Staging`), and then linked.
-    """
+    """A folder of files, on the part that makes it. With `resumed`, each file is finished in a folder that outlives a crash
+    (`Staging`), and then linked."""
 
     def __init__(
-        self,
-        path: str,
-        *,
-        durable: bool,
-        overwrite: bool,
-        replaceable: Callable[[str], bool],
-        resumed: SavePlan | None,
-        parents: bool,
-        files: Files | None,
-    ) -> None:
+        self, path: str, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool], resumed: SavePlan | None,
+        parents: bool, files: Files | None,
+    ) -> None:  # fmt: skip
         self._system, self._path, self._durable = files or system_files(), path, durable
         self._staging = None if resumed is None else Staging(path, resumed, durable=durable, files=files)
         self._staged: list[FilePlan] = []

@@ -53,8 +53,6 @@ class Seals(Protocol):
 
 
 class Saving(Value, frozen=True, kw_only=True):
-    """How a save is carried out."""
-
     seals: Seals
     crcs: dict[str, int] = field(default_factory=dict)
     """Of all data that was written before, by label. Each file adds its own."""
@@ -62,7 +60,6 @@ class Saving(Value, frozen=True, kw_only=True):
     block: int | None = None
     progress: Progress | None = None
     read_back: bool = False
-    """Whether what was written is read again and compared."""
     last: Callable[[], None] = lambda: None
     """Asked when everything is written: what it raises keeps what was there."""
     attributes: Mapping[str, str] | None = None
@@ -77,7 +74,7 @@ Delivered = tuple[str, int, bool]
 
 
 def nothing_yet(how: Saving) -> Mapping[str, int]:
-    """A file that is written when it is published."""
+    """The `Fill` of a file that is written when it is published."""
     return {}
 
 
@@ -97,12 +94,13 @@ class Target:
         return self.save
 
     def link(self, file: LinkedFile) -> bool:
-        """Take over a file of the base; whether by a second name, or where it is, and not by a copy. Or note that it is to be."""
+        """Take over a file of the base, now or when it is published; whether by a second name, or where it is, and not by a
+        copy."""
         self._linked.append(file)
         return True
 
     def begin(self, file: FilePlan) -> Fill:
-        """Give a file its place, or note that it is to have one when it is published."""
+        """Give a file its place, now or when it is published."""
         self._files.append(file)
         return nothing_yet
 
@@ -145,25 +143,14 @@ class Target:
 
 
 def target_of(
-    path: str,
-    plan: SavePlan,
-    *,
-    overwrite: bool,
-    durable: bool,
-    names: Callable[[], BucketNames],
-    replaceable: Callable[[str], bool],
-    save: str = "",
-    parts: int | None = None,
-    resume: bool = False,
-    parents: bool = False,
-    files: Files | None = None,
-) -> Target:
-    """The target of a save to a path or a URL, for whoever publishes it. Raises `NotCommitted` where there may be none.
-
-    Of the plan its kind counts, and what its files are called. On a disk, `replaceable` says which names in a folder may go,
-    `parents` whether folders are made that lead to it, and `resume` whether finished files of an earlier try are taken over. In a
-    bucket, `names` says what is there, and `save` is the id of a save of several parts.
-    """
+    path: str, plan: SavePlan, *, overwrite: bool, durable: bool, names: Callable[[], BucketNames],
+    replaceable: Callable[[str], bool], save: str = "", parts: int | None = None, resume: bool = False,
+    parents: bool = False, files: Files | None = None,
+) -> Target:  # fmt: skip
+    """The target of a save to a path or a URL, for whoever publishes it. Raises `NotCommitted` where there may be none. Of the plan
+    its kind counts, and what its files are called. On a disk, `replaceable` says which names in a folder may go, `parents` whether
+    folders are made that lead to it, and `resume` whether finished files of an earlier try are taken over. In a bucket, `names`
+    says what is there, and `save` is the id of a save of several parts."""
     url = place_at(path).url
     if url is not None:
         from holdfast.engine.targets.bucket import CopyTarget, ObjectTarget, PrefixTarget  # for those who have a bucket
@@ -183,13 +170,13 @@ def target_of(
     )
 
 
-def join_target(told: str, path: str, *, durable: bool) -> Target:
-    """On another part: the target of which the first one has told."""
+def join_target(name: str, path: str, *, durable: bool) -> Target:
+    """On another part: the target that the first one has opened, by its `join_name`."""
     url = place_at(path).url
     if url is not None:
         from holdfast.engine.targets.bucket import JoinedPrefix
 
-        return JoinedPrefix(url, told)
+        return JoinedPrefix(url, name)
     from holdfast.engine.targets.folder import JoinedFolder
 
-    return JoinedFolder(told, path=path, durable=durable)
+    return JoinedFolder(name, path=path, durable=durable)

@@ -1,22 +1,18 @@
 """The index of a distributed checkpoint: read, put together, and checked, before anything uses it.
 
-1. `.metadata` counts where it is there. Otherwise every rank's own `__<rank>.metadata` does (`use_collectives=False`): their chunks
-   and items are put together. What several ranks saved, each for itself, is taken from the lowest.
-2. Each chunk of a tensor finds its item by name and offset: both are sorted, so the numbers in the file are never hashed.
-3. Everything is checked against everything: sizes that can be, boxes inside of their tensor that cover it exactly once, items
-   long enough for their elements, apart from each other, in files that are there under names that stay inside.
+1. `.metadata` is used if it exists. Otherwise the chunks and items of every rank's `__<rank>.metadata` are merged
+   (`use_collectives=False`). Of items that several ranks saved, the lowest rank's is read.
+2. Each chunk of a tensor finds its item by name and offset: both are sorted, so that numbers of the file are never hashed.
+3. Checks: sizes are possible, boxes cover their tensor exactly once, items are long enough and do not overlap, files exist under
+   names inside of the directory. Of data files only lengths are read.
 
-Data files are not touched, but for their lengths.
-
-The checksum of `.metadata` is in a file beside it: torch's index is a pickle that has no room for one.
+The checksum of `.metadata` is in a file beside it, since torch's pickle has no place for one:
 
     .holdfast.json     {"version":1,"nbytes":612,"crc32":"5bb0e7a9","self":"1c291ca3"}
 
-The items of the data files have those of their archives. torch's own reader opens the files that `.metadata` names and no others.
-
-torch's writer saves into a folder that holds a checkpoint already, and leaves this file of the one before. Its metadata has an id
-of the save, which ours has not, and so another length. So metadata of the recorded length and another checksum is damaged, and
-metadata of another length is another program's, or damaged: it is used, and `verify` says so.
+torch's writer may save into a folder with a checkpoint of ours, and leave this file there. torch's metadata has a save id, and so
+another length. So metadata of the recorded length with another checksum is damaged. Metadata of another length is another
+program's, or damaged: it is used, and `verify` reports it.
 """
 
 from __future__ import annotations
@@ -55,12 +51,14 @@ from holdfast.errors import (
 )
 from holdfast.formats.dcp.schema import Item, ItemIndex, Metadata, Properties, StoredBox, StoredBytes, StoredTensor
 from holdfast.formats.dcp.templates import IndexTable
+from holdfast.formats.index_file import is_plain_path
 from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.torch.tensors import checked_shape
 
 BESIDE = ".holdfast.json"
 MOST_NBYTES = 4096
-"""Of the file beside: it has four short fields."""
+"""The longest `.holdfast.json`, which has four short fields."""
 
 
 class SideFileFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,14 +75,14 @@ DOCUMENT = DocumentKind(
 
 
 def checksum_file(metadata: bytes) -> bytes:
-    """What stands beside this metadata."""
+    """The content of `.holdfast.json` for this metadata."""
     return write_document(DOCUMENT, SideFileFields(1, len(metadata), f"{crc32(metadata):08x}"))
 
 
 def compare_metadata(source: Source) -> Corrupted | None:
-    """What is wrong with the metadata of a directory, or with the file that says so; None where nothing is known to be.
+    """What is wrong with the metadata of a directory, or with its checksum file; None if nothing is.
 
-    Raises `Corrupted` where the metadata is damaged for sure.
+    Raises `Corrupted` where the metadata is certainly damaged.
     """
     keys = source.store.list()
     if BESIDE not in keys or METADATA not in keys:
@@ -98,26 +96,22 @@ def compare_metadata(source: Source) -> Corrupted | None:
     size = source.store.size(METADATA)
     expected = hexadecimal(recorded.crc32)
     if size != recorded.nbytes:
-        return Corrupted(
+        message = (
             f"{METADATA} is not the one that Holdfast wrote: another program saved into this folder, or the file is damaged. If "
-            f"the save was meant, delete {BESIDE}",
-            file=METADATA,
-            expected=recorded.nbytes,
+            f"the save was meant, delete {BESIDE}"
         )
+        return Corrupted(message, file=METADATA, expected=recorded.nbytes)
     found = crc32(source.bytes(METADATA, 0, size))
     if found != expected:
-        raise Corrupted(
+        message = (
             f"the index does not have the checksum that {BESIDE} records ({recorded.crc32}, not {found:08x}): it changed after it "
-            "was written; get it again",
-            file=METADATA,
-            expected=expected,
-            found=found,
+            "was written; get it again"
         )
+        raise Corrupted(message, file=METADATA, expected=expected, found=found)
     return None
 
 
 def _read(source: Source) -> SideFileFields | None:
-    """The file beside; None for one of a later version. Raises `Corrupted`."""
     try:
         return read_document(DOCUMENT, source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES)))
     except (FormatError, LimitExceeded, Unsupported):
@@ -128,11 +122,7 @@ METADATA = ".metadata"
 
 RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
 
-SHOWN = 5
-"""Names that a message lists."""
-
 ADDRESSABLE = 1 << 61
-"""No file is longer."""
 
 
 class SavedChunk(Value, frozen=True):
@@ -144,7 +134,7 @@ class SavedChunk(Value, frozen=True):
 
 
 class SavedTensor(Value, frozen=True):
-    """A tensor whose pieces, in the order of their offsets, cover it exactly once; where that was not asked for, perhaps not."""
+    """A tensor whose pieces, in the order of their offsets, cover it exactly once if `read_index` checked `whole`."""
 
     dtype: DType
     size: tuple[int, ...]
@@ -152,7 +142,7 @@ class SavedTensor(Value, frozen=True):
     pieces: tuple[SavedChunk, ...]
 
     def alike(self, found: list[tuple[ItemIndex, Item]]) -> SavedTensor | None:
-        """The same, of one piece, in another item; None where that must be checked by itself."""
+        """A tensor like this one, of one piece, in another item; None where that item needs its own check."""
         if len(found) != 1:
             return None
         (place, item), (piece,) = found[0], self.pieces
@@ -162,36 +152,42 @@ class SavedTensor(Value, frozen=True):
 
 
 class Index(Struct):
-    """What the metadata of a directory says, checked."""
+    """The checked metadata of a directory."""
 
     entries: dict[str, SavedTensor | Item | Opaque] = field(default_factory=dict)
-    """By name, in the order of the file: a tensor, the item of a value that is none, or what stands there instead of either."""
+    """By name, in the order of the file: a tensor, the item of another value, or an object that was not built."""
     planner: object = None
-    """The path of each name, as the planner noted it."""
+    """The paths of names, from the planner."""
     texts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     foreign: tuple[Foreign, ...] = ()
     files: tuple[str, ...] = ()
-    """The data files that items lie in."""
     nbytes: int = 0
-    """Bytes of the metadata itself."""
+    """Bytes of the metadata."""
+
+    def items(self) -> Iterator[tuple[str, Item]]:
+        """Every item with the name of its tensor or value."""
+        for name, entry in self.entries.items():
+            if isinstance(entry, SavedTensor):
+                yield from ((name, piece.item) for piece in entry.pieces)
+            elif isinstance(entry, Item):
+                yield name, entry
 
 
 def is_index(key: str) -> bool:
-    """Whether a file of a directory is the index, or one rank's share of it."""
     return key == METADATA or RANK_FILE.fullmatch(key) is not None
 
 
 def read_index(source: Source, *, rank: int | None = None, whole: bool = True) -> Index:
-    """Read and check the index of a directory; with `rank`, what this rank alone has written.
+    """Read and check the index of a directory; with `rank`, only the part of this rank.
 
-    Without `whole`, the chunks of a tensor need not cover it, and may overlap: each is read for itself.
-    Raises `FormatError`, `LimitExceeded`, `UnsafePath`, `StoreError` for missing files, `Truncated` for short ones.
+    Without `whole`, chunks of a tensor may overlap and leave holes. Raises `FormatError`, `LimitExceeded`, `UnsafePath`,
+    `StoreError` for missing files, `Truncated` for short ones.
     """
     metadata, index = read_metadata(source, rank=rank)
     with located(file=METADATA if METADATA in source.store.list() else None):
         _fill(index, metadata, source.limits, whole=whole)
-        items = list(_items(index))
+        items = list(index.items())
         _check_files(items, source)
         _check_apart(items, index)
     index.files = tuple(dict.fromkeys(item.file for _, item in items))
@@ -199,13 +195,13 @@ def read_index(source: Source, *, rank: int | None = None, whole: bool = True) -
 
 
 def ranks_alone(source: Source) -> list[int]:
-    """The ranks that saved each for itself (`use_collectives=False`); none where there is one index for all."""
+    """The ranks that saved without the others (`use_collectives=False`); none if there is one index for all."""
     keys = source.store.list()
     return [] if METADATA in keys else sorted(_rank(key) for key in keys if RANK_FILE.fullmatch(key))
 
 
 def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata, Index]:
-    """The metadata of a directory as one record, that of several ranks put together; and the index that it is for, still empty."""
+    """The metadata of a directory, that of several ranks merged; and its index, still empty."""
     keys = source.store.list()
     shares = sorted((key for key in keys if RANK_FILE.fullmatch(key) and rank in (None, _rank(key))), key=_rank)
     names = [METADATA] if METADATA in keys and rank is None else shares
@@ -236,16 +232,18 @@ def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata,
     return (found[0] if len(found) == 1 else _together(found, index)), index
 
 
+def _some(names: Sequence[str]) -> str:
+    return some([repr(name[:80]) for name in names])
+
+
 def _rank(key: str) -> int:
     match = RANK_FILE.fullmatch(key)
     return int(match[1]) if match else 0
 
 
 def _together(shares: Sequence[Metadata], index: Index) -> Metadata:
-    """The shares of several ranks as one: all chunks of each tensor, and of each chunk the item of the lowest rank that has it."""
-    whole = Metadata()
-    whole.filled = True
-    whole.version, whole.note = shares[0].version, shares[0].note
+    """The shares of several ranks as one: all chunks of each tensor, and for each chunk the item of the lowest rank."""
+    whole = Metadata(True, version=shares[0].version, note=shares[0].note)
     planner: dict[object, object] = {}
     places: dict[str, list[tuple[ItemIndex, object]]] = {}
     boxes: dict[object, list[object]] = {}
@@ -282,9 +280,8 @@ def _together(shares: Sequence[Metadata], index: Index) -> Metadata:
         first = whole.tensors[name]
         if isinstance(first, StoredTensor):
             # A new one: one record may stand for many names.
-            whole.tensors[name] = joined = StoredTensor()
-            joined.filled, joined.properties, joined.size = first.filled, first.properties, first.size
-            joined.boxes = [box for i, box in enumerate(ordered) if not i or _extent(box) != _extent(ordered[i - 1])]
+            distinct = [box for i, box in enumerate(ordered) if not i or _extent(box) != _extent(ordered[i - 1])]
+            whole.tensors[name] = StoredTensor(first.filled, first.properties, first.size, distinct)
     whole.planner = planner or None
     index.notes.append(f"{len(shares):,} ranks wrote metadata of their own (use_collectives=False); put together here")
     if doubles:
@@ -299,7 +296,6 @@ def _extent(box: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> None:
-    """Enter everything that has a name."""
     found: dict[str, list[tuple[ItemIndex, Item]]] = {}
     for place, item in metadata.items.items():
         if not isinstance(place, ItemIndex) or not isinstance(item, Item) or not place.filled or not item.filled:
@@ -324,8 +320,7 @@ def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> N
             if isinstance(made, SavedTensor) and len(made.pieces) == 1:
                 alike[id(stored)] = stored, made
     if found:
-        shown = ", ".join(repr(name[:80]) for name in list(found)[:SHOWN])
-        index.notes.append(f"{len(found):,} names have items and no metadata, so they are not listed: {shown}")
+        index.notes.append(f"{len(found):,} names have items and no metadata, so they are not listed: {_some([*found])}")
     index.planner = metadata.planner
     if isinstance(metadata.version, str):
         index.texts["version"] = metadata.version
@@ -335,7 +330,7 @@ def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> N
             if isinstance(value, str | PurePath):
                 index.texts[key] = str(value)[:4096]
     if metadata.more:
-        index.notes.append(f"the metadata has further fields, which torch does not know: {', '.join(metadata.more[:SHOWN])}")
+        index.notes.append(f"the metadata has further fields, which torch does not know: {', '.join(metadata.more[:5])}")
 
 
 def _entry(stored: object, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool) -> SavedTensor | Item | Opaque:
@@ -343,7 +338,10 @@ def _entry(stored: object, found: list[tuple[ItemIndex, Item]], limits: Limits, 
         case StoredTensor():
             return _tensor(stored, found, limits, whole=whole)
         case StoredBytes():
-            return _value(found)
+            if len(found) != 1:
+                message = f"{len(found):,} items for a value that is no tensor; one was expected"
+                raise MetadataError(message, expected=1, found=len(found))
+            return found[0][1]
         case Opaque():
             return stored
         case _:
@@ -351,7 +349,7 @@ def _entry(stored: object, found: list[tuple[ItemIndex, Item]], limits: Limits, 
 
 
 def _tensor(stored: StoredTensor, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool) -> SavedTensor:
-    """A tensor with an item for each of its chunks. Without `whole`, ranks may have said one chunk several times."""
+    """A tensor with an item for each chunk. Without `whole`, several ranks may list one chunk."""
     properties = stored.properties
     dtype = properties.dtype
     if not stored.filled or dtype is None:
@@ -363,9 +361,8 @@ def _tensor(stored: StoredTensor, found: list[tuple[ItemIndex, Item]], limits: L
     if not whole:
         extents = [extent for extent, _ in itertools.groupby(sorted(extents))]
     if len(extents) != len(found):
-        raise MetadataError(
-            f"{len(extents):,} chunks and {len(found):,} items; one for each was expected", expected=len(extents), found=len(found)
-        )
+        message = f"{len(extents):,} chunks and {len(found):,} items; one for each was expected"
+        raise MetadataError(message, expected=len(extents), found=len(found))
     alone = len(found) == 1
     if not alone:
         if any(place.offset is None for place, _ in found):
@@ -397,38 +394,19 @@ def _piece(
     if len(offsets) != len(size) or len(sizes) != len(size):
         raise MetadataError(f"a chunk of another rank than the tensor's {len(size)}", expected=size, found=sizes[:64])
     if place.offset != offsets and not (alone and place.offset is None):
-        raise MetadataError(
-            f"no item for the chunk at {list(offsets)}, or two for one", expected=offsets, found=place.offset and place.offset[:64]
-        )
+        message = f"no item for the chunk at {list(offsets)}, or two for one"
+        raise MetadataError(message, expected=offsets, found=place.offset and place.offset[:64])
     if 0 not in sizes and any(o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)):
         raise MetadataError(f"a chunk {list(sizes)} at {list(offsets)} is not inside of {list(size)}", expected=size, found=sizes)
     nbytes = dtype.nbytes(math.prod(sizes))
     if nbytes > item.length and not item.transforms:
-        raise MetadataError(
-            f"an item of {item.length:,} bytes for elements that take {nbytes:,}",
-            file=item.file, offset=item.offset, expected=nbytes, found=item.length,
-        )  # fmt: skip
+        message = f"an item of {item.length:,} bytes for elements that take {nbytes:,}"
+        raise MetadataError(message, file=item.file, offset=item.offset, expected=nbytes, found=item.length)
     return SavedChunk(offsets, sizes, item)
 
 
-def _value(found: list[tuple[ItemIndex, Item]]) -> Item:
-    """The one item of a value that is no tensor."""
-    if len(found) != 1:
-        raise MetadataError(f"{len(found):,} items for a value that is no tensor; one was expected", expected=1, found=len(found))
-    return found[0][1]
-
-
-def _items(index: Index) -> Iterator[tuple[str, Item]]:
-    for name, entry in index.entries.items():
-        if isinstance(entry, SavedTensor):
-            for piece in entry.pieces:
-                yield name, piece.item
-        elif isinstance(entry, Item):
-            yield name, entry
-
-
 def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
-    """Refuse names that lead away, files that are not there, and items that do not lie in them."""
+    """Refuse names outside of the directory, missing files, and items beyond the ends of files."""
     files: dict[str, tuple[str, Item]] = {}
     for name, item in items:
         if not 0 <= item.offset <= ADDRESSABLE or not 0 <= item.length <= ADDRESSABLE:
@@ -439,15 +417,13 @@ def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
     present = set(source.store.list())
     missing = []
     for file, (name, _) in files.items():
-        if "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")):
+        if not is_plain_path(file):
             raise UnsafePath(f"{file[:256]!r} is not the plain name of a file inside the directory", tensor=name, found=file[:256])
         if file not in present:
             missing.append(file)
     if missing:
-        shown = ", ".join(repr(file[:80]) for file in missing[:SHOWN])
-        more = f" and {len(missing) - SHOWN:,} more" if len(missing) > SHOWN else ""
         raise StoreError(
-            f"the metadata names data files that are not there: {shown}{more}; a distributed checkpoint is opened by its folder",
+            f"the metadata names data files that are not there: {_some(missing)}; a distributed checkpoint is opened by its folder",
             found=tuple(missing[:64]),
         )
     for file, (name, item) in files.items():
@@ -464,7 +440,7 @@ def check_inside(item: Item, size: int, name: str) -> None:
 
 
 def _check_apart(items: Sequence[tuple[str, Item]], index: Index) -> None:
-    """Refuse items that overlap: what is claimed is never more than the files hold. Tied tensors may have one and the same item."""
+    """Refuse items that overlap. Tied tensors may have the same item."""
     numbers: dict[str, int] = {}
     rows = [(numbers.setdefault(item.file, len(numbers)), item.offset, item.stop) for _, item in items]
     places = np.array(rows, np.int64).reshape(-1, 3)
@@ -475,6 +451,5 @@ def _check_apart(items: Sequence[tuple[str, Item]], index: Index) -> None:
         (other, first), (name, item) = items[int(order[at])], items[int(order[at + 1])]
         same = (first.offset, first.stop) == (item.offset, item.stop) and first.transforms == item.transforms
         if not (same and all(isinstance(index.entries[n], SavedTensor) for n in (name, other))):
-            raise MetadataError(
-                f"these bytes belong to {other[:80]!r} as well", file=item.file, tensor=name, offset=item.offset, found=item.length
-            )
+            message = f"these bytes belong to {other[:80]!r} as well"
+            raise MetadataError(message, file=item.file, tensor=name, offset=item.offset, found=item.length)

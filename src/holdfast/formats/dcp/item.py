@@ -4,8 +4,8 @@
     │ data.pkl  .format_version  .storage_alignment  byteorder │ data/0: the elements │ version  serialization id  directory │
     └──────────────────── head ────────────────────────────────┘                      └──────────────── tail ────────────────┘
 
-How long the elements are is known from the metadata, so all else is at most `length - elements` at either end: two reads of about
-1.5 KiB, or one where the item is small, and nothing of it is read twice. Alike items are compared, not parsed (`ItemFrame`).
+The metadata has the length of the elements, so that everything else lies in `length - elements` bytes at either end: two reads of
+about 1.5 KiB, or one for a small item. Items of one kind are compared, not parsed (`ItemFrame`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager
-
-import numpy as np
+from typing import cast
 
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
-from holdfast.core.dense import DenseRows
 from holdfast.core.dtype import DType
-from holdfast.core.limits import Limits
-from holdfast.core.placement_rules import PlacementRule
-from holdfast.core.protocols import Content, Foreign, Request, Source, Store
+from holdfast.core.protocols import Foreign, Source
 from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.value import Value, replace
@@ -37,40 +32,37 @@ from holdfast.formats.zip.layout import Archive
 from holdfast.formats.zip.reader import read_archive
 
 STORAGES = "data/"
-"""Records below this folder are storages."""
 
 END_NBYTES = 22
 ENTRY_NBYTES = 46
 DESCRIPTOR = b"PK\7\x08"
 ENTRY = b"PK\1\2"
 SATURATED = 0xFFFFFFFF
-"""In place of an offset that needs 64 bits. Items that large are few, and are parsed each time."""
+"""Stands for an offset that needs 64 bits. Such large items are few, and are parsed each time."""
 
 
 class ItemFrame(Value, frozen=True):
     """What all items of one kind have in common.
 
-    A checkpoint of 10,000 items has a few dozen kinds of them. Two items of one kind are the same archive, byte for byte, but for
-    what their records hold and the checksums of that:
+    A checkpoint of 10,000 items has a few dozen kinds. Two items of one kind are the same archive, byte for byte, except for the
+    contents of records and their checksums:
 
         │ header, data.pkl, … header │ elements │ descriptor │ … │ serialization id │ … │ directory, end │
-                                       (not looked at)   ^crc          ^free, and crc       ^crcs
+                                       (not compared)    ^crc          ^free, and crc       ^crcs
 
-    So the strict zip reader and the pickle interpreter read the first item of a kind. What they accept is kept, an `ItemFrame`: the
-    fixed bytes, and where the others are. Any item whose fixed bytes are equal, and whose checksums agree with each other and with
-    what they cover, is one that they would have accepted as well, with the same geometry. Everything else goes through them again.
+    The strict zip reader and the pickle interpreter read the first item of a kind, and an `ItemFrame` has its fixed bytes. They
+    would accept every item with equal fixed bytes and consistent checksums, with the same geometry. All other items are parsed.
 
-    An item is looked at as its two ends, one behind the other; places are counted in these.
+    Places count in the two ends of an item, one after the other.
     """
 
     nbytes: int
-    """Bytes of both ends."""
     fixed: tuple[tuple[int, bytes], ...]
-    """Where bytes stand that are the same in all of them."""
+    """Bytes that all items share, with their places."""
     free: tuple[tuple[str, slice, slice, slice], ...]
-    """Small records whose content is compared with its checksum: the name, the content, and where the checksum stands twice."""
+    """Small records whose content may differ: name, content, and the two places of its checksum."""
     storage: tuple[slice, slice] | None
-    """Where the checksum of the elements stands twice; whoever reads them compares it."""
+    """The two places of the checksum of the elements, which is compared when they are read."""
 
     def matches(self, ends: bytes) -> bool:
         if len(ends) != self.nbytes:
@@ -87,19 +79,18 @@ class ItemFrame(Value, frozen=True):
         return self.storage is None or ends[self.storage[0]] == ends[self.storage[1]]
 
     def content(self, ends: bytes, name: str) -> bytes | None:
-        """What a free record of an item that matches holds."""
         return next((ends[content] for free, content, _, _ in self.free if free == name), None)
 
     def place(self, ends: bytes, start: int, first: ItemPlace) -> ItemPlace:
-        """Where the elements are in an item that matches and begins at byte `start`; `first` counts from the start of an item."""
+        """The place of the elements in a matching item that begins at byte `start`; `first` counts from the start of an item."""
         crc = None if self.storage is None else int.from_bytes(ends[self.storage[0]], "little") or None
         return ItemPlace(start + first.start, first.strides, first.byteorder, crc, first.location, first.conj, first.whole)
 
 
 def frame_of(item: Window, archive: Archive, *, free: Container[str]) -> ItemFrame | None:
-    """The frame of an item that was accepted; `free` names the records that may differ.
+    """The frame of an accepted item; `free` names the records that may differ.
 
-    None where it is not as torch writes it, or where its frame is not at hand.
+    None where torch would write it in another way, or its frame was not read with its ends.
     """
     entries = dict(_entries(item))
     holes: list[tuple[int, int]] = []
@@ -107,9 +98,7 @@ def frame_of(item: Window, archive: Archive, *, free: Container[str]) -> ItemFra
     storage: tuple[slice, slice] | None = None
     for name, record in archive.records.items():
         short = name[len(archive.prefix) + 1 :]
-        if short not in free and not short.startswith(STORAGES):
-            continue
-        if not record.nbytes:
+        if not record.nbytes or (short not in free and not short.startswith(STORAGES)):
             continue
         at, stop = record.start - item.start, record.stop - item.start
         if name not in entries or item.part(stop, stop + 4) != DESCRIPTOR:
@@ -135,7 +124,7 @@ def frame_of(item: Window, archive: Archive, *, free: Container[str]) -> ItemFra
 
 
 def _entries(item: Window) -> Iterator[tuple[str, int]]:
-    """Where the central directory of an archive that was accepted has the entry of each name; nothing where it is not at hand."""
+    """The place of each entry in the central directory of an accepted archive; nothing where the directory was not read."""
     end = item.part(item.nbytes - END_NBYTES, item.nbytes)
     if end is None:
         return
@@ -151,10 +140,10 @@ def _entries(item: Window) -> Iterator[tuple[str, int]]:
 
 
 WHOLE_NBYTES = 4 << 10
-"""An item up to this length is read at once."""
+"""An item up to this length is read by one call."""
 
 END_READ_NBYTES = 16 << 10
-"""Bytes at either end that are read at once, at the most. Only storages aligned to kilobytes have longer ends."""
+"""The most bytes that are read at either end. Only storages aligned to kilobytes have longer ends."""
 
 PICKLE = "data.pkl"
 SERIALIZATION_ID = ".data/serialization_id"
@@ -167,15 +156,12 @@ TRIED_FRAMES = 32
 
 
 def end_nbytes(nbytes: int, elements: int) -> int:
-    """Bytes that are read at either end of an item, which hold all but its elements in almost all items."""
+    """Bytes to read at either end of an item. In almost all items they have everything except the elements."""
     return nbytes if nbytes <= WHOLE_NBYTES else min(nbytes - elements, END_READ_NBYTES)
 
 
 class Window:
-    """One item as a source of its own: what is at its ends was read at once, anything else is read when it is asked for."""
-
-    mapped = False
-    rules: Sequence[str | PlacementRule] = ()
+    """One item as a source of its own. Its ends are read at once, other bytes when they are asked for."""
 
     def __init__(
         self, source: Source, key: str, place: tuple[int, int], *, elements: int = 0, content: bytes | None = None
@@ -190,23 +176,15 @@ class Window:
         if self._skipped:
             content = source.bytes(key, self.start, self.start + ends) + source.bytes(key, self.stop - ends, self.stop)
         self.ends: bytes = source.bytes(key, self.start, self.stop) if content is None else content
-        """Both ends, one behind the other: the whole item, where they meet."""
-
-    @property
-    def store(self) -> Store:
-        return self._source.store
-
-    @property
-    def limits(self) -> Limits:
-        return self._source.limits
+        """Both ends, one after the other: the whole item where they meet."""
 
     def part(self, start: int, stop: int) -> bytes | None:
-        """Bytes of the item, counted from its start, where they are at hand."""
+        """Bytes of the item, counted from its start; None where they were not read with its ends."""
         found = stop <= self._behind or self._behind + self._skipped <= start <= stop <= self.nbytes
         return self.ends[self.at(start, stop)] if found else None
 
     def at(self, start: int, stop: int) -> slice:
-        """Where bytes of the item that are at hand stand in `ends`."""
+        """The place in `ends` of bytes of the item."""
         skipped = 0 if stop <= self._behind else self._skipped
         return slice(start - skipped, stop - skipped)
 
@@ -215,38 +193,21 @@ class Window:
         found = self.part(start - self.start, stop - self.start) if start >= self.start else None
         return self._source.bytes(key, start, stop) if found is None else found
 
-    # The strict reader asks for bytes alone; the rest is what a source has besides.
+    @property
+    def source(self) -> Source:
+        """The item as a source. Apart from `bytes`, everything comes from the source of the directory."""
+        return cast("Source", self)
 
-    def first(self, key: str, nbytes: int) -> Content:
-        return self._source.first(key, nbytes)
-
-    def over(self, store: Store) -> Source:
-        return self._source.over(store)
-
-    def read(self, requests: Sequence[Request]) -> None:
-        self._source.read(requests)
-
-    def fetch(self, tensor: LazyTensor) -> np.ndarray:
-        return self._source.fetch(tensor)
-
-    def arrays(self, rows: DenseRows, others: Sequence[int], tensor: Callable[[int], LazyTensor]) -> list[np.ndarray]:
-        return self._source.arrays(rows, others, tensor)
-
-    def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
-        return self._source.lend(tensor)
-
-    def view(self, tensor: LazyTensor) -> np.ndarray | None:
-        return self._source.view(tensor)
-
-    def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
-        return self._source.digest(tensors)
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._source, name)
 
 
 class ItemPlace(Value, frozen=True):
+    """The place of the elements of a tensor."""
+
     start: int
-    """First byte in the file."""
     strides: tuple[int, ...]
-    """In bits. torch keeps the strides of a tensor that fills its storage: a transposed one is saved as it lies."""
+    """Strides in bits. torch keeps the strides of a tensor that fills its storage: a transposed one is saved as it lies."""
     byteorder: str
     crc32: int | None
     location: str
@@ -264,7 +225,7 @@ class ItemReader:
         self._storages: FoundStorages | None = None
         self._table = TorchTable(source, weakly(self._persistent))
         self._frames: dict[object, list[tuple[ItemFrame, ItemPlace | None]]] = {}
-        """By length, and for tensors by dtype and sizes."""
+        """Frames by the length of an item, for tensors also by dtype and sizes."""
 
     def _persistent(self, pid: object) -> object:
         if self._storages is None:
@@ -272,7 +233,7 @@ class ItemReader:
         return self._storages.persistent(pid)
 
     def tensor(self, window: Window, dtype: DType, sizes: tuple[int, ...]) -> ItemPlace:
-        """Where the elements of a tensor's item are. Raises `FormatError` where it holds anything but that tensor."""
+        """The place of the elements of a tensor. Raises `FormatError` for an item that holds anything else."""
         kind = (window.nbytes, dtype.name, sizes)
         for frame, found in self._frames.get(kind, ()):
             if found is not None and frame.matches(window.ends):
@@ -288,11 +249,11 @@ class ItemReader:
         return found
 
     def known(self, kind: tuple[int, str, tuple[int, ...]]) -> Sequence[tuple[ItemFrame, ItemPlace]]:
-        """The frames of tensors of a length, a dtype and sizes, and where in an item the elements are, counted from its start."""
+        """The frames of a length, a dtype and sizes, each with the place of the elements, counted from the start of an item."""
         return [(frame, place) for frame, place in self._frames.get(kind, ()) if place is not None]
 
     def value(self, window: Window, stream: str) -> tuple[object, tuple[Foreign, ...]]:
-        """The object in an item, its tensors lazy; and the globals that were not built."""
+        """The object in an item, with lazy tensors, and the globals that were not built."""
         kind = window.nbytes
         for frame, _ in self._frames.get(kind, ()):
             if frame.matches(window.ends):
@@ -312,7 +273,7 @@ class ItemReader:
             self._frames[kind] = [*known, (frame, found)]
 
     def _archive(self, window: Window) -> Archive:
-        archive = read_archive(window, window.key, start=window.start, stop=window.stop)
+        archive = read_archive(window.source, window.key, start=window.start, stop=window.stop)
         if not archive.prefix:
             raise ZipError("the records of an item lie in one top folder; these do not", file=window.key, offset=window.start)
         if archive.get(PICKLE) is None or archive.get("constants.pkl") is not None:
@@ -320,11 +281,11 @@ class ItemReader:
         return archive
 
     def _value(self, window: Window, archive: Archive, stream: str) -> tuple[object, tuple[Foreign, ...]]:
-        byteorder = PickleReader(window, window.key, archive).byteorder
+        byteorder = PickleReader(window.source, window.key, archive).byteorder
         record = archive.get(PICKLE)
         if record is None:
             raise FormatError(f"an item without {PICKLE}")
-        content = record_bytes(window, window.key, record, window.limits.pickle_nbytes)
+        content = record_bytes(window.source, window.key, record, self._source.limits.pickle_nbytes)
 
         def find(asked: StorageId) -> Storage:
             stored = archive.get(STORAGES + asked.key)
@@ -333,9 +294,8 @@ class ItemReader:
             if not stored.stored:
                 raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
             label = f"{stored.name} at byte {window.start}"
-            return Storage(
-                window.key, stored.start, stored.nbytes, byteorder, stored.crc32, asked.location, label, home=window.store
-            )
+            place = window.key, stored.start, stored.nbytes
+            return Storage(*place, byteorder, stored.crc32, asked.location, label, home=self._source.store)
 
         return self._interpret(content, find, stream)
 
@@ -354,16 +314,13 @@ def _nowhere(asked: StorageId) -> Storage:
 
 
 def _plain(value: object, dtype: DType, sizes: tuple[int, ...]) -> ItemPlace:
-    """Where the elements of what an item holds are, if that is the tensor that the metadata says."""
+    """The place of the elements of an item's value, which must be the tensor of the metadata."""
     if not isinstance(value, LazyTensor) or value.traits.meta or value.traits.subclass is not None:
         what = value.kind + " tensor" if isinstance(value, Composite) else brief(value)
         raise MetadataError(f"the item of a tensor holds something else: {what}", expected="Tensor", found=what)
     if value.dtype is not dtype or value.shape != sizes:
-        raise MetadataError(
-            f"the metadata says {dtype} {list(sizes)}, the item holds {value.dtype} {list(value.shape)}",
-            expected=(dtype.name, sizes),
-            found=(value.dtype.name, value.shape),
-        )
+        message = f"the metadata says {dtype} {list(sizes)}, the item holds {value.dtype} {list(value.shape)}"
+        raise MetadataError(message, expected=(dtype.name, sizes), found=(value.dtype.name, value.shape))
     if value.traits.neg:
         raise Unsupported("a tensor that was saved lazily negated; load it with torch")
     (chunk,) = value.chunks

@@ -1,9 +1,8 @@
 """Chunks and storages that are found when they are read.
 
-The metadata says which box of a tensor an item holds and how long the item is, but not where in it the elements begin, how they are
-strided, or what their checksum is: that stands in the item itself. To ask 10,000 items when a directory is opened would take 10,000
-reads, so a storage asks its own item, once, when somebody wants to know. Slicing, planning, checking and comparing see an ordinary
-storage of an ordinary file; home, equality, hash and length need no item.
+The metadata has the box and the length of an item. The start, the strides and the checksum of the elements stand in the item
+itself. To read 10,000 items when a directory is opened would take 10,000 reads, so a storage reads its own item, once, when a field
+needs it. Slicing, planning, checking and comparing see an ordinary storage; home, equality, hash and length need no item.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from holdfast.core.runtime import Sent, renewed
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import replace_as_base
-from holdfast.engine.coalesce import FAR, HEADERS, coalesce
+from holdfast.engine.coalesce import HEADERS, REMOTE, coalesce
 from holdfast.engine.files import NO_FILES, FileStorages
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported, located
 from holdfast.formats.dcp.index import SavedChunk, check_inside
@@ -39,8 +38,8 @@ from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 ZSTD = "stream.zstd/1"
 
-KEPT_NBYTES = 256 << 20
-"""Inflated items that are kept beyond the last one, so that the blocks of one item are read from one inflation of it."""
+CACHE_NBYTES = 256 << 20
+"""Inflated items that stay in memory beyond the last one, so that the blocks of one item are read from one inflation."""
 
 WINDOW_NBYTES = 8 << 20
 """How far back a stream may refer: what every decoder should support, by the zstd specification. torch's streams need 2 MiB."""
@@ -62,28 +61,26 @@ def is_inflated(item: Item) -> bool:
 
 
 class InflatedStore(Virtual):
-    """The store of a directory, with its compressed items as further files. These are not listed.
-
-    Items that passed through a compressor on their way to disk (torch's stream extensions), as files of their own.
+    """The store of a directory, with each compressed item as one more file, which is not listed.
 
         __0_0.distcp@462   the item at byte 462 of __0_0.distcp, inflated
 
-    torch knows one: `stream.zstd/1`. Such an item cannot be read by range, so it is inflated whole when any of it is wanted, and
-    the last few stay in memory. How large it may become is known beforehand; not a byte more is made, whatever the stream says.
+    torch's stream extensions have one compressor, `stream.zstd/1`. Such an item cannot be read by range: it is inflated whole, and
+    the last few stay in memory. The most bytes that it may have are known beforehand, and never exceeded.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__(over=store)
         self._store = store
-        self._kept = ContentCache(KEPT_NBYTES)
+        self._cache = ContentCache(CACHE_NBYTES)
 
     def add(self, item: Item, most: int) -> str:
-        """Make an item a file, of at most so many bytes; its name."""
+        """Add an item as a file of at most `most` bytes, and give its name."""
         nbytes, read = partial(Sent(self._nbytes), item, most), partial(Sent(self._read), item, most)
         return self.put(VirtualFile(nbytes, read, partial(Sent(self._stamp), item)), virtual_key(item))
 
     def close(self) -> None:
-        self._kept.clear()
+        self._cache.clear()
         super().close()
 
     def _nbytes(self, item: Item, most: int) -> int:
@@ -97,15 +94,15 @@ class InflatedStore(Virtual):
 
     def _content(self, item: Item, most: int) -> np.ndarray:
         size = self._store.size(item.file)  # raises where the directory was closed
-        with self._kept.lock:
-            content = self._kept.get(item)
+        with self._cache.lock:
+            content = self._cache.get(item)
             if content is None:
                 if item.stop > size:
                     raise Truncated(f"an item should end at byte {item.stop:,}", file=item.file, offset=size)
                 packed = bytearray(item.length)
                 self._store.read(item.file, item.offset, memoryview(packed))
                 content = np.frombuffer(inflate(packed, most, item), np.uint8)
-                self._kept.put(item, content)
+                self._cache.put(item, content)
             return content
 
 
@@ -114,20 +111,16 @@ def inflate(packed: bytearray, most: int, item: Item) -> bytearray:
     try:
         import zstandard
     except ImportError:
-        raise Unsupported(
-            "items of this checkpoint are compressed with zstd, which takes the package zstandard: pip install zstandard",
-            file=item.file,
-        ) from None
+        message = "items of this checkpoint are compressed with zstd, which takes the package zstandard: pip install zstandard"
+        raise Unsupported(message, file=item.file) from None
     made = bytearray()
     try:
         with zstandard.ZstdDecompressor(max_window_size=WINDOW_NBYTES).stream_reader(packed, read_across_frames=True) as stream:
             while piece := stream.read(min(1 << 20, most + 1 - len(made))):
                 made += piece
                 if len(made) > most:
-                    raise LimitExceeded(
-                        f"a compressed item holds more than the {most:,} bytes that it should",
-                        file=item.file, offset=item.offset, expected=most,
-                    )  # fmt: skip
+                    message = f"a compressed item holds more than the {most:,} bytes that it should"
+                    raise LimitExceeded(message, file=item.file, offset=item.offset, expected=most)
     except zstandard.ZstdError as error:
         raise FormatError(f"a compressed item is damaged: {error}", file=item.file, offset=item.offset) from None
     except MemoryError:
@@ -136,7 +129,7 @@ def inflate(packed: bytearray, most: int, item: Item) -> bytearray:
 
 
 LOCKS = 16
-"""Threads that may ask items at once. An item belongs to one of the locks, so that it is asked once."""
+"""Threads that may read items at the same time. Every item has one of the locks, so that it is read once."""
 
 INFLATED_FRAMING_NBYTES = 1 << 20
 """Bytes that an inflated item may have beside its elements: eight records, each aligned to 64 KiB at the most."""
@@ -146,7 +139,7 @@ class Items:
     def __init__(self, source: Source, *, inflate: bool = False) -> None:
         self._inflated = InflatedStore(source.store) if inflate else None
         self.source = source if self._inflated is None else source.over(self._inflated)
-        """What reads the items; where some are compressed, it has these as files of their own."""
+        """The source of the items, with compressed items as files of their own."""
         self.reader = ItemReader(self.source)
         self._locks = [renewed(threading.Lock()) for _ in range(LOCKS)]
 
@@ -154,7 +147,7 @@ class Items:
         return _arrived, (self.source, self._inflated)
 
     def find(self, storage: ItemStorage) -> ItemPlace:
-        """Ask the item of a storage, unless that was done."""
+        """The place of a storage, from its item; read once."""
         with self._locks[hash(storage.item) // 16 % LOCKS]:
             if storage.found is not None:
                 return storage.found
@@ -165,9 +158,9 @@ class Items:
             return found
 
     def find_all(self, storages: Iterable[ItemStorage]) -> None:
-        """Ask the items of many storages: ends of neighbours are read together, and those of one kind are compared with the first.
+        """Find the places of many storages. The ends of neighbours are read together, and compared with the first of their kind.
 
-        What is not as the first of its kind is asked by itself. Raises what `find` raises.
+        An item that differs from the first of its kind is parsed. Raises what `find` raises.
         """
         asked = [storage for storage in storages if storage.found is None]
         files: dict[str, list[ItemStorage]] = {}
@@ -193,7 +186,7 @@ class Items:
                 self.find(storage)
 
     def _ends(self, file: str, storages: Sequence[ItemStorage]) -> Iterator[tuple[int, bytes]]:
-        """Both ends of each item of a file, or all of a short one, with its number; in the order of the file."""
+        """The number and both ends of each item of a file, or all of a short one, in the order of the file."""
         sizes = [(one.item.offset, one.item.stop, end_nbytes(one.item.length, one.nbytes)) for one in storages]
         starts, stops, ends = np.array(sizes, np.int64).reshape(-1, 3).T
         short = 2 * ends >= stops - starts
@@ -213,10 +206,10 @@ class Items:
                 heads[number] = raw
 
     def read_together(self, file: str, starts: Ints, stops: Ints) -> Iterator[tuple[int, bytes]]:
-        """The bytes of ranges of a file, each with its number, in the order of the file. What lies side by side is read at once."""
+        """The bytes of ranges of a file, each with its number, in the order of the file. Neighbours are read by one call."""
         order = np.argsort(starts, kind="stable")
         starts, stops = starts[order], stops[order]
-        edges = [*coalesce(starts, stops, FAR if self.source.store.medium.requests else HEADERS).tolist(), len(order)]
+        edges = [*coalesce(starts, stops, REMOTE if self.source.store.medium.requests else HEADERS).tolist(), len(order)]
         for low, high in pairwise(edges):
             begin = int(starts[low])
             data = self.source.bytes(file, begin, int(stops[low:high].max()))
@@ -231,26 +224,21 @@ class Items:
 
     def window(self, item: Item, name: str, nbytes: int, *, content: bytes | None = None) -> Window:
         """An item whose elements take so many bytes."""
-        self.inside(item, name)
+        check_inside(item, self.source.store.size(item.file), name)
         if self._inflated is not None and item.transforms:
             key = self._inflated.add(item, nbytes + INFLATED_FRAMING_NBYTES if nbytes else self.source.limits.pickle_nbytes)
             return Window(self.source, key, (0, self._inflated.size(key)))
         return Window(self.source, item.file, (item.offset, item.stop), elements=nbytes, content=content)
 
-    def inside(self, item: Item, name: str) -> None:
-        """Raise `Truncated` where an item does not lie in its file."""
-        check_inside(item, self.source.store.size(item.file), name)
-
 
 def _arrived(source: Source, inflated: InflatedStore | None) -> Items:
-    """Items that were pickled in another process, over the source that came with them."""
     items = Items(source)
     items._inflated = inflated
     return items
 
 
 class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
-    """The elements in one item. What only the item knows is read from it once, when a field that it knows is asked for."""
+    """The elements in one item. Start, strides, byte order and checksum are read from the item once, when one is asked for."""
 
     dtype: DType
     item: Item
@@ -261,7 +249,6 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
 
     @classmethod
     def of(cls, items: Items, item: Item, name: str, *, dtype: DType, sizes: tuple[int, ...]) -> ItemStorage:
-        """The storage of an item that nobody has asked yet."""
         key, nbytes = virtual_key(item) if item.transforms else item.file, dtype.nbytes(math.prod(sizes))
         return cls(key, -1, nbytes, home=items.source.store, dtype=dtype, item=item, items=items, name=name, sizes=sizes)
 
@@ -287,7 +274,6 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """In bits, as the elements lie."""
         return (self.found or self.items.find(self)).strides
 
     @property
@@ -314,7 +300,7 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
 
 
 class ItemChunk(Chunk, frozen=True):
-    """The box of a tensor that one item holds, which knows the strides."""
+    """The box of a tensor in one item. The item has the strides."""
 
     if TYPE_CHECKING:
         storage: ItemStorage
@@ -324,7 +310,7 @@ class ItemChunk(Chunk, frozen=True):
         return cls(box, storage, 0, ())
 
     def __post_init__(self) -> None:
-        """Nothing is compared yet: that would ask the item."""
+        """No check, which would read the item."""
 
     @property  # type: ignore[misc]  # no field, but read-only as one
     def strides(self) -> tuple[int, ...]:
@@ -351,7 +337,7 @@ class ItemChunk(Chunk, frozen=True):
 
 
 class ItemTable(Table):
-    """The tensors of a directory. Where in its item one lies is asked when it is read, so all rows are odd until then."""
+    """The tensors of a directory. The place of a tensor in its item is found when it is read: until then all rows are odd."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor], items: Items) -> None:
         lazies = list(tensors.values())
@@ -369,7 +355,7 @@ class ItemTable(Table):
         self._items = items
 
     def located(self, rows: Sequence[int]) -> Table:
-        """The same table, with the rows among these that are all of an item as ranges of their files."""
+        """This table with file ranges for those of `rows` that are all of one item."""
         places = [(row, found) for row in rows if (found := _item_storage(self.odd[row])) is not None]
         self._items.find_all(storage for _, storage in places)
         kinds, kind, storage = [*self.kinds], [*self.kind], [*self.storage]
@@ -423,7 +409,6 @@ _box_at = lru_cache(1024)(Box.at)
 def chunk_of(piece: SavedChunk, name: str, dtype: DType, *, items: Items) -> Chunk:
     box = _box_at(piece.offsets, piece.sizes)
     if 0 in piece.sizes:
-        # There is nothing to find.
         return Chunk(box, Storage(piece.item.file, piece.item.offset, 0, home=items.source.store), 0, (0,) * len(piece.sizes))
     return ItemChunk.of(box, ItemStorage.of(items, piece.item, name, dtype=dtype, sizes=piece.sizes))
 

@@ -5,8 +5,7 @@
     __1_0.distcp       …
     .holdfast.json     the checksum of .metadata, where Holdfast wrote it (`index`)
 
-Opening reads the metadata and the values that are no tensors. Where in its item a tensor's bytes are is found when it is read
-(`lazy`).
+Opening reads the metadata and the values that are no tensors. The place of a tensor in its item is found when it is read (`lazy`).
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
 from holdfast.core.tree import dotted, rebuild
 from holdfast.core.value import replace
 from holdfast.errors import MetadataError, Unsupported
-from holdfast.formats.dcp.index import Index, SavedTensor, compare_metadata, is_index, read_index
+from holdfast.formats.dcp.index import Index, SavedTensor, check_inside, compare_metadata, is_index, read_index
 from holdfast.formats.dcp.lazy import Items, ItemStorage, ItemTable, Unread, chunk_of, is_inflated
 from holdfast.formats.dcp.schema import Item
 
 ABSENT = object()
 
 POSITIONS = 1024
-"""Positions beyond the number of leaves that are taken for such: empty mappings have no leaf, and leave holes."""
+"""Valid positions beyond the number of leaves: empty mappings have no leaf, and leave holes."""
 
 HOLES = 16
-"""A list may have so many holes, and one more for every element; with more than that it is left a dict of positions."""
+"""The most holes of a list, plus one for every element. With more holes it stays a dict of positions."""
 
 
 class Branch(dict[str | int, object]):
@@ -43,28 +42,24 @@ class Branch(dict[str | int, object]):
 
 
 class Grown(Struct):
-    """A nested state, and what could not be told."""
+    """A nested state, and counts of what is unknown."""
 
     tree: dict[str | int, object]
     flat: list[str] = field(default_factory=list)
-    """Names whose path was not followed."""
     holes: int = 0
-    """Positions in lists that nothing is known of."""
+    """Empty positions in lists."""
     numbered: int = 0
-    """Mappings whose keys are numbers, as text."""
+    """Mappings whose keys are numbers as text."""
 
 
 def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: Limits) -> Grown:
-    """The nested state of named leaves; `paths` is what the planner noted, which may be anything.
+    """The nested state of named leaves. `paths` comes from the planner, and may contain anything.
 
-    torch joins the path of each leaf with dots, and notes the path itself: keys of mappings as text, positions in lists as
-    integers. So {"opt": [{"lr": 1}]} has the name `opt.0.lr` and the path ("opt", 0, "lr"). What is lost on the way there:
+    torch joins the path of each leaf with dots, and stores the path: keys of mappings as text, positions in lists as integers. So
+    {"opt": [{"lr": 1}]} has the name `opt.0.lr` and the path ("opt", 0, "lr"). Lost are keys that were no text (3 became "3") and
+    empty mappings, which have no leaf; in a list they leave a hole, which is None as in torch.
 
-    - the keys of mappings that were no text: 3 became "3";
-    - empty mappings, which have no leaf; in a list, one leaves a hole, where torch puts None, and so does this.
-
-    A path that is none, that goes through a leaf, or whose name is not its parts joined with dots is not followed: its leaf stands
-    at the top, under its name.
+    A leaf stands at the top under its name if its path is malformed, goes through another leaf, or does not give its name.
     """
     root = Branch()
     most = len(leaves) + POSITIONS
@@ -87,7 +82,6 @@ def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: L
 
 
 def _path(name: str, path: object, limits: Limits, *, most: int) -> tuple[str | int, ...] | None:
-    """A path that can be followed; None for any other."""
     if type(path) is not tuple or not 0 < len(path) <= limits.depth:
         return None
     characters = len(path) - 1
@@ -102,7 +96,7 @@ def _path(name: str, path: object, limits: Limits, *, most: int) -> tuple[str | 
 
 
 def _put(root: Branch, path: tuple[str | int, ...], leaf: object) -> bool:
-    """Put a leaf at its place; not where another is in its way."""
+    """Put a leaf at its place; False where another leaf is in the way."""
     branch = root
     for step in path[:-1]:
         inner = branch.setdefault(step, ABSENT)
@@ -118,7 +112,6 @@ def _put(root: Branch, path: tuple[str | int, ...], leaf: object) -> bool:
 
 
 def _settle(branch: Branch, children: list[object], grown: Grown) -> object:
-    """A branch as the list or dict that it was."""
     inside = dict(zip(branch, children, strict=True))
     positions = [step for step in inside if isinstance(step, int)]
     if positions and len(positions) == len(inside):
@@ -133,10 +126,10 @@ def _settle(branch: Branch, children: list[object], grown: Grown) -> object:
 
 
 EAGER_ITEMS = 20_000
-"""Values that are read when a directory is opened: a second's work. torch flattens an optimizer to a dozen for each parameter."""
+"""The most values that are read when a directory is opened, in about a second. torch has a dozen for each parameter."""
 
 EAGER_NBYTES = 32 << 20
-"""Bytes of them. With more of either, every value stays where it is (`Unread`)."""
+"""The most bytes of these values. With more of either, every value is `Unread`."""
 
 SMALL_NBYTES = 64 << 10
 """Items up to this length are read together."""
@@ -146,15 +139,14 @@ class Values(Struct):
     values: dict[str, object] = field(default_factory=dict)
     foreign: tuple[Foreign, ...] = ()
     nbytes: int = 0
-    """Bytes of the items that were read."""
     unread: int = 0
 
 
 def read_values(items: Items, wanted: Mapping[str, Item]) -> Values:
-    """Read values, or leave all of them where they are if that would take long.
+    """Read values, or make all of them `Unread` if that would take long.
 
-    Each is an item of its own, 1.3 KB for a number, and the items of one rank's values lie side by side at the front of its file.
-    Those are read together; a large one (a tuple with tensors in it) by its two ends and its pickle.
+    Each value is an item of its own, 1.3 KB for a number. The values of a rank lie side by side at the front of its file, and are
+    read together; a large one (a tuple with tensors) by its two ends and its pickle.
     """
     small = {name: item for name, item in wanted.items() if item.length <= SMALL_NBYTES}
     done = Values(nbytes=sum(item.length for item in small.values()))
@@ -166,7 +158,7 @@ def read_values(items: Items, wanted: Mapping[str, Item]) -> Values:
     files: dict[str, list[tuple[str, Item]]] = {}
     for name, item in small.items():
         if not item.transforms:
-            items.inside(item, name)
+            check_inside(item, items.source.store.size(item.file), name)
             files.setdefault(item.file, []).append((name, item))
     for file, members in sorted(files.items()):
         starts, stops = np.array([(item.offset, item.stop) for _, item in members], np.int64).T
@@ -189,7 +181,7 @@ SHOWN = 3
 
 
 def is_dcp(source: Source) -> bool:
-    """Whether there is an index, or data files without one, which is an error worth its own words."""
+    """Whether there is an index, or data files without one, for which `describe` has its own error."""
     return any(is_index(key) or (key.endswith(DATA_SUFFIX) and "/" not in key) for key in source.store.list())
 
 
@@ -197,7 +189,7 @@ def describe(source: Source) -> Description:
     """Read the index and the values that are no tensors, and check everything."""
     changed = compare_metadata(source)
     index = read_index(source)
-    compressed = any(map(is_inflated, _items(index)))
+    compressed = any(is_inflated(item) for _, item in index.items())
     items = Items(source, inflate=compressed)
     values = read_values(items, _values(index))
     leaves: dict[str, object] = {}
@@ -223,16 +215,8 @@ def describe(source: Source) -> Description:
     return Description("dcp", ItemTable(named.tensors, items), grown.tree, foreign, tuple(notes), index.texts, damage)
 
 
-def _items(index: Index) -> Iterable[Item]:
-    for entry in index.entries.values():
-        if isinstance(entry, SavedTensor):
-            yield from (piece.item for piece in entry.pieces)
-        elif isinstance(entry, Item):
-            yield entry
-
-
 def _values(index: Index) -> dict[str, Item]:
-    """What is read when a directory is opened: values that are no tensors, and quantised tensors, whose scales are such values."""
+    """The items that are read when a directory is opened: values, and quantised tensors for their scales."""
     wanted: dict[str, Item] = {}
     for name, entry in index.entries.items():
         if isinstance(entry, Item):
@@ -245,7 +229,7 @@ def _values(index: Index) -> dict[str, Item]:
 
 
 def tensor_of(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
-    """A tensor over items that are asked when it is read."""
+    """A tensor over items, which are read when it is read."""
     chunks = tuple([chunk_of(piece, name, saved.dtype, items=items) for piece in saved.pieces])
     grad, strides = saved.properties.requires_grad, saved.properties.strides
     traits = Traits(requires_grad=grad, strides=strides) if grad or strides is not None else PLAIN
@@ -259,7 +243,6 @@ def tensor_of(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
 
 
 def _quantized(value: object, saved: SavedTensor, name: str) -> object:
-    """A quantised tensor out of its item, if that is what the metadata says."""
     if isinstance(value, Composite):
         whole = value.parts.get("int_repr")
         if whole is not None and whole.dtype is saved.dtype and whole.shape == saved.size:
@@ -270,7 +253,6 @@ def _quantized(value: object, saved: SavedTensor, name: str) -> object:
 
 
 def _summary(index: Index) -> str:
-    """Who wrote this, in one sentence."""
     ranks = {match[1] for file in index.files if (match := DATA_FILE.fullmatch(file))}
     writers = f"{len(ranks):,} rank{'s' if len(ranks) != 1 else ''} wrote " if ranks else ""
     version = f", metadata version {index.texts['version'][:32]}" if "version" in index.texts else ""

@@ -1,21 +1,22 @@
-"""What a `.metadata` pickle is made of, as small records: made empty by NEWOBJ and filled once by BUILD.
+"""The records of a `.metadata` pickle: NEWOBJ makes an empty record, and BUILD fills it once.
 
-torch pickles its dataclasses with their `__dict__` as state; `TensorProperties` alone has a tuple. A record takes the fields that
-it knows and checks their types. What they mean together (do chunks tile their tensor, is there an item for each) is for `index`.
+torch pickles its dataclasses with their `__dict__` as state; `TensorProperties` alone has a tuple. A record takes the known fields
+and checks their types. `index` checks what they mean together.
 
-They are filled in place, and neither frozen nor compared: a checkpoint of 100,000 chunks has 300,000 of them, and one that is
-a dict key must not be hashed by numbers out of the file. Filling one takes a fixed time: a pickle can name one long list in a
-million of them, so lists are looked into when it is known that each element has bytes of its own.
+Records are compared by identity, so that a dict key is not hashed by numbers of the file. Filling one takes a fixed time: a pickle
+can refer to one long list in a million records, so lists are read only when each element is known to have bytes of its own.
 
-`MetadataTable` maps the globals of the pickle to them. The names moved twice: before November 2022 the package was
+`MetadataTable` maps the globals of the pickle to records. The names moved twice: before November 2022 the package was
 `torch.distributed._shard.checkpoint`, and until January 2024 (torch 2.2) the properties of a tensor were those of a
-`ShardedTensor`. Exact names; everything else stays an `Opaque` that nothing calls.
+`ShardedTensor`. Every other global stays an `Opaque`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import ClassVar
+
+from msgspec import Struct, field
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global, Size
@@ -26,60 +27,50 @@ from holdfast.formats.torch.reducers import layout_name, lengths_of
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, checked_ints
 
 MEMORY_FORMATS = ("contiguous_format", "channels_last", "preserve_format")
-"""By the number that `_MEM_FORMAT_ENCODING` gives them. torch 2.13 writes 0 whatever the tensor was."""
-
+"""By the number in `_MEM_FORMAT_ENCODING`. torch 2.13 always writes 0."""
 
 RANK = 64
-"""Dimensions that torch and numpy allow."""
+"""The most dimensions in torch and numpy."""
 
 TRANSFORMS = 8
-"""Steps that an item may have passed through. torch has one."""
+"""The most transforms of an item. torch has one."""
 
 
-class PickledObject:
-    __slots__ = ("filled",)
+class PickledObject(Struct, eq=False):
+    title: ClassVar = "object"
+    """The name of torch's class."""
 
-    title = "object"
-    """What torch calls it, for messages."""
-
-    def __init__(self) -> None:
-        self.filled = False
+    filled: bool = False
 
     def fill(self, state: object) -> None:
-        """Take the state that BUILD brings. Raises `PickleError` for one of another form."""
+        """Take the state of a BUILD opcode. Raises `PickleError` for a state of another form."""
         raise PickleError(f"a {self.title} with a state, which it does not have", found=brief(state))
 
     def fields(self, state: object) -> dict[object, object]:
-        """The state as names and values."""
         if type(state) is not dict:
             raise PickleError(f"the state of a {self.title} is no dict", found=brief(state))
         return state
 
     def wrong(self, name: str, found: object) -> PickleError:
-        """The error for a field that cannot be what it is."""
         return PickleError(f"the field {name!r} of a {self.title} is missing or of another type", found=brief(found))
 
 
-class StoredBytes(PickledObject):
+class StoredBytes(PickledObject, eq=False):
     """`BytesStorageMetadata`: a value that is no tensor."""
 
-    __slots__ = ()
-    title = "BytesStorageMetadata"
+    title: ClassVar = "BytesStorageMetadata"
 
     def fill(self, state: object) -> None:
         self.fields(state)
 
 
-class StoredBox(PickledObject):
+class StoredBox(PickledObject, eq=False):
     """`ChunkStorageMetadata`: the part of a tensor that one item holds."""
 
-    __slots__ = ("offsets", "sizes")
-    title = "ChunkStorageMetadata"
+    title: ClassVar = "ChunkStorageMetadata"
 
-    def __init__(self) -> None:
-        self.filled = False
-        self.offsets: tuple[int, ...] = ()
-        self.sizes: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def fill(self, state: object) -> None:
         fields = self.fields(state)
@@ -87,20 +78,17 @@ class StoredBox(PickledObject):
         self.sizes = _ints(fields.get("sizes"), "sizes")
 
 
-class Properties(PickledObject):
+class Properties(PickledObject, eq=False):
     """`TensorProperties`: (dtype, layout, requires_grad, memory format, pin_memory), and since torch 2.15 the strides or None."""
 
-    __slots__ = ("dtype", "layout", "memory_format", "pin_memory", "requires_grad", "strides")
-    title = "TensorProperties"
+    title: ClassVar = "TensorProperties"
 
-    def __init__(self) -> None:
-        self.filled = False
-        self.dtype: DType | None = None
-        self.layout = "strided"
-        self.requires_grad = False
-        self.memory_format = MEMORY_FORMATS[0]
-        self.pin_memory = False
-        self.strides: tuple[int, ...] | None = None
+    dtype: DType | None = None
+    layout: str = "strided"
+    requires_grad: bool = False
+    memory_format: str = MEMORY_FORMATS[0]
+    pin_memory: bool = False
+    strides: tuple[int, ...] | None = None
 
     def fill(self, state: object) -> None:
         if type(state) is not tuple or not 5 <= len(state) <= 6:
@@ -120,18 +108,15 @@ class Properties(PickledObject):
             self.strides = _ints(state[5], "strides")
 
 
-class StoredTensor(PickledObject):
+class StoredTensor(PickledObject, eq=False):
     """`TensorStorageMetadata`: a tensor and the boxes that it is stored as."""
 
-    __slots__ = ("boxes", "properties", "size")
-    title = "TensorStorageMetadata"
+    title: ClassVar = "TensorStorageMetadata"
 
-    def __init__(self) -> None:
-        self.filled = False
-        self.properties = Properties()
-        self.size: tuple[int, ...] = ()
-        self.boxes: list[object] = []
-        """Each a `StoredBox`, which is for whoever looks into the list."""
+    properties: Properties = field(default_factory=Properties)
+    size: tuple[int, ...] = ()
+    boxes: list[object] = field(default_factory=list)
+    """Not checked: every element should be a `StoredBox`."""
 
     def fill(self, state: object) -> None:
         fields = self.fields(state)
@@ -144,17 +129,14 @@ class StoredTensor(PickledObject):
         self.size = _ints(fields.get("size"), "size")
 
 
-class ItemIndex(PickledObject):
-    """`MetadataIndex`: which item this is: a name and, for a tensor, the lowest corner of its box."""
+class ItemIndex(PickledObject, eq=False):
+    """`MetadataIndex`: the key of an item: a name and, for a tensor, the lowest corner of its box."""
 
-    __slots__ = ("index", "name", "offset")
-    title = "MetadataIndex"
+    title: ClassVar = "MetadataIndex"
 
-    def __init__(self) -> None:
-        self.filled = False
-        self.name = ""
-        self.offset: tuple[int, ...] | None = None
-        self.index: int | None = None
+    name: str = ""
+    index: int | None = None
+    offset: tuple[int, ...] | None = None
 
     def fill(self, state: object) -> None:
         fields = self.fields(state)
@@ -166,25 +148,16 @@ class ItemIndex(PickledObject):
         self.name, self.index = name, index
         self.offset = None if offset is None else _ints(offset, "offset")
 
-    @classmethod
-    def of(cls, name: str, index: int | None, offset: tuple[int, ...] | None) -> ItemIndex:
-        """One with its state, which was checked."""
-        made = cls.__new__(cls)
-        made.filled, made.name, made.index, made.offset = True, name, index, offset
-        return made
 
+class Item(PickledObject, eq=False):
+    """`_StorageInfo`: the place of an item, and the transforms that it was written through."""
 
-class Item(PickledObject):
-    """`_StorageInfo`: where an item lies, and how it was transformed on its way there."""
+    title: ClassVar = "_StorageInfo"
 
-    __slots__ = ("file", "length", "offset", "transforms")
-    title = "_StorageInfo"
-
-    def __init__(self) -> None:
-        self.filled = False
-        self.file = ""
-        self.offset = self.length = 0
-        self.transforms: tuple[str, ...] = ()
+    file: str = ""
+    offset: int = 0
+    length: int = 0
+    transforms: tuple[str, ...] = ()
 
     def fill(self, state: object) -> None:
         fields = self.fields(state)
@@ -202,29 +175,20 @@ class Item(PickledObject):
             self.transforms = tuple(transforms)
         self.file, self.offset, self.length = file, offset, length
 
-    @classmethod
-    def of(cls, file: str, offset: int, length: int) -> Item:
-        made = cls.__new__(cls)
-        made.filled, made.file, made.offset, made.length, made.transforms = True, file, offset, length, ()
-        return made
-
     @property
     def stop(self) -> int:
         return self.offset + self.length
 
 
-class StorageNote(PickledObject):
-    """`StorageMeta`: what the writer noted about the save. Any of it may be anything; only text is shown."""
+class StorageNote(PickledObject, eq=False):
+    """`StorageMeta`: the writer's notes on the save, of any type. Only text is shown."""
 
-    __slots__ = ("checkpoint_id", "load_id", "modules", "save_id")
-    title = "StorageMeta"
+    title: ClassVar = "StorageMeta"
 
-    def __init__(self) -> None:
-        self.filled = False
-        self.checkpoint_id: object = None
-        self.save_id: object = None
-        self.load_id: object = None
-        self.modules: object = None
+    checkpoint_id: object = None
+    save_id: object = None
+    load_id: object = None
+    modules: object = None
 
     def fill(self, state: object) -> None:
         fields = self.fields(state)
@@ -232,25 +196,21 @@ class StorageNote(PickledObject):
         self.load_id, self.modules = fields.get("load_id"), fields.get("modules")
 
 
-class Metadata(PickledObject):
+class Metadata(PickledObject, eq=False):
     """`Metadata`: the root of the pickle."""
 
-    __slots__ = ("items", "note", "planner", "state", "tensors", "version")
-    title = "Metadata"
+    title: ClassVar = "Metadata"
+    KNOWN: ClassVar = frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"})
 
-    KNOWN = frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"})
-
-    def __init__(self) -> None:
-        self.filled = False
-        self.tensors: dict[object, object] = {}
-        """`state_dict_metadata`: what there is under each name."""
-        self.planner: object = None
-        """`planner_data`: the path of each name, in what the usual planner writes."""
-        self.items: dict[object, object] = {}
-        """`storage_data`: `ItemIndex` to `Item`."""
-        self.note: StorageNote | None = None
-        self.version: object = None
-        self.state: dict[object, object] = {}
+    tensors: dict[object, object] = field(default_factory=dict)
+    """`state_dict_metadata`: the entry of each name."""
+    planner: object = None
+    """`planner_data`: the path of each name, if the usual planner wrote it."""
+    items: dict[object, object] = field(default_factory=dict)
+    """`storage_data`: `ItemIndex` to `Item`."""
+    note: StorageNote | None = None
+    version: object = None
+    state: dict[object, object] = field(default_factory=dict)
 
     def fill(self, state: object) -> None:
         fields = self.fields(state)
@@ -272,7 +232,6 @@ class Metadata(PickledObject):
 
 
 def _ints(value: object, what: str) -> tuple[int, ...]:
-    """A `torch.Size`, whose row has checked it, or any other short sequence of lengths."""
     if type(value) is Size:
         return value
     if isinstance(value, tuple | list) and len(value) > RANK:
@@ -284,16 +243,16 @@ PACKAGES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
 KINDS: tuple[type[PickledObject], ...] = (Metadata, ItemIndex, StorageNote, StoredTensor, StoredBox, StoredBytes, Properties)
-"""Those that live in the module `metadata` of the package, under their titles."""
+"""The records of the module `metadata` of the package, under their titles."""
 
 
 def empty(kind: type[PickledObject]) -> Row:
-    """The row that makes a record without arguments, and keeps a call with arguments as it is."""
+    """The row that makes a record, if the call has no arguments."""
     return lambda table, args: NotImplemented if args else kind()
 
 
 def size_of(args: Args) -> Size:
-    """A `torch.Size`. There are three to a chunk, so what writers write is looked at here, and the rest where all sizes are."""
+    """A `torch.Size`. Every chunk has three, so that the usual form is checked here, and other forms by `lengths_of`."""
     if len(args) == 1 and isinstance(args[0], tuple | list):
         lengths = args[0]
         if len(lengths) > RANK:
@@ -311,28 +270,21 @@ def size(table: ReducerTable, args: Args) -> object:
 
 
 def layout(table: ReducerTable, args: Args) -> object:
-    """The name of a layout, in torch's module."""
     return Global("torch", layout_name(args))
 
 
 def memory_format(table: ReducerTable, args: Args) -> object:
-    """A number of the enum, as the name that it stands for."""
     match args:
         case (int(number),) if type(number) is int and 0 <= number < len(MEMORY_FORMATS):
             return MEMORY_FORMATS[number]
     raise PickleError("a memory format that torch does not number", found=brief(args))
 
 
-def _news() -> dict[Name, Row]:
-    rows: dict[Name, Row] = {}
-    for package in PACKAGES:
-        rows |= {(f"{package}.metadata", kind.title): empty(kind) for kind in KINDS}
-        rows[f"{package}.filesystem", Item.title] = empty(Item)
-    rows[SHARDED_TENSOR, Properties.title] = empty(Properties)
-    return rows
-
-
-NEWS = _news()
+NEWS: dict[Name, Row] = {
+    **{(f"{package}.metadata", kind.title): empty(kind) for package in PACKAGES for kind in KINDS},
+    **{(f"{package}.filesystem", Item.title): empty(Item) for package in PACKAGES},
+    (SHARDED_TENSOR, Properties.title): empty(Properties),
+}
 
 MEMORY: dict[Name, Row] = {
     **{(f"{package}.metadata", "_MEM_FORMAT_ENCODING"): memory_format for package in PACKAGES},
@@ -340,13 +292,13 @@ MEMORY: dict[Name, Row] = {
 }
 
 
+TORCH_DTYPES = {("torch", row.torch): row for row in DTYPES.rows if row.torch}
+
+
 class MetadataTable(PlainTable):
     """Plain Python, and what a distributed checkpoint's index is made of."""
 
-    values: ClassVar[Mapping[Name, object]] = {
-        **PlainTable.values,
-        **{("torch", row.torch): row for row in DTYPES.rows if row.torch},
-    }
+    values: ClassVar[Mapping[Name, object]] = {**PlainTable.values, **TORCH_DTYPES}
     calls: ClassVar[Mapping[Name, Row]] = {
         **PlainTable.calls,
         ("torch", "Size"): size,

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from holdfast.formats.pickle.state import State
 
 MOST_KINDS = 1024
-"""Kinds of tensors, and of items, that are remembered. A file with more of them is left to the machine."""
+"""The most kinds of tensors, and of items, that are remembered. The machine reads further kinds."""
 
 MARKS = 5
-"""Open MARKs at one moment inside of a record, at the most."""
+"""The most open MARKs inside of a record."""
 
 STUB = Stub(START, 0)
 
@@ -50,10 +50,10 @@ PROPERTIES = rb"%b%b\(%b%b[\x88\x89]%b[\x88\x89](?:N|%b)?t\x94b" % (GET, MADE, G
 TENSOR = re.compile(
     rb"%b}\x94\(%b%b%b%b%b\]\x94(?:%ba|\((?:%b){2,4096}e)ub" % (MADE, GET, PROPERTIES, GET, SIZE, GET, CHUNK, CHUNK), re.DOTALL
 )
-"""What stands behind the class of a tensor."""
+"""The opcodes behind the class of a tensor."""
 
 HEAD = re.compile(rb"%b}\x94\((?P<fqn>%b)" % (MADE, GET), re.DOTALL)
-"""What stands behind the class of an item's index, up to the name."""
+"""The opcodes behind the class of an item's index, up to the name."""
 
 MIDDLE = re.compile(
     rb"(?P<index>%b)(?P<number>N|%b)(?P<corner>%b)(?:N|(?P<size>%b)(?P<lengths>%b)\x85\x94R\x94)ub"
@@ -61,7 +61,7 @@ MIDDLE = re.compile(
     + rb"(?P<cls>%b)%b}\x94\((?P<path>%b)(?P<file>%b)(?P<offset>%b)" % (GET, MADE, GET, GET, GET),
     re.DOTALL,
 )
-"""From behind the name up to the offset."""
+"""The opcodes from the name to the offset."""
 
 LAST = re.compile(GET, re.DOTALL)
 """The key of the length."""
@@ -69,10 +69,10 @@ LAST = re.compile(GET, re.DOTALL)
 ITEM_END = b"ub"
 
 KEYS = (("fqn", "fqn"), ("index", "index"), ("corner", "offset"), ("path", "relative_path"), ("offset", "offset"))
-"""Groups above, and the text that each must name."""
+"""Groups of the patterns, and the text that each refers to."""
 
 WIDEST = 8
-"""Bytes of the longest integer that is taken."""
+"""Bytes of the longest integer."""
 
 OPENERS = (StoredTensor.title, ItemIndex.title)
 
@@ -86,17 +86,16 @@ class TensorRecord(Value, frozen=True, eq=False):
 
 
 class ItemRecord(Value, frozen=True, eq=False):
-    """Items that differ in their names, offsets and lengths alone."""
+    """Items that differ in name, offset and length only."""
 
     head: bytes
     middle: bytes
     last: bytes
-    """The key of the length."""
     index: int | None
     corner: tuple[int, ...] | None
     file: str
     stubs: tuple[Stub, ...]
-    """Behind the name, which may have an entry of its own."""
+    """Stubs behind the name, which may have a memo entry of its own."""
     containers: int
     opcodes: int
 
@@ -107,7 +106,7 @@ class IndexTable(MetadataTable):
     def begin(self, limits: Limits, nbytes: int) -> None:
         super().begin(limits, nbytes)
         self._templates: ref[RecordTemplates] | None = None
-        """Of the machine at work, which holds them; they hold its state, and that this table."""
+        """The templates of the current machine. They refer to its state, and that to this table."""
 
     def templates(self, state: State) -> RecordTemplates:
         made = RecordTemplates(state)
@@ -128,7 +127,7 @@ class IndexTable(MetadataTable):
 
 
 class RecordTemplates:
-    """Looks at what follows the class of a tensor or of an item's index, and takes it where it is known."""
+    """Takes known opcodes behind the class of a tensor or of an item's index."""
 
     repeated = NEVER
     __slots__ = ("__weakref__", "_item", "_items", "_lengths", "_started", "_state", "_tensor", "_tensors", "made", "opcodes")
@@ -137,20 +136,18 @@ class RecordTemplates:
         self._state = state
         self._tensors: dict[bytes, TensorRecord] = {}
         self._lengths: dict[int, None] = {}
-        """Of the records of tensors: there are as many as ranks and widths of numbers."""
+        """Lengths of the records of tensors: as many as ranks and widths of numbers."""
         self._tensor: TensorRecord | None = None
-        """The one that came last, and so comes next."""
+        """The last record, which usually comes next."""
         self._items: dict[tuple[bytes, bytes], ItemRecord] = {}
         self._item: ItemRecord | None = None
         self._started: tuple[int, int, int, int] | None = None
-        """Of a tensor that the machine is at: where it begins, the end of the frame, entries of the memo, containers left."""
+        """For the tensor that the machine reads: its start, the end of the frame, memo entries, containers left."""
         self.made: tuple[object, ...] = ()
-        """What was taken last."""
         self.opcodes = 0
-        """How many it had."""
 
     def take(self, pos: int, limit: int, value: object = None) -> int:
-        """Where the record ends that begins behind its class at `pos`; 0, and nothing done, where the machine shall read it."""
+        """The end of the record behind its class at `pos`; 0, with nothing changed, if the machine must read it."""
         state = self._state
         limits = state.limits
         if state.sparse or state.watched or len(state.marked) + MARKS > limits.marks or limits.integer_nbytes < WIDEST:
@@ -183,7 +180,6 @@ class RecordTemplates:
         return pos + len(record.raw)
 
     def built(self, made: StoredTensor, at: int) -> None:
-        """The machine has finished a tensor with the BUILD at this byte."""
         if self._started is None:
             return
         state = self._state
@@ -201,7 +197,6 @@ class RecordTemplates:
     # Items.
 
     def _take_item(self, pos: int, limit: int) -> int:
-        """An item's index, and the item behind it."""
         state, data, memo = self._state, self._state.data, self._state.memo
         record = self._item
         if record is None or not data.startswith(record.head, pos):
@@ -236,12 +231,12 @@ class RecordTemplates:
         if written:
             memo.append(name)
         memo += record.stubs[2:]
-        self.made = ItemIndex.of(name, record.index, record.corner), Item.of(record.file, offset, length)
+        self.made = ItemIndex(True, name, record.index, record.corner), Item(True, record.file, offset, length)
         self.opcodes = record.opcodes + written
         return end
 
     def _name(self, at: int, limit: int) -> tuple[str | None, int]:
-        """A text at this byte, out of the memo or written, and where it ends; None for anything else."""
+        """A text at this byte, written or from the memo, and its end; None for anything else."""
         data, memo = self._state.data, self._state.memo
         if at + 5 > limit:
             return None, at
@@ -264,7 +259,7 @@ class RecordTemplates:
         return (value if type(value) is str else None), stop
 
     def _learned(self, head: bytes, at: int, limit: int) -> ItemRecord | None:
-        """The kind of an item, of which the name ends at this byte; None where it is not as torch writes it."""
+        """The kind of an item whose name ends at this byte; None where torch would write other opcodes."""
         state = self._state
         found = MIDDLE.match(state.data, at, limit)
         if found is None:
@@ -316,12 +311,11 @@ OPCODE = re.compile(rb"[hK].|[jJ]....|M..|.", re.DOTALL)
 
 
 def _opcodes(raw: bytes) -> int:
-    """How many opcodes there are in a record of the forms above."""
     return sum(1 for _ in OPCODE.finditer(raw))
 
 
 def _integer(data: bytes, at: int, limit: int) -> tuple[int, int]:
-    """The integer at this byte, and where it ends; -1 where there is none, or a negative one."""
+    """The integer at this byte, and its end; -1 if there is none or it is negative."""
     op = data[at] if at < limit else 0
     if op == 0x4A:
         return int.from_bytes(data[at + 1 : at + 5], "little", signed=True), at + 5
@@ -336,7 +330,6 @@ def _integer(data: bytes, at: int, limit: int) -> tuple[int, int]:
 
 
 def _integers(raw: bytes) -> tuple[int, ...]:
-    """The lengths in a tuple of the form above."""
     found, at = [], int(raw[:1] == b"(")
     while at < len(raw) and raw[at] in b"KMJ":
         value, at = _integer(raw, at, len(raw))

@@ -22,15 +22,18 @@ from typing import cast
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.chunk import c_strides
+from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32, crc32_each
 from holdfast.core.dtype import DType
+from holdfast.core.protocols import Source
 from holdfast.core.table import Table
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.saves import SMALL_NBYTES, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
 from holdfast.engine.table import segment_of, segment_runs
 from holdfast.errors import Unsupported
 from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, first_bytes, fold, lay_out_container, mistaken_crc
+from holdfast.formats.torch.writer import TorchPickle
 
 ARCHIVE, STORAGE, VERSION = "archive", "data/0", b"3\n"
 """The folder in an archive, the record of the elements, and what the record behind it says."""
@@ -40,25 +43,24 @@ HEADER_NBYTES, ENTRY_NBYTES, DESCRIPTOR_CRC, ENTRY_CRC = 30, 46, 4, 16
 
 
 class ArchiveKind(Value, frozen=True, eq=False):
-    """What all archives of tensors of one dtype and shape have in common."""
+    """The common bytes of all archives of tensors of one dtype and shape."""
 
     head: bytes
-    """What stands before the elements."""
+    """The bytes before the elements."""
     rest: tuple[bytes, ...]
-    """What stands behind them, cut where their CRC, the id, the CRC of the id, and both CRCs once more are filled in."""
+    """The bytes behind the elements, cut where their CRC, the id, the CRC of the id, and both CRCs again are filled in."""
     nbytes: int
-    """Of the whole archive."""
     names: bytes
     """The first half of the id."""
     before: int
-    """The checksums of the records before the elements, folded."""
+    """The folded checksums of the records before the elements."""
 
     @property
     def rest_nbytes(self) -> int:
         return sum(map(len, self.rest)) + NBYTES + 16
 
     def fill(self, crc: int, mistaken: int | None) -> tuple[bytes, ...]:
-        """What stands behind elements of this checksum, in pieces."""
+        """The bytes behind elements with this checksum, in pieces."""
         sums = (crc, VERSION_CRC) if mistaken is None else (mistaken, crc, VERSION_CRC)
         identity = b"%b%020d" % (self.names, fold(sums, self.before))
         own, of_id = crc.to_bytes(4, "little"), crc32(identity).to_bytes(4, "little")
@@ -93,18 +95,16 @@ def archive_kind(dtype: DType, shape: tuple[int, ...]) -> ArchiveKind:
 
 
 def _joined(segments: Sequence[Segment]) -> bytes:
-    """The bytes of segments that depend on no data."""
     return b"".join([one.content({}) if isinstance(one, Late) else one.data for one in segments if isinstance(one, Late | Literal)])
 
 
 @lru_cache(4096)
 def _empty_archive(dtype: DType, shape: tuple[int, ...]) -> Literal:
-    """The archive of tensors of this dtype and shape, which have no elements."""
     return Literal(_joined(lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, b"")])))
 
 
 def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequence[int]) -> tuple[FilePlan, Ints]:
-    """The file of a rank, with the archives of values and those of rows of a table; and the length of each, in that order.
+    """The file of a rank with the archives of values and of rows of a table, and the length of each archive.
 
     The label of a row's elements is its number.
     """
@@ -141,7 +141,6 @@ def _archive(table: Table, row: int, kind: ArchiveKind) -> tuple[Segment, ...]:
 
 
 def _archives(kinds: Sequence[ArchiveKind], pieces: Sequence[bytes], crcs: Sequence[int]) -> list[bytes]:
-    """The archives of elements of these checksums."""
     own, folded = np.array(crcs, np.uint64), np.array([kind.before for kind in kinds], np.uint64)
     for sums in (own, np.full(len(own), VERSION_CRC, np.uint64)):
         folded ^= sums + SALT + (folded << SIX) + (folded >> TWO)  # `fold`, of all of them
@@ -163,7 +162,6 @@ DESCRIPTOR = b"PK\7\x08"
 
 
 def _gathered(table: Table, rows: Sequence[int], kinds: Sequence[ArchiveKind], nbytes: int) -> Gathered:
-    """The archives of small tensors that follow each other."""
     labels = [*map(str, rows)]
 
     def make(*, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
@@ -178,59 +176,11 @@ def tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
     """The `data.pkl` of a contiguous CPU tensor that fills its storage, as torch 2.13 pickles it with protocol 2."""
     if dtype.torch is None:
         raise Unsupported(f"torch has no dtype for {dtype}")
-    count = 1
-    for n in shape:
-        count *= n
-    typed = dtype.storage is not None
-    puts = _Puts()
-    kind = b"ctorch\n%s\n" % dtype.storage.encode() if dtype.storage else b"ctorch.storage\nUntypedStorage\n"
-    out = [
-        b"\x80\x02", puts(b"ctorch._utils\n_rebuild_tensor_%s\n" % (b"v2" if typed else b"v3")), b"((",
-        puts(_text("storage")), puts(kind),
-        puts(_text("0")), puts(_text("cpu")), _integer(count if typed else dtype.nbytes(count)), puts(b"t"), b"Q", b"K\x00",
-        _tuple(shape, puts), _tuple(tuple(s // dtype.bits for s in _strides(shape, dtype.bits)), puts), b"\x89",
-        puts(b"ccollections\nOrderedDict\n"), b")", puts(b"R"),
-    ]  # fmt: skip
-    if not typed:
-        out.append(puts(b"ctorch\n%s\n" % dtype.torch.encode()))
-    return b"".join((*out, puts(b"t"), puts(b"R"), b"."))
-
-
-class _Puts:
-    """An opcode with a BINPUT behind it, numbered on."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def __call__(self, code: bytes) -> bytes:
-        self._next += 1
-        return code + b"q" + bytes([self._next - 1])
-
-
-def _strides(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
-    """torch's strides of a fresh tensor: a dimension of length 0 counts as one of length 1."""
-    return tuple(c_strides(tuple(max(n, 1) for n in shape), bits))
-
-
-def _text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
-
-
-def _integer(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return b"K" + bytes([value])
-    if 0 <= value < 1 << 16:
-        return b"M" + struct.pack("<H", value)
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(raw)]) + raw
-
-
-def _tuple(values: tuple[int, ...], puts: _Puts) -> bytes:
-    if not values:
-        return b")"
-    inside = b"".join(map(_integer, values))
-    if len(values) <= 3:
-        return inside + puts(bytes([0x84 + len(values)]))
-    return b"(" + inside + puts(b"t")
+    storage = Storage("", 0, dtype.nbytes(math.prod(shape)), home=None)
+    writer = TorchPickle()
+    # Neither source nor store: the pickle has the outline of a tensor, and nothing is read.
+    writer.write(LazyTensor.contiguous("", dtype, shape, storage, cast("Source", None)))
+    raw = writer.finish()
+    if writer.problems:
+        raise Unsupported(writer.problems[0])
+    return raw

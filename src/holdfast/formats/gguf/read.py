@@ -1,7 +1,7 @@
-"""A GGUF file: its tensors as they lie, what it says of itself as text.
+"""A GGUF file: its tensors as they are stored, and its values as text.
 
 Quantised tensors are the bytes of their blocks (`numeric/dequantize.py`); `holdfast.dequantize` gives the numbers.
-llama.cpp splits large models into files that say in their values which of how many they are; a folder of all of them opens as one.
+llama.cpp splits large models into several files, with their number and count in the values. A folder of all files opens as one.
 
     model-00001-of-00003.gguf     split.no 0, split.count 3, split.tensors.count 291
 """
@@ -27,7 +27,6 @@ NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
-    """The tensors of one file or of several."""
     rows: dict[str, int] = {}
     kinds: list[Kind] = []
     positions: dict[tuple[object, ...], int] = {}
@@ -43,12 +42,10 @@ def _table(headers: Sequence[GgufHeader], source: Source) -> Table:
             if position is None:
                 position = positions[like] = len(kinds)
                 strides, own = c_strides(place.shape, place.dtype.bits), PLAIN if place.blocks is None else traits[place.blocks]
+                order = header.byteorder
                 kinds.append(
-                    Kind.strided(
-                        place.dtype, place.shape, strides, storage_nbytes=place.nbytes, traits=own,
-                        byteorder=header.byteorder,
-                    )
-                )  # fmt: skip
+                    Kind.strided(place.dtype, place.shape, strides, storage_nbytes=place.nbytes, traits=own, byteorder=order)
+                )
             rows[name] = len(rows)
             kind.append(position)
             file.append(number)
@@ -79,19 +76,22 @@ def is_directory(source: Source) -> bool:
 
 def describe_directory(source: Source) -> Description:
     parts = _parts(source.store.list())
-    said = {(found[1], found[3]) for found in map(PART.fullmatch, parts) if found is not None}
-    if len(said) > 1:
-        names = ", ".join(repr(stem) for stem, _ in sorted(said)[:3])
+    models = {(found[1], found[3]) for found in map(PART.fullmatch, parts) if found is not None}
+    if len(models) > 1:
+        names = ", ".join(repr(stem) for stem, _ in sorted(models)[:3])
         raise HeaderError(f"files of several models in one folder ({names}); give each a folder", file=source.store.name)
-    ((stem, count),) = said
+    ((stem, count),) = models
     expected = [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)][: len(parts) + 1]
     missing = [key for key in expected if key not in parts]
     if missing or len(parts) != int(count):
-        raise StoreError(f"{int(count) - len(parts):,} of {int(count):,} files are not here: {missing[0]!r} is missing",
-                         file=source.store.name, found=tuple(missing))  # fmt: skip
+        message = f"{int(count) - len(parts):,} of {int(count):,} files are not here: {missing[0]!r} is missing"
+        raise StoreError(message, file=source.store.name, found=tuple(missing))
     headers = [read_gguf_header(source, key) for key in parts]
     for number, header in enumerate(headers):
-        _check_part(header, number, len(headers))
+        stated = header.values.number(NUMBER), header.values.number(COUNT)
+        if stated != (number, len(headers)):
+            message = f"by its name it is file {number + 1:,} of {len(headers):,}, and its values ({NUMBER}, {COUNT}) say {stated}"
+            raise HeaderError(message, file=header.key, expected=(number, len(headers)), found=stated)
     tensors = _table(headers, source)
     total = headers[0].values.number(TENSORS)
     if total is not None and total != len(tensors):
@@ -101,15 +101,7 @@ def describe_directory(source: Source) -> Description:
 
 
 def _parts(keys: Sequence[str]) -> list[str]:
-    """The files at the top of a folder that are part of a split model, in the order of their names."""
     return sorted(key for key in keys if "/" not in key and PART.fullmatch(key))
-
-
-def _check_part(header: GgufHeader, number: int, count: int) -> None:
-    said = header.values.number(NUMBER), header.values.number(COUNT)
-    if said != (number, count):
-        message = f"by its name it is file {number + 1:,} of {count:,}, and its values ({NUMBER}, {COUNT}) say {said}"
-        raise HeaderError(message, file=header.key, expected=(number, count), found=said)
 
 
 def _notes(headers: Sequence[GgufHeader]) -> list[str]:

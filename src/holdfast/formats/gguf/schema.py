@@ -5,11 +5,11 @@
         value    text, type u32, content            ┘           │      text      length u64, UTF-8
         tensor   text, rank u32, dims u64…, type u32, offset u64┘      array     type u32, count u64, contents
 
-Nothing says how long the header is: it is read in growing pieces while it is walked. Offsets count from where the data begins, a
-multiple of the alignment; dims are the other way round, the fastest first. A file of a big-endian machine is known by its version.
+The header does not contain its length: it is read in growing pieces. Offsets count from the start of the data, a multiple of the
+alignment. Dims are reversed, the fastest first. The version tells the byte order.
 
-Every count is compared with the bytes that are left before anything is made for it. Texts and arrays are stepped over, and made
-when somebody asks (`Values`): a vocabulary has a quarter of a million texts.
+Every count is compared with the bytes that are left before anything is allocated. Texts and arrays are skipped, and made when they
+are asked for (`Values`): a vocabulary has a quarter of a million texts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ALIGNMENT = "general.alignment"
 USUAL_ALIGNMENT = 32
 
 FIRST_NBYTES = 1 << 16
-"""Bytes that are read first; four times as many whenever they do not do."""
+"""Bytes of the first read; each further read is four times as long."""
 
 TEXT, ARRAY, BOOL = 8, 9, 7
 SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", BOOL: "u1", 10: "u8", 11: "i8", 12: "f8"}
-"""Types of values, as numpy has them."""
+"""Types of values, by numpy's codes."""
 
 PLAIN = {
     0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16",
@@ -61,16 +61,14 @@ PACKED = {
 class TensorInfo(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
-    """As stored: the last axis of blocks counts bytes."""
+    """The stored shape: the last axis of blocks counts bytes."""
     start: int
-    """First byte in the file."""
     nbytes: int
     blocks: str | None
 
 
 class GgufHeader(Value, frozen=True):
     key: str
-    """The file."""
     byteorder: str
     version: int
     places: dict[str, TensorInfo]
@@ -79,16 +77,11 @@ class GgufHeader(Value, frozen=True):
 
 
 class Values(Mapping[str, str]):
-    """The values of a file as text; each is made when it is asked for.
-
-    Texts are as they are, numbers and truths as JSON has them, arrays as JSON.
-    """
+    """The values of a file as text, made when they are asked for. All values except texts are JSON."""
 
     def __init__(self, raw: bytes, places: Mapping[str, tuple[int, int]], order: str) -> None:
-        self._raw = raw
-        self._places = places
-        """Type and first byte of each."""
-        self._order = order
+        """`places` has the type and the first byte of each value."""
+        self._raw, self._places, self._order = raw, places, order
 
     def __getitem__(self, name: str) -> str:
         kind, at = self._places[name]
@@ -110,7 +103,7 @@ class Values(Mapping[str, str]):
         return f"<{len(self):,} value{'s' * (len(self) != 1)}{': ' * bool(shown)}{', '.join(shown)}>"
 
     def number(self, name: str) -> int | None:
-        """A whole number; None where there is no such value, or it is something else."""
+        """A whole number; None for a missing value or one of another type."""
         found = self._places.get(name)
         value = None if found is None or found[0] in (TEXT, ARRAY, BOOL) else self._value(*found)[0]
         return value if isinstance(value, int) else None
@@ -119,7 +112,7 @@ class Values(Mapping[str, str]):
         return self._places[name][0] if name in self._places else None
 
     def _value(self, kind: int, at: int) -> tuple[object, int]:
-        """A value and where it ends. The walk has seen that all of it is there."""
+        """A value and its end. `HeaderCursor` has checked its length."""
         if kind == TEXT:
             stop = at + 8 + self._count(at)
             return self._raw[at + 8 : stop].decode("utf-8", "backslashreplace"), stop
@@ -149,7 +142,7 @@ class Values(Mapping[str, str]):
 
 
 class HeaderCursor:
-    """Steps through a header whose length nobody knows."""
+    """Steps through a header of unknown length."""
 
     def __init__(self, source: Source, key: str) -> None:
         self._source, self._key = source, key
@@ -159,7 +152,7 @@ class HeaderCursor:
         self.order = "<"
 
     def need(self, stop: int) -> bytes:
-        """The bytes of the file, up to this one at least."""
+        """The bytes of the file, at least up to `stop`."""
         if stop <= len(self.raw):
             return self.raw
         if stop > self._size:
@@ -170,28 +163,26 @@ class HeaderCursor:
             )  # fmt: skip
         most = self._source.limits.header_nbytes
         if stop > most:
-            raise LimitExceeded(
-                f"a header of more than {most:,} bytes, above Limits(header_nbytes={most:,})", file=self._key, expected=most
-            )
+            message = f"a header of more than {most:,} bytes, above Limits(header_nbytes={most:,})"
+            raise LimitExceeded(message, file=self._key, expected=most)
         reach = min(max(stop, 4 * len(self.raw)), self._size, most)
         self.raw += self._source.bytes(self._key, len(self.raw), reach)
         return self.raw
 
-    def unpack(self, form: struct.Struct) -> tuple[int, ...]:
-        """Numbers, and on behind them."""
-        stop = self.at + form.size
-        found: tuple[int, ...] = form.unpack_from(self.need(stop), self.at)
+    def unpack(self, form: str) -> tuple[int, ...]:
+        """The next numbers, in the form of the module `struct`."""
+        form = self.order + form
+        stop = self.at + struct.calcsize(form)
+        found: tuple[int, ...] = struct.unpack_from(form, self.need(stop), self.at)
         self.at = stop
         return found
 
     def count(self, each: int, what: str) -> int:
-        """A number of things that take so many bytes each, of which there are enough."""
-        (count,) = self.unpack(self.forms.u64)
+        """A count of things that take at least `each` bytes; the file must have as many."""
+        (count,) = self.unpack("Q")
         if count > (self._size - self.at) // each:
-            raise Truncated(
-                f"{count:,} {what} need {count * each:,} bytes at the least, and {self._size - self.at:,} are left",
-                file=self._key, offset=self.at - 8, expected=count * each, found=self._size - self.at,
-            )  # fmt: skip
+            message = f"{count:,} {what} need {count * each:,} bytes at the least, and {self._size - self.at:,} are left"
+            raise Truncated(message, file=self._key, offset=self.at - 8, expected=count * each, found=self._size - self.at)
         return count
 
     def text(self, what: str) -> str:
@@ -210,33 +201,29 @@ class HeaderCursor:
         return name
 
     def skip(self, kind: int, depth: int) -> None:
-        """Step over a value."""
         if kind == TEXT:
-            length = self.count(1, "bytes of a text")
+            length = self.count(1, "bytes of a text")  # moves `at`
             self.at += length
         elif kind == ARRAY:
             if depth > self._source.limits.depth:
                 limit = self._source.limits.depth
                 raise LimitExceeded(f"arrays in arrays, deeper than Limits(depth={limit})", file=self._key, expected=limit)
-            (inner,) = self.unpack(self.forms.u32)
-            self._skip_array(inner, depth)
+            (inner,) = self.unpack("I")
+            if inner == ARRAY:
+                for _ in range(self.count(12, "arrays")):
+                    self.skip(ARRAY, depth + 1)
+            elif inner == TEXT:
+                self._skip_texts(self.count(8, "texts"))
+            else:
+                width = self._width(inner)
+                count = self.count(width, "numbers")
+                self.at += width * count
         else:
             self.at += self._width(kind)
 
-    def _skip_array(self, inner: int, depth: int) -> None:
-        if inner == ARRAY:
-            for _ in range(self.count(12, "arrays")):
-                self.skip(ARRAY, depth + 1)
-        elif inner == TEXT:
-            self._skip_texts(self.count(8, "texts"))
-        else:
-            width = self._width(inner)
-            count = self.count(width, "numbers")
-            self.at += width * count
-
     def _skip_texts(self, count: int) -> None:
-        """A vocabulary: without a call for each of its texts."""
-        at, raw, unpack = self.at, self.raw, self.forms.u64.unpack_from
+        """Skip a vocabulary, without a call for each of its texts."""
+        at, raw, unpack = self.at, self.raw, struct.Struct(f"{self.order}Q").unpack_from
         for _ in range(count):
             if at + 8 > len(raw):
                 self.at = at
@@ -251,27 +238,6 @@ class HeaderCursor:
             raise HeaderError(f"there is no type {kind:,} of values", file=self._key, offset=self.at, found=kind)
         return int(code[1])
 
-    @property
-    def forms(self) -> Forms:
-        return FORMS[self.order]
-
-
-class Forms:
-    """How numbers lie, in one byte order."""
-
-    def __init__(self, order: str) -> None:
-        self.u32, self.u64 = struct.Struct(order + "I"), struct.Struct(order + "Q")
-        self.start = struct.Struct(order + "I2Q")
-        self.infos = [struct.Struct(f"{order}{rank}QIQ") for rank in range(9)]
-        self.order = order
-
-    def info(self, rank: int) -> struct.Struct:
-        """The dims, the type and the offset of a tensor."""
-        return self.infos[rank] if rank < len(self.infos) else struct.Struct(f"{self.order}{rank}QIQ")
-
-
-FORMS = {order: Forms(order) for order in "<>"}
-
 
 def read_gguf_header(source: Source, key: str) -> GgufHeader:
     """Read and check the header of one file; no tensor data is read.
@@ -285,7 +251,7 @@ def read_gguf_header(source: Source, key: str) -> GgufHeader:
         name = walk.text("the name of a value")
         if name in found:
             raise HeaderError(f"the value {name[:80]!r} is there twice", file=key, offset=walk.at)
-        (kind,) = walk.unpack(walk.forms.u32)
+        (kind,) = walk.unpack("I")
         found[name] = (kind, walk.at)
         walk.skip(kind, 1)
     infos: dict[str, tuple[int, ...]] = {}
@@ -293,12 +259,12 @@ def read_gguf_header(source: Source, key: str) -> GgufHeader:
         name = walk.text("the name of a tensor")
         if name in infos:
             raise HeaderError(f"the tensor {name[:80]!r} is there twice", file=key, offset=walk.at, tensor=name)
-        (rank,) = walk.unpack(walk.forms.u32)
+        (rank,) = walk.unpack("I")
         if rank > source.limits.rank:
             limit = source.limits.rank
             message = f"{rank:,} dimensions are more than Limits(rank={limit})"
             raise LimitExceeded(message, file=key, tensor=name, offset=walk.at - 4, expected=limit, found=rank)
-        infos[name] = walk.unpack(walk.forms.info(rank))
+        infos[name] = walk.unpack(f"{rank}QIQ")
     header = walk.need(walk.at)[: walk.at]
     texts = Values(header, found, walk.order)
     alignment = _alignment(texts, key)
@@ -309,10 +275,9 @@ def read_gguf_header(source: Source, key: str) -> GgufHeader:
 
 
 def _begin(walk: HeaderCursor, key: str) -> tuple[int, int, int]:
-    """The version, how many tensors and how many values."""
     if not walk.need(24).startswith(MAGIC):
         raise HeaderError("no GGUF file begins here", file=key, offset=0, expected=MAGIC)
-    (version,) = walk.unpack(walk.forms.u32)
+    (version,) = walk.unpack("I")
     if version & 0xFFFF == 0 and version:
         version, walk.order = int.from_bytes(version.to_bytes(4, "little"), "big"), ">"
     if version not in VERSIONS:
@@ -332,7 +297,6 @@ def _alignment(texts: Values, key: str) -> int:
 
 
 def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key: str) -> TensorInfo:
-    """Where a tensor lies, and as what."""
     *dims, kind, offset = info
     shape = tuple(reversed(dims))
     plain = PLAIN.get(kind)
@@ -345,9 +309,8 @@ def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key:
     if not addressable(shape, dtype.bits):
         raise MetadataError(f"{list(shape)} of {dtype} is more than any file can hold", file=key, tensor=name, found=shape)
     if offset % alignment:
-        raise HeaderError(
-            f"an offset of {offset:,}, which is no multiple of the alignment, {alignment:,}", file=key, tensor=name, found=offset
-        )
+        message = f"an offset of {offset:,}, which is no multiple of the alignment, {alignment:,}"
+        raise HeaderError(message, file=key, tensor=name, found=offset)
     return TensorInfo(dtype, shape, start + offset, math.prod(shape) * dtype.bits // 8, None if blocks is None else blocks.name)
 
 
@@ -361,7 +324,6 @@ def _row_of_blocks(shape: tuple[int, ...], blocks: BlockType, name: str, *, key:
 
 
 def _check_layout(places: Mapping[str, TensorInfo], header_stop: int, size: int, *, alignment: int, key: str) -> None:
-    """The tensors follow each other, with no more than padding between them, and fill the file."""
     stop, before = -(-header_stop // alignment) * alignment, ""
     first = True
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].nbytes)):

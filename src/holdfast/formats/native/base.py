@@ -37,10 +37,10 @@ from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk, StoredPart
 
 MANY = 16
-"""Small files that a directory may have of older steps."""
+"""The most small files of older steps in a directory."""
 
 SMALL = 64
-"""A small file has less than one part in so many of all living bytes."""
+"""A small file has less than 1/SMALL of all living bytes."""
 
 NUMBER = re.compile(r"data-(\d+)-of-")
 TURN = re.compile(r"_(\d+)\.safetensors")
@@ -49,30 +49,30 @@ Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A name, and the lowest and the highest corner of a box."""
 
 Chunks = Mapping[int, tuple[StoredChunk, ...]]
-"""By row of a table: the chunks of a base that have its elements. A chunk without a box has all of them."""
+"""By row of a table: the chunks of a base with its elements. A chunk without a box has all elements."""
 
 
 class Reuse(Value, frozen=True):
-    """What a new directory takes over of its base: rows of a table, which are tensors or boxes of them."""
+    """The part of a base that a new directory takes over: rows of a table, which are tensors or boxes of tensors."""
 
     linked: tuple[LinkedFile, ...] = ()
     chunks: Chunks = field(default_factory=dict)
-    """Those that stay where they are. `file` is a number in `linked`."""
+    """The rows that stay in a file of the base. `file` is a number in `linked`."""
     moved: frozenset[int] = frozenset()
-    """Those that did not change, and are written again because of the file that they were in."""
+    """The rows that did not change, and are written again because their file is not taken over."""
     changed: frozenset[int] = frozenset()
-    """Those whose head shows that they changed: they get no hash, since they would change again."""
+    """The rows whose head shows a change: they get no hash, since they will probably change again."""
     taken: frozenset[str] = frozenset()
-    """Names of files that a new one of a rank may not have: all those of the base, since other ranks take over others."""
+    """Names that a new file of a rank may not have: all files of the base, since other ranks may take them over."""
     notes: tuple[str, ...] = ()
-    """What a person should know: why nothing is taken over."""
+    """Reasons why nothing is taken over."""
 
     @property
     def files(self) -> tuple[DataFile, ...]:
         return tuple(DataFile(file.key, file.nbytes) for file in self.linked)
 
     def by_file(self) -> list[tuple[list[int], list[StoredChunk]]]:
-        """Of each file that is taken over: the chunks in it that count, and the row of each."""
+        """For each file that is taken over: the rows of its chunks, and the chunks."""
         rows = [row for row, own in self.chunks.items() for _ in own]
         chunks = [chunk for own in self.chunks.values() for chunk in own]
         files = np.array([chunk.file for chunk in chunks], np.int64)
@@ -80,12 +80,12 @@ class Reuse(Value, frozen=True):
         return [([rows[at] for at in own], [chunks[at] for at in own]) for own in inside]
 
     def names(self, count: int) -> list[str]:
-        """So many names of new files, each after those that are taken over."""
+        """Names for so many new files, after the names of files that are taken over."""
         number = max((int(found[1]) for file in self.linked if (found := NUMBER.match(file.key))), default=0)
         return [f"data-{i + 1:05}-of-{number + count:05}.safetensors" for i in range(number, number + count)]
 
     def names_of_rank(self, rank: int, size: int) -> Iterator[str]:
-        """Names of new files of a rank, without end: after those that it takes over, and none that another may take over."""
+        """Endless names for new files of a rank: after the files that it takes over, and never a file of the base."""
         stem = f"data-{rank + 1:05}-of-{size:05}"
         turn = max((int(found[1]) for file in self.linked if (found := TURN.search(file.key))), default=0)
         while True:
@@ -100,19 +100,19 @@ class Base(Value, frozen=True):
     folder: str
     manifest: Parsed
     data_nbytes: Sequence[int]
-    """Bytes behind the header of each file, those of nobody included."""
+    """Bytes behind the header of each file, those of no tensor included."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the new one calls files of the base, where that is another name: in an object store they are not linked but named."""
+    """New names of files of the base, by their old names: in an object store files are named, not linked."""
 
     def tensors(self, table: Table, rows: Sequence[int]) -> Chunks:
-        """Of rows that are tensors, those that the base has under the same name, of the same dtype and shape."""
+        """The chunks of rows that are tensors, where the base has a tensor of the same name, dtype and shape."""
         stored, names, kind = self.manifest.tensors, table.names, table.kind
         outlines = [(one.dtype.name, one.shape) for one in table.kinds]
         then = {row: stored[names[row]] for row in rows if names[row] in stored}
         return {row: one.chunks for row, one in then.items() if (one.dtype, one.shape) == outlines[kind[row]]}
 
     def boxes(self, table: Table, shapes: Sequence[tuple[int, ...]], starts: Ints) -> tuple[Chunks, set[int]]:
-        """Of rows that are boxes of one rank, those that the base has as a chunk; and files of the base that have no others.
+        """The chunks of rows that are boxes of one rank, where the base has them; and the files of the base without other boxes.
 
         `shapes` are those of the whole tensors, `starts` the lowest corners of the boxes, a row for each dimension.
         """
@@ -143,7 +143,7 @@ class Base(Value, frozen=True):
         return found, {*range(len(self.manifest.files))} - others
 
     def short(self, table: Table, chunks: Chunks) -> dict[int, int]:
-        """Of rows that the base has, those that are read together and no longer than a head; and the hash that each had."""
+        """The hashes in the base of rows that are no longer than a head and are read together."""
         if self.manifest.hash != HASH:
             return {}
         kind, odd = table.kind, table.odd
@@ -156,7 +156,7 @@ class Base(Value, frozen=True):
         return dict(zip(found, map(int, found.values(), repeat(16)), strict=True))
 
     def reuse(self, chunks: Chunks, files: Iterable[int]) -> Reuse:
-        """What is taken over where these did not change, of these files."""
+        """The reuse of these unchanged chunks in these files."""
         parts = _Parts.of([*chunks.values()])
         living = self._living(parts, files)
         small = [number for number, nbytes in living.items() if nbytes * SMALL < sum(living.values())]
@@ -177,9 +177,9 @@ class Base(Value, frozen=True):
         )
 
     def _living(self, parts: _Parts, files: Iterable[int]) -> dict[int, int]:
-        """The files that are taken over, of these, and the living bytes in each.
+        """The files that are taken over, with the living bytes of each.
 
-        A tensor in two files, one of which is not taken over, is written again, and so counts in the other no more.
+        A tensor that lies partly in a file that is not taken over is written again, so that it does not count in its other files.
         """
         kept = set(files)
         while True:
@@ -194,12 +194,12 @@ class Base(Value, frozen=True):
 
 
 class _Parts(Value, frozen=True, eq=False):
-    """Where the chunks of many tensors lie, as columns: a part of a file a row."""
+    """The places of the chunks of many tensors, as columns: a row for each part of a file."""
 
     count: int
-    """Of the tensors."""
+    """The number of tensors."""
     owner: Ints
-    """Whose it is: a position among the tensors."""
+    """The position of its tensor."""
     file: Ints
     nbytes: Ints
 
@@ -230,7 +230,7 @@ class _Parts(Value, frozen=True, eq=False):
 
 
 def recorded_chunks(chunks: Sequence[StoredChunk], algorithm: str | None) -> list[Hashed] | None:
-    """The hashes or heads of all these chunks, where they have them and by our algorithm; else None."""
+    """The hashes or heads of all chunks; None where one has neither, or the algorithm is not ours."""
     if algorithm != HASH or any(chunk.hash is None and chunk.head is None for chunk in chunks):
         return None
     numbers = [[None if digits is None else int(digits, 16) for digits in (chunk.hash, chunk.head)] for chunk in chunks]
@@ -238,7 +238,7 @@ def recorded_chunks(chunks: Sequence[StoredChunk], algorithm: str | None) -> lis
 
 
 def parts_of(chunk: StoredChunk) -> list[StoredPart]:
-    """Where a chunk lies: in one place, or as values, marks and starts."""
+    """The places of a chunk: one, or those of its values, marks and starts."""
     sparse = chunk.sparse
     if sparse is None:
         return [StoredPart(chunk.file, chunk.bytes, chunk.crc32)]
@@ -247,7 +247,7 @@ def parts_of(chunk: StoredChunk) -> list[StoredPart]:
 
 
 def elements_of(tensor: LazyTensor, chunk: StoredChunk) -> LazyTensor:
-    """The elements of a tensor that a chunk would have."""
+    """The elements of a tensor that lie in the box of a chunk."""
     if chunk.start is None or chunk.stop is None:
         return tensor
     box = Box(chunk.start, chunk.stop)

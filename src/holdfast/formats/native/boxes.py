@@ -37,10 +37,10 @@ from holdfast.formats.safetensors.write import FileLayout, HeaderKind, fill_shar
 from holdfast.numeric.pack import SparseParts
 
 HALVES = {"complex128": "F64", "complex32": "F16", "bcomplex32": "BF16"}
-"""What carries the two parts of a complex number."""
+"""The dtype code for the two parts of a complex number."""
 
 OWN: Mapping[str, object] = {"rest": MANIFEST}
-"""What the record of each data file says: that it is one, so that a folder that has lost its manifest is known for what it was."""
+"""The record of each data file names the manifest, so that a folder without its manifest is recognised."""
 
 
 Pack = Callable[[Mapping[str, LazyTensor]], Mapping[str, SparseParts]]
@@ -48,11 +48,11 @@ Pack = Callable[[Mapping[str, LazyTensor]], Mapping[str, SparseParts]]
 
 
 HashAll = Callable[[Mapping[str, LazyTensor]], Mapping[str, Hashed]]
-"""Hashes tensors now: those that are stored packed, whose elements do not pass by when they are written."""
+"""Hashes tensors now: for packed tensors, whose elements are not written as they are."""
 
 
 def data_name(number: int, count: int, save: str = "") -> str:
-    """What a data file is called; in an object store it carries the id of its save, so that no two saves write the same name.
+    """The name of a data file. In an object store it has the id of its save, so that no two saves write the same name.
 
     >>> data_name(0, 4), data_name(0, 4, "5f3a")
     ('data-00001-of-00004.safetensors', 'data-5f3a-00001-of-00004.safetensors')
@@ -64,15 +64,15 @@ class Boxes(Value, frozen=True, eq=False):
     """Boxes of tensors on their way to data files, a row each."""
 
     table: Table
-    """The elements of each box, under the name of its tensor: a tensor of which there are several boxes is there as often."""
+    """The elements of each box, under the name of its tensor."""
     starts: Ints
     """Lowest corners: a row for each dimension of the tensor that has the most, a column for each box."""
     whole: Sequence[int]
-    """The kind of the whole tensor of each, as a position in `table.kinds`."""
+    """For each box the kind of its whole tensor, as a position in `table.kinds`."""
 
     @classmethod
     def cut(cls, table: Table, rows: Sequence[int], starts: Ints, sizes: Ints) -> Boxes:
-        """Boxes of the tensors of these rows. Dimensions that a tensor lacks have the start 0 and the size 1."""
+        """Boxes of the tensors of these rows. Missing dimensions have the start 0 and the size 1."""
         whole = [kind.shape for kind in table.kinds]
         kind, odd = [table.kind[row] for row in rows], dict[int, LazyTensor]()
         wholes, storage = [*kind], [table.storage[row] for row in rows]
@@ -96,7 +96,6 @@ class Boxes(Value, frozen=True, eq=False):
 
     @property
     def nbytes(self) -> Ints:
-        """Bytes of each box."""
         return self.table.nbytes_of(range(len(self)))
 
     def has_parts(self, rows: Sequence[int]) -> bool:
@@ -105,7 +104,7 @@ class Boxes(Value, frozen=True, eq=False):
         return kind is not whole and [shapes[kind[row]] for row in rows] != [shapes[whole[row]] for row in rows]
 
     def sharding_texts(self, rows: Sequence[int]) -> dict[str, str]:
-        """What torch's distributed reader needs to know of a file with these boxes: where the piece of each tensor begins."""
+        """Metadata for torch's distributed reader: the offset of each piece in its tensor."""
         starts, names = self.starts[:, rows].T.tolist(), self.table.names
         ranks, whole = [len(kind.shape) for kind in self.table.kinds], self.whole
         offsets = {names[row]: {"saved_offsets": one[: ranks[whole[row]]]} for row, one in zip(rows, starts, strict=True)}
@@ -113,20 +112,20 @@ class Boxes(Value, frozen=True, eq=False):
 
 
 class BoxEntries(Value, frozen=True, eq=False):
-    """Boxes as entries of data files: a box that is packed has several."""
+    """Boxes as entries of data files. A packed box has several entries."""
 
     boxes: Boxes
     rows: Sequence[int]
-    """Which of the boxes they are."""
+    """The boxes, as rows of `boxes.table`."""
     table: Table
-    """The entries."""
+    """The table of the entries."""
     inside: Sequence[int]
-    """Which rows of the table they are."""
+    """The entries, as rows of `table`."""
     packed: Mapping[str, SparseParts]
     hashing: Mapping[str, Hashing]
-    """Which boxes are hashed when they are written, and how."""
+    """The boxes that are hashed when they are written, and how."""
     known: Mapping[str, Hashed]
-    """The hashes of the boxes that are stored packed."""
+    """The hashes of packed boxes."""
 
     @classmethod
     def of(
@@ -139,9 +138,9 @@ class BoxEntries(Value, frozen=True, eq=False):
         changed: Container[int] = (),
         names: Sequence[str] | None = None,
     ) -> BoxEntries:
-        """Boxes of which no two have one name. `names` are those that entries may not have; those of the boxes, if not given.
+        """Boxes with unique names. Entries avoid the names in `names`, by default those of the boxes.
 
-        Boxes are packed where `pack` says so. With `hashes`, they have their hashes; those that `changed`, their heads.
+        Boxes are packed where `pack` finds parts. With `hashes`, boxes get hashes, and those in `changed` only heads.
         """
         table = boxes.table
         own = [table.names[row] for row in rows] if pack or hashes else []
@@ -165,17 +164,14 @@ class BoxEntries(Value, frozen=True, eq=False):
 
 
 def _places(layout: FileLayout) -> StoredBoxes:
-    """Where the boxes of a file lie."""
     return StoredBoxes(as_bytes(layout.rows), as_bytes(layout.starts), as_bytes(layout.stops))
 
 
 class BoxFiles(Value, frozen=True, eq=False):
-    """Data files with boxes of tensors."""
-
     entries: BoxEntries
     layouts: Sequence[FileLayout]
     label: str
-    """What stands before the names of entries where their checksums are looked up."""
+    """The prefix of the names of entries in the labels of their data."""
 
     @classmethod
     def of(
@@ -206,7 +202,7 @@ class BoxFiles(Value, frozen=True, eq=False):
         return [layout.plan for layout in self.layouts]
 
     def blank(self) -> list[tuple[StoredBoxes, int]]:
-        """Of each file: where its boxes lie, before its data is written, and how long the texts of its hashes will be."""
+        """The places of the boxes of each file before its data is written, and the length of the texts of its hashes."""
         if self.entries.packed:
             return [(stored, sum(map(len, stored.tails))) for stored in self.stored(NO_SUMS)]
         return [(_places(one), self._tails_nbytes(one.rows)) for one in self.layouts]
@@ -220,7 +216,7 @@ class BoxFiles(Value, frozen=True, eq=False):
         return sum(count * TAILS[way] for way, count in ways.items())
 
     def stored(self, crcs: Mapping[str, int], blank: Sequence[StoredBoxes] = ()) -> list[StoredBoxes]:
-        """Of each file: where its boxes lie, from the checksums of its data. What `blank` has said of places is not made again."""
+        """The places and checksums of the boxes of each file, from the checksums of its data. Places come from `blank` if given."""
         if self.entries.packed:
             return self._stored_packed(crcs)
         found, hashing = [], self.entries.hashing
@@ -233,19 +229,17 @@ class BoxFiles(Value, frozen=True, eq=False):
 
     def _stored_packed(self, crcs: Mapping[str, int]) -> list[StoredBoxes]:
         entries, names = self.entries, self.entries.boxes.table.names
+
+        def crc(entry: str) -> int:
+            return crcs[self.label + entry]
+
         spans: dict[str, tuple[int, tuple[int, int]]] = {}
         for number, layout in enumerate(self.layouts):
             places = zip(layout.starts.tolist(), layout.stops.tolist(), strict=True)
             spans |= dict(zip(layout.names, zip(repeat(number), places, strict=False), strict=True))
         chunks = {
-            row: stored_chunk(
-                names[row],
-                spans.__getitem__,
-                lambda entry: crcs[self.label + entry],
-                parts=entries.packed.get(names[row]),
-                hashed=self._hash(row, crcs),
-            )
-            for row in entries.rows
+            row: stored_chunk(name, spans.__getitem__, crc, parts=entries.packed.get(name), hashed=self._hash(row, crcs))
+            for row, name in ((row, names[row]) for row in entries.rows)
         }
         inside = [[row for row, chunk in chunks.items() if chunk.file == number] for number in range(len(self.layouts))]
         return [StoredBoxes.of(rows, [chunks[row] for row in rows]) for rows in inside]
@@ -256,11 +250,11 @@ class BoxFiles(Value, frozen=True, eq=False):
         how = self.entries.hashing.get(name)
         if how is None:
             return self.entries.known.get(name)
-        return hash_in(crcs, self.label + name, table.kind_of(row).nbytes, head_alone=how == "head")
+        return hash_in(crcs, self.label + name, table.kind_of(row).nbytes, how)
 
 
 def _digits_of(crcs: Mapping[str, int], names: Sequence[str]) -> str:
-    """The digits of checksums; of what has no bytes, or is not of this plan, zeros."""
+    """The digits of checksums; zeros for entries without bytes and for labels of other plans."""
     try:
         return checksum_digits(crcs, names)
     except KeyError:
@@ -269,21 +263,15 @@ def _digits_of(crcs: Mapping[str, int], names: Sequence[str]) -> str:
 
 
 TAILS = {("hash", False): 42, ("hash", True): 60, ("head", False): 42, ("head", True): 18}
-"""How long the text of hash and head is, by what is computed, and whether there is more than a head."""
+"""The length of the text of hash and head, by the kind of hashing and whether there are more bytes than a head has."""
 
 
-class _NoSums(dict[str, int]):
-    """The checksums of data that is not written yet: 0 each."""
-
-    def __missing__(self, label: str) -> int:
-        return 0
-
-
-NO_SUMS = _NoSums()
+NO_SUMS: Mapping[str, int] = Counter()
+"""The checksums of data that is not written yet: 0 each."""
 
 
 def carried(kind: Kind) -> HeaderKind:
-    """What a safetensors header can say of tensors of a kind, with the same bytes."""
+    """The dtype code and shape of a safetensors header for tensors of a kind, with the same bytes."""
     dtype, shape = kind.dtype, kind.shape
     if dtype.name == PAIRS and shape:
         return HeaderKind("F4", (*shape[:-1], 2 * shape[-1]))

@@ -1,10 +1,10 @@
-"""A chunk in the manifest, whoever writes it; and one that is stored packed: its entries in the data file, its checks, its storage.
+"""Chunks of a manifest: their entries; and packed ones: their entries in the data file, their checks, their storage.
 
     data file    "w.sparse.values"   the dtype of w, flat                 manifest    "chunks": [{"file": 0, "bytes": of the values,
                  "w.sparse.where"    U8                                                "crc32": of the dense elements,
                  "w.sparse.starts"   U64, where groups differ                          "sparse": {"encoding": "bitmap", …}}]
 
-What the parts hold is told in `numeric.pack`.
+`numeric.pack` defines the contents of the parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from holdfast.core.box import Box
 from holdfast.core.chunk import Storage
 from holdfast.core.content_hash import HEAD_NBYTES, Hashed, hash_bytes
 from holdfast.core.crc import crc32
@@ -31,23 +30,14 @@ from holdfast.formats.native.schema import StoredChunk, StoredPart, StoredSparse
 from holdfast.numeric.pack import Encoding, SparseParts, SparseStorage, element_type, encoding_of, group_count, spread, where_total
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
-Place = Callable[[str], tuple[int, tuple[int, int]]]
-"""From the name of an entry to the number of its file, its first byte there and the byte after its last."""
-
-Hashings = Mapping[str, Hashing]
-"""By name: what is hashed, and how."""
-
-Sum = Callable[[str], int]
-"""From the name of an entry that has bytes to the CRC-32 of these."""
-
 
 def part_names(name: str) -> tuple[str, str, str]:
-    """What the data file calls the parts of a tensor: values, marks, starts."""
+    """The names of values, marks and starts in the data file."""
     return f"{name}.sparse.values", f"{name}.sparse.where", f"{name}.sparse.starts"
 
 
 def entries_of(name: str, tensor: LazyTensor, parts: SparseParts | None) -> dict[str, LazyTensor]:
-    """What is written for a tensor, by the names that the data file has for it."""
+    """The entries of a tensor in the data file, by name."""
     if parts is None:
         return {name: tensor}
     given = zip(part_names(name), (parts.values, parts.where, parts.starts), strict=True)
@@ -55,94 +45,93 @@ def entries_of(name: str, tensor: LazyTensor, parts: SparseParts | None) -> dict
 
 
 def without_clashes(chosen: Mapping[str, SparseParts], names: Sequence[str]) -> dict[str, SparseParts]:
-    """Those that can be stored packed: no tensor has the name of a part of theirs."""
+    """The tensors that can be stored packed: none of their parts has the name of another tensor."""
     taken = set(names)
     return {name: parts for name, parts in chosen.items() if taken.isdisjoint(part_names(name))}
 
 
 def stored_chunk(
     name: str,
-    place: Place,
-    crc: Sum,
+    place: Callable[[str], tuple[int, tuple[int, int]]],
+    crc: Callable[[str], int],
     *,
-    box: Box | None = None,
-    parts: SparseParts | None = None,
-    hashed: Hashed | None = None,
+    parts: SparseParts | None,
+    hashed: Hashed | None,
 ) -> StoredChunk:
-    """A chunk as the manifest has it; without a box it is the whole tensor."""
-    start, stop = (None, None) if box is None else (box.start, box.stop)
-    hash = None if hashed is None or hashed.hash is None else f"{hashed.hash:032x}"
-    head = None if hashed is None or hashed.head is None else f"{hashed.head:08x}"
+    """The manifest's entry of a whole tensor.
+
+    `place` maps the name of an entry to its file number and byte range, `crc` the name of an entry with bytes to their CRC-32.
+    """
+
+    def known(entry: str) -> tuple[int, tuple[int, int], str]:
+        file, (start, stop) = place(entry)
+        return file, (start, stop), f"{crc(entry) if start < stop else 0:08x}"
+
+    hash, head = hash_digits(hashed)
     if parts is None:
-        return StoredChunk(*_known(name, place, crc), start, stop, None, hash, head)
+        return StoredChunk(*known(name), hash=hash, head=head)
     values, where, starts = part_names(name)
-    file, span, digits = _known(values, place, crc)
-    marks = StoredPart(*_known(where, place, crc))
-    begins = None if parts.starts is None else StoredPart(*_known(starts, place, crc))
+    file, span, digits = known(values)
+    marks, begins = StoredPart(*known(where)), None if parts.starts is None else StoredPart(*known(starts))
     sparse = StoredSparse(parts.encoding.name, parts.encoding.sizes, digits, marks, begins)
-    return StoredChunk(file, span, f"{parts.crc32:08x}", start, stop, sparse, hash, head)
+    return StoredChunk(file, span, f"{parts.crc32:08x}", sparse=sparse, hash=hash, head=head)
 
 
-def hash_in(sums: Mapping[str, int], label: str, nbytes: int, *, head_alone: bool = False) -> Hashed:
-    """The hash of data of this label, once it is written. What has no bytes has no data segment, and the hash of nothing."""
-    if not nbytes:
-        return hash_bytes(b"")
-    if head_alone:
+def hash_in(sums: Mapping[str, int], label: str, nbytes: int, how: Hashing | None) -> Hashed | None:
+    """The hash of written data, by its label; None where it is not hashed. Without bytes there is no data segment."""
+    if how is None or not nbytes:
+        return None if how is None else hash_bytes(b"")
+    if how == "head":
         return Hashed(None, sums[label + HEAD_KEY])
     return Hashed(sums[label + HASH_KEY], sums[label + HEAD_KEY] if nbytes > HEAD_NBYTES else None)
 
 
-def hash_tails(crcs: Mapping[str, int], table: Table, rows: Sequence[int], labels: Sequence[str], hashing: Hashings) -> list[str]:
-    """What a manifest says behind the checksums of rows, once they are written: the hash and the head of each that is hashed.
+def hash_tails(
+    crcs: Mapping[str, int], table: Table, rows: Sequence[int], labels: Sequence[str], hashing: Mapping[str, Hashing]
+) -> list[str]:
+    """The text of a manifest behind the checksum of each row: hash and head of the rows that are hashed.
 
-    `labels` are those of their data. `hashing` says by name which are hashed, and how.
+    `labels` are those of their data. `hashing` has the names that are hashed, and how.
     """
     names, kind = table.names, table.kind
     short = [0 < one.nbytes <= HEAD_NBYTES for one in table.kinds]
     return [
         f',"hash":"{crcs[label + HASH_KEY]:032x}"'
         if short[kind[row]] and names[row] in hashing
-        else hash_text(_hashed(crcs, label, hashing.get(names[row]), table.kind_of(row).nbytes))
+        else hash_text(*hash_digits(hash_in(crcs, label, table.kind_of(row).nbytes, hashing.get(names[row]))))
         for row, label in zip(rows, labels, strict=True)
     ]
 
 
-def _hashed(crcs: Mapping[str, int], label: str, how: Hashing | None, nbytes: int) -> Hashed | None:
-    return None if how is None else hash_in(crcs, label, nbytes, head_alone=how == "head")
-
-
-def hash_text(hashed: Hashed | None) -> str:
-    """What a manifest says behind a checksum: a hash, a head."""
+def hash_digits(hashed: Hashed | None) -> tuple[str | None, str | None]:
+    """Hash and head as hexadecimal digits."""
     hash, head = (None, None) if hashed is None else hashed
-    return ("" if hash is None else f',"hash":"{hash:032x}"') + ("" if head is None else f',"head":"{head:08x}"')
+    return None if hash is None else f"{hash:032x}", None if head is None else f"{head:08x}"
+
+
+def hash_text(hash: str | None, head: str | None) -> str:
+    """The text of a manifest behind a checksum: a hash, a head."""
+    return ("" if hash is None else f',"hash":"{hash}"') + ("" if head is None else f',"head":"{head}"')
 
 
 def in_files(chunk: StoredChunk, numbers: Mapping[int, int]) -> StoredChunk:
-    """The same chunk where the files have other numbers."""
-
+    """A copy of a chunk, with new file numbers."""
     sparse = None if chunk.sparse is None else sparse_in(chunk.sparse, numbers.__getitem__)
     return msgspec.structs.replace(chunk, file=numbers[chunk.file], sparse=sparse)
 
 
 def sparse_in(sparse: StoredSparse, number: Callable[[int], int]) -> StoredSparse:
-    """The same packing where the files of its parts have other numbers."""
+    """A copy of a packing, with new file numbers for its parts."""
 
     def moved(part: StoredPart) -> StoredPart:
         return msgspec.structs.replace(part, file=number(part.file))
 
-    return msgspec.structs.replace(
-        sparse, where=moved(sparse.where), starts=None if sparse.starts is None else moved(sparse.starts)
-    )
-
-
-def _known(entry: str, place: Place, crc: Sum) -> tuple[int, tuple[int, int], str]:
-    """File, bytes and checksum of an entry. One without bytes has no data segment, and the checksum of nothing, 0."""
-    file, (start, stop) = place(entry)
-    return file, (start, stop), f"{crc(entry) if start < stop else 0:08x}"
+    starts = None if sparse.starts is None else moved(sparse.starts)
+    return msgspec.structs.replace(sparse, where=moved(sparse.where), starts=starts)
 
 
 def check_sparse(chunk: StoredChunk, sparse: StoredSparse, dtype: DType, *, shape: tuple[int, ...], limits: Limits) -> None:
-    """Raise where the numbers of a packed chunk of this shape cannot be true together; bytes of the parts lie in their files."""
+    """Raise where the numbers of a packed chunk of this shape contradict each other. The parts are known to lie in their files."""
     if dtype.packed:
         raise MetadataError(f"elements of {dtype} share bytes and are never stored packed")
     if 0 in shape:
@@ -162,11 +151,8 @@ def check_sparse(chunk: StoredChunk, sparse: StoredSparse, dtype: DType, *, shap
         said = f"{values:,} bytes of values for {encoding.count:,} elements stored as {encoding.name}"
         raise MetadataError(said, expected=most, found=values)
     if nbytes > limits.sparse_expansion * stored:
-        raise LimitExceeded(
-            f"{stored:,} stored bytes stand for {nbytes:,}; open with Limits(sparse_expansion=…) if that can be true",
-            expected=limits.sparse_expansion * stored,
-            found=nbytes,
-        )
+        message = f"{stored:,} stored bytes stand for {nbytes:,}; open with Limits(sparse_expansion=…) if that can be true"
+        raise LimitExceeded(message, expected=limits.sparse_expansion * stored, found=nbytes)
 
 
 def _length(span: tuple[int, int]) -> int:
@@ -187,7 +173,7 @@ def _most(encoding: Encoding) -> int:
 def sparse_storage(
     name: str, chunk: StoredChunk, sparse: StoredSparse, *, dtype: DType, shape: tuple[int, ...], files: Sequence[str], home: object
 ) -> SparseStorage:
-    """The dense bytes of a packed chunk that was checked, under a key of their own."""
+    """The dense bytes of a checked packed chunk, under a key of their own."""
     values, where, starts = part_names(name)
 
     def part(label: str, file: int, span: tuple[int, int], crc: str) -> Storage:
@@ -211,8 +197,8 @@ def sparse_storage(
     )
 
 
-KEPT_NBYTES = 32 << 20
-"""Dense groups that are kept beyond the last one."""
+CACHE_NBYTES = 32 << 20
+"""Dense groups that stay in memory beyond the last one."""
 
 RUN_NBYTES = 2 << 20
 """Dense bytes that are unpacked from one read of each part."""
@@ -221,33 +207,27 @@ BLOCK_NBYTES = 4 << 20
 
 
 class UnpackedStore(Virtual):
-    """The store of a directory, with its packed chunks as further files. These are not listed.
-
-    Chunks that are stored packed, as files of their own with the dense bytes.
+    """The store of a directory, with the dense bytes of each packed chunk as one more file, which is not listed.
 
         data-00001-of-00001.safetensors@4096     the elements of the chunk whose marks begin at byte 4096 of that file
 
-    Reading a range unpacks the groups that it touches and no others: of each group two ranges are read, whose places are known. A
-    range inside of a group unpacks that group; the last few of those stay in memory, so that a column of a matrix unpacks each
-    once.
-
-    Nothing that is stored is believed: a group's marks must ask for as many values as it has, and these must lie in the part. What
-    does not fit is damage where the part's checksum says so, and a lie otherwise.
+    Reading a range unpacks the groups that it touches and no others. A range inside of a group unpacks that group; the last few
+    of those stay in memory, so that a column of a matrix unpacks each once. Marks, starts and values that do not fit together are
+    an error: `Corrupted` where a part has another checksum than the manifest records, else `MetadataError`.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__(over=store)
         self._store = store
-        """Where the parts are."""
-        self._kept = ContentCache(KEPT_NBYTES)
+        self._cache = ContentCache(CACHE_NBYTES)
 
     def add(self, storage: SparseStorage) -> None:
-        """Make a packed chunk a file, under its key."""
+        """Add a packed chunk as a file."""
         read, stamp = partial(Sent(self._read), storage), partial(Sent(self._stamp), storage)
         self.put(VirtualFile(partial(Sent(self._size), storage), read, stamp), storage.key)
 
     def close(self) -> None:
-        self._kept.clear()
+        self._cache.clear()
         super().close()
 
     def _size(self, storage: SparseStorage) -> int:
@@ -275,17 +255,15 @@ class UnpackedStore(Virtual):
             at = end
 
     def _group(self, storage: SparseStorage, group: int) -> np.ndarray:
-        """The dense bytes of one group; kept."""
-        found = self._kept.get((storage.key, group))
+        found = self._cache.get((storage.key, group))
         if found is not None:
             return found
         made = np.empty(spread(storage.encoding, group) * storage.width, np.uint8)
         self._unpack(storage, group, group + 1, out=made.data)
-        self._kept.put((storage.key, group), made)
+        self._cache.put((storage.key, group), made)
         return made
 
     def _unpack(self, storage: SparseStorage, first: int, last: int, *, out: memoryview) -> None:
-        """The dense bytes of groups [first, last)."""
         encoding, width = storage.encoding, storage.width
         kind = element_type(width)
         dense = np.frombuffer(out, kind)
@@ -304,7 +282,6 @@ class UnpackedStore(Virtual):
                 self._blame(storage, error)
 
     def _starts(self, storage: SparseStorage, first: int, last: int, *, counts: Sequence[int]) -> Sequence[int]:
-        """Where the values of each group begin, and the last ones end."""
         encoding, total = storage.encoding, storage.values.nbytes // storage.width
         if storage.starts is None:
             full = encoding.most(encoding.group)
@@ -324,7 +301,7 @@ class UnpackedStore(Virtual):
         return out
 
     def _blame(self, storage: SparseStorage, error: MetadataError) -> None:
-        """Raise for parts that do not fit together: as damage of the one that has not its checksum, else as it is."""
+        """Raise `Corrupted` for the part that has a wrong checksum; without one, raise `error`."""
         for part in storage.parts:
             found = 0
             for start in range(0, part.nbytes, BLOCK_NBYTES):

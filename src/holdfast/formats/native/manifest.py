@@ -1,7 +1,7 @@
-"""The text of a manifest, whoever has written the data files: one process, a mesh, the ranks of a group.
+"""The text of a manifest, for the data files of one process, of a mesh, or of the ranks of a group.
 
-What a part has written is columns: which boxes, where each lies in a file (`StoredBoxes`). `lay_out_index` sorts all of them by
-tensor and makes the text by kind, a batch of tensors at a time. Its length is known before the checksums are.
+Every part says in columns which boxes it has written and where each lies in a file (`StoredBoxes`). `lay_out_index` sorts all boxes
+by tensor and makes the text by kind, a batch of tensors at a time. The length of the text does not depend on the checksums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.core.strict_json import as_keys, paid_nbytes
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Late, Literal, put_together
 from holdfast.errors import CannotHold
-from holdfast.formats.native.chunks import sparse_in
+from holdfast.formats.native.chunks import hash_text, sparse_in
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
     FORMAT,
@@ -38,89 +38,72 @@ from holdfast.formats.native.schema import (
     StoredTensor,
 )
 from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST
-from holdfast.formats.safetensors.write import plain_index
+from holdfast.formats.safetensors.write import index_text
 
 INDEX = "model.safetensors.index.json"
-"""What `transformers` looks for."""
+"""The index that `transformers` looks for."""
 
 CANNOT = "a native checkpoint cannot hold this state"
 NO_BOXES = np.zeros(0, np.int64)
 
 PIECE = 1 << 10
-"""Tensors of which the text is made at a time: what is made of each on the way takes four times the text."""
+"""Tensors in one batch of text: temporary objects take four times the memory of the text."""
 
 
 class StoredBoxes(msgspec.Struct):
-    """Where boxes lie in a data file, as a rank says it: columns of 64-bit integers, little-endian."""
+    """The places of boxes in a data file, as a rank sends them: columns of 64-bit integers, little-endian."""
 
     boxes: bytes
-    """Which they are: positions among the boxes of the rank."""
+    """Positions among the boxes of the rank."""
     starts: bytes
-    """The first byte of each."""
     stops: bytes
     crcs: str = ""
-    """Eight digits each."""
+    """Eight digits for each box."""
     tails: list[str] = field(default_factory=list)
-    """What the manifest says behind the checksum of each, as text: its hash, its head; nothing where there are none."""
+    """The text behind the checksum of each box, with its hash and head; empty where there are none."""
     packed: dict[int, StoredSparse] = field(default_factory=dict)
-    """How some of them are packed, by their positions here; the numbers of files are counted from that of this one."""
+    """How boxes are packed, by their positions here. File numbers count from that of this file."""
 
     @classmethod
     def of(cls, boxes: Sequence[int], chunks: Sequence[StoredChunk]) -> StoredBoxes:
-        """The same of chunks that are all in one file, but for parts of packed ones."""
+        """The columns of chunks that are all in one file, except parts of packed chunks."""
         spans = np.array([chunk.bytes for chunk in chunks], np.int64).reshape(-1, 2).T
-        hashed = [chunk for chunk in chunks if chunk.hash or chunk.head]
-        tails = [
-            ("" if chunk.hash is None else f',"hash":"{chunk.hash}"') + ("" if chunk.head is None else f',"head":"{chunk.head}"')
-            for chunk in (chunks if hashed else ())
-        ]
-        packed = {
-            at: sparse_in(chunk.sparse, partial(add, -chunk.file)) for at, chunk in enumerate(chunks) if chunk.sparse is not None
-        }
+        hashed = any(chunk.hash or chunk.head for chunk in chunks)
+        tails = [hash_text(chunk.hash, chunk.head) for chunk in chunks] if hashed else []
+        sparse = [(at, chunk.sparse, chunk.file) for at, chunk in enumerate(chunks) if chunk.sparse is not None]
+        packed = {at: sparse_in(one, partial(add, -file)) for at, one, file in sparse}
         digits = "".join([chunk.crc32 for chunk in chunks])
         return cls(as_bytes(boxes), as_bytes(spans[0]), as_bytes(spans[1]), digits, tails, packed)
 
 
 def as_bytes(column: Sequence[int] | Ints) -> bytes:
-    """A column of integers, as it travels."""
     return np.asarray(column, "<i8").tobytes()
 
 
 def as_column(raw: bytes) -> Ints:
-    """The column again."""
     return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
 
 
-class Outlines(Value, frozen=True, eq=False):
-    """The tensors of a manifest."""
-
-    names: Sequence[str]
-    kinds: Sequence[tuple[str, tuple[int, ...]]]
-    """Dtypes, by Holdfast's names, and shapes."""
-    kind: Sequence[int] | Ints
-    """Of each tensor, a position in `kinds`."""
+Outlines = tuple[Sequence[str], Sequence[tuple[str, tuple[int, ...]]], Sequence[int] | Ints]
+"""The tensors of a manifest: names; dtype names and shapes, each pair once; for each tensor a position among the pairs."""
 
 
 class FileBoxes(Value, frozen=True, eq=False):
-    """The boxes of one data file, and what they are boxes of."""
+    """The boxes of one data file, and their tensors."""
 
     stored: StoredBoxes
-    """Of what is written later its places alone count."""
+    """For a file that is not written yet, only the places count."""
     tensors: Ints
-    """Of each box of the rank: its tensor, as a position among the outlines."""
+    """For each box of the rank the position of its tensor in the outlines."""
     starts: Ints
-    """Of each box of the rank: its lowest corner, a row for each dimension of the tensor that has the most."""
+    """For each box of the rank its lowest corner: a row for each dimension of the tensor with the most dimensions."""
     sizes: Ints
     tails_nbytes: int
-    """How long the texts of its hashes are, together."""
-
-
-Stored = Callable[[Mapping[str, int]], Sequence[StoredBoxes]]
-"""From the checksums of all data, by label, to the boxes in each file."""
+    """The length of all texts of hashes."""
 
 
 def are_whole(starts: Ints, sizes: Ints, extents: Ints) -> Bools:
-    """Whether boxes are all of their tensors, whose extents may have fewer dimensions or more."""
+    """Whether each box is all of its tensor. `extents` may have fewer or more dimensions."""
     rank = min(len(starts), len(extents))
     whole: Bools = ~np.logical_or.reduce((starts[:rank] != 0) | (sizes[:rank] != extents[:rank]))
     return whole
@@ -131,22 +114,23 @@ def lay_out_index(
     outlines: Outlines,
     parts: Sequence[FileBoxes],
     *,
-    later: Stored | None = None,
+    later: Callable[[Mapping[str, int]], Sequence[StoredBoxes]] | None = None,
     fields: Mapping[str, object],
     metadata: Mapping[str, str],
     alone: bool = False,
 ) -> tuple[FilePlan, ...]:
     """What makes data files a native directory, in the order in which it is written: the manifest is last.
 
-    It lists the tensors that have boxes. With `later`, checksums and hashes are not known yet: the manifest is one late segment,
-    whose length does not depend on them. `fields` are those of `formats.recorded`. There is an index for `transformers` where it
-    could read the files: where every tensor is whole, in one file, and not packed; and not with `alone`, in an object store, where
-    the index would be the one name that two saves at once both write.
+    The manifest lists the tensors that have boxes. `later` maps the checksums of all data, by label, to the boxes of each file:
+    with it the manifest is one late segment, whose length does not depend on checksums. `fields` are those of `formats.recorded`.
+
+    There is an index for `transformers` where every tensor is whole, in one file, and not packed. With `alone`, in an object
+    store, there is none: two saves at the same time would both write its name.
 
     Raises `CannotHold` where the manifest would be longer than a reader takes.
     """
     chunks = _Chunks(parts, outlines)
-    others = [] if alone or not chunks.whole else [plain_index(INDEX, [file.name for file in files], *chunks.weights())]
+    others = [] if alone or not chunks.whole else [chunks.weight_index([file.name for file in files])]
     version, hash = (HASHED_VERSION, HASH) if any(part.tails_nbytes for part in parts) else (VERSION, msgspec.UNSET)
     version = BESIDE_VERSION if any("/" in file.name for file in files) else version
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
@@ -168,7 +152,7 @@ def lay_out_index(
 
 
 def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
-    """The manifest's field about files that are known before any data is: their names, lengths and checksums."""
+    """The manifest's field `others`: names, lengths and checksums of files that are known before the data is."""
     listed = []
     for plan in plans:
         crc = 0
@@ -183,7 +167,8 @@ class _Chunks:
 
     def __init__(self, parts: Sequence[FileBoxes], outlines: Outlines) -> None:
         self._parts = parts
-        kind_of, extents = np.asarray(outlines.kind, np.int64), shape_columns([shape for _, shape in outlines.kinds])
+        names, self._kinds, kind = outlines
+        kind_of, extents = np.asarray(kind, np.int64), shape_columns([shape for _, shape in self._kinds])
         numbers = [as_column(part.stored.boxes) for part in parts]
         counts = [*map(len, numbers)]
         self._edges = [*accumulate(counts, initial=0)]
@@ -193,7 +178,7 @@ class _Chunks:
             owned.append(part.tensors[own])
             corners, sizes, kinds = part.starts[:, own], part.sizes[:, own], kind_of[owned[-1]]
             for at in (~are_whole(corners, sizes, extents[:, kinds])).nonzero()[0].tolist():
-                rank = len(outlines.kinds[kinds[at]][1])
+                rank = len(self._kinds[kinds[at]][1])
                 start = corners[:rank, at]
                 boxed[first + at] = f',"start":{_listed(start)},"stop":{_listed(start + sizes[:rank, at])}'
         tensors = np.concatenate(owned)
@@ -206,10 +191,8 @@ class _Chunks:
         begins[1:] = owners[1:] != owners[:-1]
         self._heads = begins.nonzero()[0]
         of_each = owners[self._heads]
-        every = len(of_each) == len(outlines.names)
-        self._names = outlines.names if every else [outlines.names[tensor] for tensor in of_each.tolist()]
-        self._quoted = as_keys(self._names)
-        self._kinds, self._kind = outlines.kinds, kind_of[of_each]
+        self._names = names if len(of_each) == len(names) else [names[tensor] for tensor in of_each.tolist()]
+        self._quoted, self._kind = as_keys(self._names), kind_of[of_each]
         self._boxed = self._placed(boxed)
 
     @property
@@ -217,16 +200,17 @@ class _Chunks:
         """Whether every tensor lies whole in one file, as it is in memory."""
         return not self._boxed and not any(part.stored.packed for part in self._parts)
 
-    def weights(self) -> tuple[list[str], list[int], int]:
-        """The names of all tensors in the order in which they lie in files, the number of the file of each, and all bytes."""
+    def weight_index(self, files: Sequence[str]) -> FilePlan:
+        """The Hugging Face index: all tensors in the order in which they lie in files."""
         names = self._names
         order = np.lexsort((self._stops, self._starts, self._files)).tolist()
         if (self._starts == self._stops).any():
             order.sort(key=lambda at: (self._files[at], self._starts[at], self._stops[at], names[at]))
-        return [names[at] for at in order], self._files[order].tolist(), int((self._stops - self._starts).sum())
+        total = {"total_size": int((self._stops - self._starts).sum())}
+        return FilePlan(INDEX, index_text(total, files, [names[at] for at in order], self._files[order].tolist()))
 
     def measure(self) -> tuple[int, int]:
-        """How long the text will be, and how many lists and objects it will have; whatever the checksums are."""
+        """The length of the text, and the number of lists and objects in it. Neither depends on checksums."""
         quote, keys = self._quoted
         every = "".join(keys)
         around = [f"{quote}{quote}{_opening(*kind)}{ENDING}" for kind in self._kinds]
@@ -276,7 +260,6 @@ class _Chunks:
             yield f"{text[len(ENDING) + (not first) :]}{ENDING}".encode()
 
     def _packed_texts(self, stored: Sequence[StoredBoxes]) -> dict[int, str]:
-        """What is said of chunks that are packed, by their places."""
         found: dict[int, str] = {}
         for number, (one, first) in enumerate(zip(stored, self._edges, strict=False)):
             for at, sparse in one.packed.items():
@@ -285,7 +268,7 @@ class _Chunks:
         return self._placed(found)
 
     def _placed(self, texts: dict[int, str]) -> dict[int, str]:
-        """Texts of boxes, which were counted file by file, by their places."""
+        """Texts of boxes that are numbered file by file, by their places."""
         if not texts:
             return {}
         place = np.empty(len(self._order), np.int64)
@@ -312,7 +295,6 @@ POWERS = 10 ** np.arange(1, 19)
 
 
 def _digits(numbers: Ints) -> int:
-    """How many digits numbers have together."""
     return len(numbers) + int(POWERS.searchsorted(numbers, side="right").sum())
 
 

@@ -1,36 +1,41 @@
-"""Read a native directory. Opening reads the manifest and measures the files; tensors are made when asked for (tensors.py).
+"""Read a native directory. Opening reads the manifest and asks for the lengths of the files.
 
-What the manifest says is checked before anything uses it: files that are there and as long as they should be, byte ranges inside of
-them that do not overlap, boxes that tile each tensor, bytes that fit dtype and shape.
+The manifest is checked before anything uses it: files are present and have the right lengths, byte ranges lie inside of them and do
+not overlap, boxes tile each tensor, byte counts fit dtype and shape.
 
-That the data files' own headers agree with the manifest is for a verification (`check_files`): it costs a read of every file, and
-no tensor depends on it. Files are looked at one after the other: the header of one is in memory at a time, and of a million tensors
-that is what a verification needs the most memory for.
+A verification (`check_files`) compares the headers of the data files with the manifest. That reads every file, one after the other,
+so that one header is in memory at a time.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, count, repeat
+from operator import attrgetter
 from typing import NoReturn
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.crc import crc32
 from holdfast.core.documents import check_length, hexadecimal
-from holdfast.core.dtype import DTYPES
+from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
+from holdfast.core.runtime import copied_together
 from holdfast.core.strict_json import pointer, quoted
-from holdfast.core.table import Kind
+from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tiling import tiles
+from holdfast.core.value import Value, replace
+from holdfast.engine.files import FileStorages
 from holdfast.errors import (
     Corrupted,
     HeaderError,
@@ -44,7 +49,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.native.base import parts_of
 from holdfast.formats.native.boxes import carried
-from holdfast.formats.native.chunks import check_sparse
+from holdfast.formats.native.chunks import UnpackedStore, check_sparse, sparse_storage
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
     DOCUMENT,
@@ -58,34 +63,119 @@ from holdfast.formats.native.schema import (
     StoredTensor,
     parse_manifest,
 )
-from holdfast.formats.native.tensors import Stored, box_of, dtype_named, stored_tensors
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, HeaderEntry, addressable
 from holdfast.numeric.pack import SparseStorage
 
+BYTES_OF, CRC_OF, FILE_OF = attrgetter("bytes"), attrgetter("crc32"), attrgetter("file")
+
+WHOLE = {row.name for row in DTYPES.rows if not row.packed}
+"""Dtypes whose elements fill whole bytes, which lie in a file as in memory."""
+
+
+class Stored(Value, frozen=True, eq=False):
+    """The tensors of a checked manifest as rows of a table.
+
+    A manifest is a dozen objects for each of a million tensors. Almost all tensors are one plain chunk: a few numbers in columns,
+    after which their entries are freed. A tensor that is split, packed or shares bytes between elements is an odd row.
+    """
+
+    table: Table
+    """File numbers in its storages are those of the manifest."""
+    storages: FileStorages
+    manifest: Parsed
+    """The manifest with the entries of odd rows alone."""
+    source: Source
+
+
+def stored_tensors(manifest: Parsed, source: Source) -> Stored:
+    """The rows of a checked manifest."""
+    # While all else is there: what is freed later has gaps, and the copies are not to lie in these.
+    names, tensors = copied_together([*manifest.tensors]), [*manifest.tensors.values()]
+    # The manifest was checked: a chunk that has no box is the whole tensor, and has as many bytes as its elements take.
+    chunks = [stored.chunks[0] for stored in tensors]
+    rows = [
+        row
+        for row, (first, stored) in enumerate(zip(chunks, tensors, strict=True))
+        if first.start is not None or first.sparse is not None or stored.chunks[1:] or stored.dtype not in WHOLE
+    ]
+    entries = {names[row]: tensors[row] for row in rows}
+    odd = dict(zip(rows, _odd_tensors(entries, [file.name for file in manifest.files], source), strict=True))
+    dtypes, shapes = [stored.dtype for stored in tensors], [stored.shape for stored in tensors]
+    positions = dict(zip(dict.fromkeys(zip(dtypes, shapes, strict=True)), count()))
+    kinds = [Kind.plain(dtype_named(dtype), shape) for dtype, shape in positions]
+    kind = array("q", map(positions.__getitem__, zip(dtypes, shapes, strict=True)))
+    labels: Sequence[str] = names
+    storage: Sequence[int] = range(len(names))
+    if odd:
+        for row, tensor in odd.items():
+            kind[row] = len(kinds)
+            kinds.append(Kind.of(tensor))
+        chunks = [one for row, one in enumerate(chunks) if row not in odd]
+        labels, counter = [name for row, name in enumerate(names) if row not in odd], count()
+        storage = array("q", [ODD if row in odd else next(counter) for row in range(len(names))])
+    edges = np.fromiter(chain.from_iterable(map(BYTES_OF, chunks)), np.int64, 2 * len(chunks)).reshape(-1, 2)
+    starts, lengths = edges[:, 0].copy(), edges[:, 1] - edges[:, 0]
+    crcs = np.frombuffer(bytes.fromhex("".join(map(CRC_OF, chunks))), ">u4").astype(np.int64)
+    files = array("q", map(FILE_OF, chunks))
+    places = [FilePlace(source, file.name, source.store) for file in manifest.files]
+    storages = FileStorages(places, files, starts, lengths, crcs, names=labels)
+    return Stored(Table(names, kinds, kind, storage, storages, odd), storages, replace(manifest, tensors=entries), source)
+
+
+def _odd_tensors(entries: Mapping[str, StoredTensor], files: Sequence[str], source: Source) -> Iterator[LazyTensor]:
+    home = source.store
+    unpacked: UnpackedStore | None = None
+    for name, stored in entries.items():
+        dtype, chunks = dtype_named(stored.dtype), []
+        packed = any(chunk.sparse is not None for chunk in stored.chunks)
+        if packed and unpacked is None:
+            unpacked = UnpackedStore(home)
+            unpacking = source.over(unpacked)
+        for chunk in stored.chunks:
+            (start, stop), box = chunk.bytes, box_of(stored, chunk)
+            storage = Storage(files[chunk.file], start, stop - start, crc32=int(chunk.crc32, 16), label=name, home=home)
+            if chunk.sparse is not None and unpacked is not None:
+                storage = sparse_storage(name, chunk, chunk.sparse, dtype=dtype, shape=box.shape, files=files, home=home)
+                unpacked.add(storage)
+            chunks.append(Chunk(box, storage, 0, c_strides(box.shape, dtype.bits)))
+        yield LazyTensor(name, dtype, stored.shape, tuple(chunks), unpacking if packed else source)
+
+
+def dtype_named(name: str) -> DType:
+    dtype = DTYPES.name(name)
+    if dtype is None:  # the check has looked every name up
+        raise HeaderError(f"there is no dtype {quoted(name)}")
+    return dtype
+
+
+def box_of(stored: StoredTensor, chunk: StoredChunk) -> Box:
+    return Box.whole(stored.shape) if chunk.start is None or chunk.stop is None else Box(chunk.start, chunk.stop)
+
+
 NOT_NEEDED = "nothing in it is needed to open the checkpoint"
 
 Part = tuple[int, int, str, str, tuple[int, ...], tuple[int, int]]
-"""Of a tensor its row, and what a header has to say of a part of it: the file, the name there, code, shape, bytes in the file."""
+"""Row of a tensor, and the header's entry of one of its parts: file, name, dtype code, shape, bytes in the file."""
 
 
 def check_files(tensors: Stored) -> list[str]:
-    """Check that the header of every data file is as it was written and says of each tensor what the manifest says, and that the
-    other files are as they were; reads headers and those. Gives notes on what else is in them.
+    """Check that the header of each data file is unchanged and agrees with the manifest, and that the other files are unchanged.
 
-    Raises `MetadataError` or `Corrupted` for the first that does not.
+    Reads the headers and the other files, and gives notes on what else they contain. Raises `MetadataError` or `Corrupted` for the
+    first difference.
     """
     names, held = tensors.table.names, tensors.storages
     kinds, numbers = np.asarray(tensors.table.kind, np.int64), np.asarray(tensors.table.storage, np.int64)
     plain = np.flatnonzero(numbers >= 0)
     odd = list(_odd_parts(tensors, names))
     wrong: list[tuple[int, str]] = []
-    """The first tensor of each file of which the two do not say the same: its row, and the file."""
+    """For each file with a difference: the row of its first wrong tensor, and the file."""
     changed: list[Corrupted] = []
     notes: list[str] = []
-    for number, file in enumerate(tensors.files):
+    for number, file in enumerate(tensors.manifest.files):
         header = read_header(tensors.source, file.name)
         here = [part for part in odd if part[1] == number]
         rows = plain[held.file == number]
@@ -93,7 +183,7 @@ def check_files(tensors: Stored) -> list[str]:
         wrong += [(min(differing), file.name)] if differing else []
         if header.record.changed is not None:
             changed.append(header.record.changed)
-        elif tensors.version >= SEALED_VERSION and header.record.rest != MANIFEST:
+        elif tensors.manifest.version >= SEALED_VERSION and header.record.rest != MANIFEST:
             message = "the header has lost the record that was written with it; get the file again"
             changed.append(Corrupted(message, file=file.name))
         # Files that are shared with other steps have bytes of those (`formats.native.base`).
@@ -106,13 +196,12 @@ def check_files(tensors: Stored) -> list[str]:
         raise MetadataError("the manifest and the file's own header do not say the same", file=key, tensor=names[row])
     if changed:
         raise changed[0]
-    for other in tensors.others:
+    for other in tensors.manifest.others:
         _check_other(other, tensors.source)
     return notes
 
 
 def _differing_rows(tensors: Stored, header: Header, rows: Ints, kinds: Ints) -> list[int]:
-    """The first of these ordinary tensors that the header does not have so."""
     table, held, columns = tensors.table, tensors.storages, header.columns
     names = [table.names[row] for row in rows.tolist()]
     at = np.fromiter(map(header.positions.get, names, repeat(-1)), np.int64, len(names))
@@ -136,9 +225,10 @@ def _differing_parts(header: Header, parts: list[Part]) -> Iterator[int]:
 
 
 def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
-    """What the headers have of tensors that are split, packed or share bytes between elements."""
-    rows = [row for row, name in enumerate(names) if name in tensors.odd] if tensors.odd else []
-    for row, stored in zip(rows, tensors.odd.values(), strict=True):
+    """Entries of headers for tensors that are split, packed or share bytes between elements."""
+    entries = tensors.manifest.tensors
+    rows = [row for row, name in enumerate(names) if name in entries] if entries else []
+    for row, stored in zip(rows, entries.values(), strict=True):
         for chunk in stored.chunks:
             box = box_of(stored, chunk)
             if len(stored.chunks) > 1 and not box.count:
@@ -151,21 +241,16 @@ def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
 
 
 def _check_other(other: OtherFile, source: Source) -> None:
-    """Compare a file that no tensor depends on with what the manifest says of it."""
     if not source.store.holds(other.name):
         raise Corrupted(f"the manifest names this file, and it is not there; {NOT_NEEDED}", file=other.name)
     found = crc32(source.bytes(other.name, 0, source.store.size(other.name)))
     if f"{found:08x}" != other.crc32:
-        raise Corrupted(
-            f"the file does not have the checksum that the manifest records: it changed after it was written; {NOT_NEEDED}",
-            file=other.name,
-            expected=hexadecimal(other.crc32),
-            found=found,
-        )
+        message = f"the file does not have the checksum that the manifest records: it changed after it was written; {NOT_NEEDED}"
+        raise Corrupted(message, file=other.name, expected=hexadecimal(other.crc32), found=found)
 
 
 def _stored_parts(tensor: LazyTensor) -> list[LazyTensor]:
-    """A tensor of one chunk as it is in its file: itself, or its packed parts, each under the name that it has there."""
+    """A tensor of one chunk as its file has it: one plain tensor, or its packed parts under their names."""
     storage = tensor.chunks[0].storage
     if not isinstance(storage, SparseStorage):
         return [tensor]
@@ -183,16 +268,16 @@ BITS = {row.name: row.bits for row in DTYPES.rows}
 
 
 def is_native(source: Source) -> bool:
-    """Whether there is a `holdfast.json` at the top, whatever is in it: a damaged one is damaged, not another format."""
+    """Whether there is a `holdfast.json` at the top. Its content does not matter: a damaged manifest is still a manifest."""
     return source.store.holds(MANIFEST)
 
 
 def describe(source: Source) -> Description:
-    """Read the manifest and check everything that it says; only lengths are asked of the files."""
+    """Read and check the manifest. Of the data files only lengths are read."""
     stored = stored_tensors(read_manifest(source), source)
     with located(file=MANIFEST):
-        tensors, tree = restore(stored.table, stored.recorded, source)
-    return Description("native", tensors, tree, metadata=stored.metadata, check=partial(check_files, stored))
+        tensors, tree = restore(stored.table, stored.manifest.recorded, source)
+    return Description("native", tensors, tree, metadata=stored.manifest.metadata, check=partial(check_files, stored))
 
 
 def read_manifest(source: Source) -> Parsed:
@@ -203,14 +288,14 @@ def read_manifest(source: Source) -> Parsed:
         manifest = parse_manifest(source.bytes(MANIFEST, 0, size), source.limits)
         check_names(manifest.files, "files", reaches=source.store.reaches if manifest.version >= BESIDE_VERSION else None)
         check_names((*manifest.files, *manifest.others), "others", first=len(manifest.files))
-        near = [file for file in manifest.files if not source.store.expect(file.name, file.nbytes)]
-        present = set(source.store.list()) if near else set()
-        missing = [file.name for file in near if file.name not in present]
+        local = [file for file in manifest.files if not source.store.expect(file.name, file.nbytes)]
+        present = set(source.store.list()) if local else set()
+        missing = [file.name for file in local if file.name not in present]
         if missing:
             shown = ", ".join(map(quoted, missing[:5]))
             raise StoreError(f"the manifest names files that are not there: {shown}", found=tuple(missing))
         check_tensors(manifest, source.limits)
-    for file in near:
+    for file in local:
         found = source.store.size(file.name)
         if found != file.nbytes:
             wrong = Truncated if found < file.nbytes else MetadataError
@@ -222,9 +307,9 @@ def read_manifest(source: Source) -> Parsed:
 def check_names(
     files: Sequence[DataFile | OtherFile], field: str, *, first: int = 0, reaches: Callable[[str], bool] | None = None
 ) -> None:
-    """Refuse names that are not those of files in this directory, and lengths that are none; from the `first` one on.
+    """Refuse names that are not plain names of files in this directory, and impossible lengths; from the `first` file on.
 
-    `reaches` says of a name in a folder beside it whether the store has such a thing.
+    `reaches` tells whether the store has a file of a folder beside this one.
     """
     seen: set[str] = {file.name for file in files[:first]}
     for i, file in enumerate(files[first:]):
@@ -244,11 +329,11 @@ def check_names(
 
 
 def check_tensors(manifest: Parsed, limits: Limits) -> None:
-    """Check every tensor, and that no two lie over each other. Written for the honest file; `_explain` says what is wrong."""
+    """Check every tensor, and that no two overlap. The loop is fast for a valid manifest; `_explain` names what is wrong."""
     ends = [file.nbytes for file in manifest.files]
     count_files = len(ends)
     ranges: list[int] = []
-    """A file, a first byte and the byte after the last, of one part after the other."""
+    """File number, start and stop of each part, one part after the other."""
     judged: dict[str, dict[tuple[int, ...], int | None]] = {}
     # All digits at once; where some are wrong, the loop says which.
     every = [chunk for stored in manifest.tensors.values() for chunk in stored.chunks]
@@ -291,13 +376,11 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
 
 
 def _are_digits(texts: Sequence[str], least: int, most: int) -> bool:
-    """Whether all texts are hexadecimal digits, so many at least and at most."""
     lengths = {*map(len, texts)}
     return all(least <= length <= most for length in lengths) and not "".join(texts).strip("0123456789abcdef")
 
 
 def _bits_of(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
-    """Bits of a tensor of a dtype and shape; None where there can be no such tensor."""
     bits = BITS.get(dtype, 0)
     # The rank before the product: that of a million long dimensions would take hours.
     if not bits or len(shape) > limits.rank or not all(0 <= n <= ADDRESSABLE for n in shape) or not addressable(shape, bits):
@@ -306,7 +389,7 @@ def _bits_of(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
 
 
 def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> int:
-    """Bytes of a chunk that says which box it is; refuses a box that is none, or not inside of the tensor."""
+    """Bytes of a chunk that names its box. Refuses a box that is malformed or lies outside of the tensor."""
     chunk, rank = stored.chunks[number], len(stored.shape)
     start, stop = chunk.start, chunk.stop
     if start is None or stop is None:
@@ -321,7 +404,6 @@ def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> i
 
 
 def _explain_hash(name: str, manifest: Parsed, number: int) -> NoReturn:
-    """Raise for a hash of a wrong form, whatever its algorithm; nothing that is read depends on it."""
     chunk = manifest.tensors[name].chunks[number]
     if manifest.hash is None:
         _refuse(name, "a hash needs a manifest that names its algorithm", "chunks", number)
@@ -331,7 +413,7 @@ def _explain_hash(name: str, manifest: Parsed, number: int) -> NoReturn:
 
 
 def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -> list[int]:
-    """Check a chunk that is stored packed; the ranges of its parts."""
+    """Check a packed chunk, and give the byte ranges of its parts."""
     stored, ends = manifest.tensors[name], [file.nbytes for file in manifest.files]
     chunk = stored.chunks[number]
     sparse = chunk.sparse
@@ -362,7 +444,7 @@ def _check_place(name: str, part: StoredPart, ends: list[int], *, number: int) -
 
 
 def _check_apart(ranges: list[int], manifest: Parsed) -> None:
-    """Refuse byte ranges that overlap: what is shared is said by `aliases`, and everything else has bytes of its own."""
+    """Refuse byte ranges that overlap: shared bytes are named by `aliases`."""
     places = np.array(ranges, np.int64).reshape(-1, 3)
     places = places[places[:, 1] < places[:, 2]]
     files, starts, stops = places.take(np.lexsort((places[:, 1], places[:, 0])), axis=0).T
@@ -377,7 +459,6 @@ def _check_apart(ranges: list[int], manifest: Parsed) -> None:
 
 
 def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:
-    """Raise for a tensor that cannot be true, naming the first field that shows it."""
     if stored.dtype not in BITS:
         _refuse(name, f"there is no dtype {quoted(stored.dtype)}", "dtype")
     if len(stored.shape) > limits.rank:
@@ -405,10 +486,8 @@ def _explain_chunk(name: str, number: int, chunk: StoredChunk, *, ends: list[int
 
 
 def _refuse(name: str, found: str, *steps: str | int) -> NoReturn:
-    """Raise for what is no value of its field."""
     raise HeaderError(f"at {pointer('tensors', name, *steps)}: {found}", tensor=name)
 
 
 def _lie(name: str, found: str, *steps: str | int) -> NoReturn:
-    """Raise for numbers that cannot be true together."""
     raise MetadataError(f"at {pointer('tensors', name, *steps)}: {found}", tensor=name)

@@ -42,15 +42,15 @@ from holdfast.formats.tree_json.decode import json_limits
 
 FORMAT = "holdfast"
 VERSION = 3
-"""The one that is written where there are no hashes."""
+"""Written where there are no hashes."""
 SPARSE_VERSION = 2
-"""The first in which a chunk may be stored packed."""
+"""The first version with packed chunks."""
 SEALED_VERSION = 3
-"""The first that has a checksum of its own."""
+"""The first version with a checksum of its own."""
 HASHED_VERSION = 4
-"""The first in which chunks may have hashes. Written where they have."""
+"""The first version with hashes. Written where chunks have hashes."""
 BESIDE_VERSION = 5
-"""The first in which files may lie in a folder beside this one. Written where one does."""
+"""The first version with files in a folder beside this one. Written where there is such a file."""
 
 
 class StoredPart(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
@@ -62,12 +62,12 @@ class StoredPart(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=Tr
 
 
 class StoredSparse(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a chunk is packed. Its `bytes` are those of the values then, and its `crc32` that of the dense elements."""
+    """How a chunk is packed. The chunk's `bytes` are those of the values then, and its `crc32` that of the dense elements."""
 
     encoding: str
     """`bitmap`, `nm` or `block`."""
     sizes: tuple[int, ...]
-    """Nothing; n and m; height and width."""
+    """None for `bitmap`; n and m; height and width."""
     values: str
     """CRC-32 of the values."""
     where: StoredPart
@@ -78,27 +78,24 @@ class StoredChunk(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=T
     """One piece of one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
 
     file: int
-    """Which of the files."""
     bytes: tuple[int, int]
     """First byte in that file, and the byte after the last."""
     crc32: str
-    """Of these bytes, as eight hexadecimal digits."""
+    """Eight hexadecimal digits."""
     start: tuple[int, ...] | None = None
     """The lowest corner of its box; None for the whole tensor."""
     stop: tuple[int, ...] | None = None
     sparse: StoredSparse | None = None
-    """How it is packed; None where the elements lie as they are."""
+    """None where the elements are stored as they are."""
     hash: str | None = None
-    """Of the elements as they are without packing, as hexadecimal digits; by the algorithm that the manifest names."""
+    """Hash of the unpacked elements in hexadecimal digits, by the algorithm that the manifest names."""
     head: str | None = None
-    """CRC-32 of the first of these bytes, where the algorithm has such a thing."""
+    """CRC-32 of the first of these bytes, where the algorithm has heads."""
 
 
 class StoredTensor(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
-    """What is known of one tensor."""
-
     dtype: str
-    """Holdfast's name of it, whatever the safetensors file says."""
+    """Holdfast's name of the dtype, also where the safetensors file has another one."""
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
 
@@ -119,8 +116,6 @@ class OtherFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=Tru
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole document."""
-
     format: str
     version: int
     files: tuple[DataFile, ...]
@@ -146,7 +141,7 @@ DOCUMENT = DocumentKind(
 
 
 class Parsed(Value, frozen=True):
-    """A manifest whose form has been checked. The meaning of its numbers has not."""
+    """A manifest whose form is checked. Its numbers are not checked."""
 
     files: tuple[DataFile, ...]
     tensors: dict[str, StoredTensor]
@@ -155,13 +150,13 @@ class Parsed(Value, frozen=True):
     version: int
     others: tuple[OtherFile, ...] = ()
     hash: str | None = None
-    """The name of the algorithm of the chunks' hashes."""
+    """The algorithm of the hashes."""
 
 
 def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
-    """The text of a manifest whose files have other names (`names`, by those they have), in the folder of the manifest.
+    """The text of a manifest with new names of files (`names`, by the old names), all in the folder of the manifest.
 
-    Raises `Unsupported` for a text that Holdfast has not written.
+    Raises `Unsupported` for a manifest that Holdfast did not write.
     """
     manifest = proven(DOCUMENT, raw)
     if manifest is None:
@@ -172,7 +167,7 @@ def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
 
 
 def parse_manifest(raw: bytes, limits: Limits) -> Parsed:
-    """What a manifest says, in the form that it should have. Raises what `read_document` raises."""
+    """The content of a manifest, with a checked form. Raises what `read_document` raises."""
     deep = json_limits(limits)
     found = read_document(DOCUMENT, raw, deep)
     fields = {name: getattr(found, name) for name in RECORDED}

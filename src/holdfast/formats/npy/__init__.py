@@ -1,6 +1,6 @@
 """numpy's array files: one array (`.npy`), or a zip of them (`.npz`). No pickle is read, so arrays of objects stay closed.
 
 archive      how both are recognised
-read         one file, and an archive of them       schema    the header: from bytes to a dtype, an order and a shape
-inflated     compressed members, as further content of the store
+read         one file, and an archive of them, stored or compressed
+schema       the header: from bytes to a dtype, an order and a shape
 """

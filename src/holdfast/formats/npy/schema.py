@@ -5,11 +5,10 @@
          │ \\x93NUMPY│ 1 0      │ N, u16 LE │ {'descr': …}␠\\n│ the elements, in C order │
          │          │ 2 0, 3 0 │ N, u32 LE │                │ or in Fortran's          │
 
-numpy reads the text between as a Python literal, with Python's own parser. Here it is three fields in any order, each once, of the
-few forms that numpy writes, and everything else is refused: `{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }`.
+numpy reads the text as a Python literal. Here it must be three fields in any order, each once, in the few forms that numpy writes:
+`{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }`.
 
-A type code names what numpy itself has. The narrow floats of ml_dtypes are written under codes that do not tell them apart, and
-come back as what is known of them:
+A type code names a type of numpy. The narrow floats of ml_dtypes have ambiguous codes, and come back as what is known:
 
     <V2     bfloat16, the only type that is written so          <f1     float8_e5m2, likewise
     |V2     bits16: two bytes without a meaning                 <V1     bits8: one of twelve types of one byte
@@ -17,6 +16,7 @@ come back as what is known of them:
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
 
@@ -30,10 +30,10 @@ PREFIX_NBYTES = {(1, 0): 10, (2, 0): 12, (3, 0): 12}
 """Bytes before the text, by the version."""
 
 LONGEST_NBYTES = 1 << 16
-"""Of the text. 64 dimensions take 1,300 characters, and only the fields of a structured dtype take more than that."""
+"""The longest text. 64 dimensions take 1,300 characters, and only a structured dtype takes more."""
 
-NEAR_NBYTES = 256
-"""Bytes in which a header nearly always is: numpy pads them to 64, and writes 128."""
+USUAL_NBYTES = 256
+"""Longer than almost all headers: numpy pads them to 64, and writes 128."""
 
 FIELD = re.compile(
     r"""[ \t\r\n]*(['"])([^'"\\\n]*)\1[ \t\r\n]*:[ \t\r\n]*"""
@@ -44,7 +44,7 @@ FIELD = re.compile(
 STRUCTURES = re.compile(r"""[ \t\r\n]*['"]descr['"][ \t\r\n]*:[ \t\r\n]*[\[({]""")
 
 FIELDS = {"descr": 4, "fortran_order": 5, "shape": 6}
-"""The group of `FIELD` that has the value of each."""
+"""The group of `FIELD` with the value of each field."""
 
 CODE = re.compile(r"([<>|=]?)([?a-zA-Z])([0-9]{0,9})(\[.*\])?")
 
@@ -53,7 +53,7 @@ PLAIN = {"?": "bool", "b1": "bool", "f2": "float16", "f4": "float32", "f8": "flo
 }
 
 GUESSED = {"<V2": "bfloat16", "|V2": "bits16", ">V2": "bits16", "<V1": "bits8", "|V1": "bits8", "<f1": "float8_e5m2"}
-"""Types that numpy does not have, by the code that is left of them."""
+"""Types that numpy does not have, by the codes in the files."""
 
 REASONS = {
     "O": "an array of Python objects, which is a pickle: it is never run; `holdfast scan` says what it would do",
@@ -66,30 +66,25 @@ REASONS = {
 
 
 class Layout(Value, frozen=True):
-    """What a header says, checked."""
+    """A checked header."""
 
     dtype: DType
     byteorder: str
-    """`little` or `big`."""
     fortran: bool
     """Whether the first index is the fastest."""
     shape: tuple[int, ...]
     data_start: int
-    """Bytes before the elements."""
     guessed: str = ""
-    """The type code, where it is not numpy's name of the dtype."""
+    """The type code, if it is not numpy's name of the dtype."""
 
     @property
     def nbytes(self) -> int:
-        """Of the elements."""
-        size = self.dtype.bits // 8
-        for n in self.shape:
-            size *= n
-        return size
+        """Bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.bits // 8
 
 
 def header_nbytes(start: bytes) -> int:
-    """Bytes before the elements, as the first twelve say. Raises `HeaderError`, `Unsupported` or `LimitExceeded`."""
+    """Bytes before the elements, from the first twelve bytes. Raises `HeaderError`, `Unsupported` or `LimitExceeded`."""
     if not start.startswith(MAGIC):
         raise HeaderError("no array of numpy begins here", offset=0, expected=MAGIC, found=start[:6])
     if len(start) < 12:
@@ -108,7 +103,7 @@ def header_nbytes(start: bytes) -> int:
 
 
 def read_layout(head: bytes, nbytes: int, *, rank: int) -> Layout | int:
-    """The layout of an array file of `nbytes` that begins with `head`; how many bytes it takes where these are too few."""
+    """The layout of an array file of `nbytes` that begins with `head`; if `head` is too short, the bytes that it needs."""
     whole = header_nbytes(head[:12])
     if whole > nbytes:
         raise Truncated(f"the header should end at byte {whole:,}, and the file has {nbytes:,}", offset=nbytes, expected=whole)
@@ -117,21 +112,17 @@ def read_layout(head: bytes, nbytes: int, *, rank: int) -> Layout | int:
     layout = parse_layout(head[:whole], rank=rank)
     there = nbytes - whole
     if layout.nbytes > there:
-        raise Truncated(
-            f"{list(layout.shape)} of {layout.dtype} takes {layout.nbytes:,} bytes, and {there:,} are there",
-            offset=nbytes, expected=layout.nbytes, found=there,
-        )  # fmt: skip
+        message = f"{list(layout.shape)} of {layout.dtype} takes {layout.nbytes:,} bytes, and {there:,} are there"
+        raise Truncated(message, offset=nbytes, expected=layout.nbytes, found=there)
     if layout.nbytes < there:
-        raise HeaderError(
-            f"{there - layout.nbytes:,} bytes follow the array (several arrays in one file are only found by who wrote it)",
-            offset=whole + layout.nbytes, expected=layout.nbytes, found=there,
-        )  # fmt: skip
+        message = f"{there - layout.nbytes:,} bytes follow the array (several arrays in one file are only found by who wrote it)"
+        raise HeaderError(message, offset=whole + layout.nbytes, expected=layout.nbytes, found=there)
     return layout
 
 
 @lru_cache(maxsize=1024)
 def parse_layout(header: bytes, *, rank: int) -> Layout:
-    """The layout that a whole header describes. Most arrays of an archive have the header of another one."""
+    """The layout of a whole header. Most arrays of an archive have equal headers."""
     # Version 3 is UTF-8, for the names of fields; whatever we read is ASCII.
     found = _fields(header[PREFIX_NBYTES[header[6], header[7]] :].decode("latin-1"))
     shape = _lengths(found["shape"])
@@ -144,7 +135,6 @@ def parse_layout(header: bytes, *, rank: int) -> Layout:
 
 
 def _dtype(code: str) -> tuple[DType, str, str]:
-    """The dtype and the byte order of a type code, and the code where it only hints at the type."""
     parts = CODE.fullmatch(code)
     if parts is None:
         raise HeaderError("the type of the elements is no type code of numpy", found=code[:80])
@@ -159,7 +149,6 @@ def _dtype(code: str) -> tuple[DType, str, str]:
 
 
 def _fields(text: str) -> dict[str, str]:
-    """The texts of the three fields of a header, each there and each once."""
     found: dict[str, str] = {}
     at = len(text) - len(text.lstrip(" \t\r\n")) + 1
     if text[at - 1 : at] != "{":

@@ -24,23 +24,23 @@ from holdfast.errors import MetadataError
 from holdfast.formats.pt2.schema import SCALARS
 
 SHOWN = 6
-"""Values and operators that a sentence lists."""
+"""Values and operators in a sentence."""
 
 TEXT = 120
-"""Characters of a text out of the document that are repeated."""
+"""Characters of a text of the document that are shown."""
 
 SYMBOL = re.compile(r"Symbol\('([^']*)'[^)]*\)")
 """How sympy writes a symbol (torch 2.13); its name is what people know."""
 
 
 class TensorValue(Value, frozen=True):
-    """An input or output of a program: what it is called, and what is known of it."""
+    """An input or output of a program."""
 
     name: str
     dtype: str = ""
-    """Empty where it is no tensor."""
+    """Empty if it is no tensor."""
     sizes: tuple[int | str, ...] = ()
-    """A text for a size that is not fixed: `s77`, `2*s0`."""
+    """A text for a dynamic size: `s77`, `2*s0`."""
 
     def __str__(self) -> str:
         """
@@ -52,30 +52,28 @@ class TensorValue(Value, frozen=True):
 
 
 class Program(Value, frozen=True):
-    """An exported program, in short."""
+    """The summary of an exported program."""
 
     inputs: tuple[TensorValue, ...]
-    """What a caller passes."""
     outputs: tuple[TensorValue, ...]
     operators: Mapping[str, int]
-    """How often each operator is called in the outermost graph, most frequent first: `aten.linear.default`."""
+    """Calls of each operator in the outermost graph, most frequent first: `aten.linear.default`."""
     schema: str
     """The version of the document: `8.20`."""
     opset: Mapping[str, int]
     torch_version: str
     symbols: Mapping[str, str] = field(default_factory=dict)
-    """The range of each size that is not fixed: `2 to 100`."""
+    """The range of each dynamic size: `2 to 100`."""
     weights: Mapping[str, TensorValue] = field(default_factory=dict)
-    """The parameters and persistent buffers that it asks for, by their names in the state dict."""
+    """The parameters and persistent buffers that it needs, by their names in the state dict."""
     constants: tuple[str, ...] = ()
-    """The other buffers, tensors and objects that it asks for."""
+    """The other buffers, tensors and objects that it needs."""
 
     @property
     def nodes(self) -> int:
         return sum(self.operators.values())
 
     def texts(self) -> dict[str, str]:
-        """The summary as metadata."""
         texts = {
             "torch_version": self.torch_version,
             "schema": self.schema,
@@ -200,7 +198,7 @@ DOCUMENTS, METAS = msgspec.json.Decoder(_Document), msgspec.json.Decoder(_Meta)
 
 
 def summarise(raw: bytes) -> Program:
-    """The summary of a document. Raises `ValueError` (msgspec's, mostly) where it is none that torch writes."""
+    """The summary of a document. Raises `ValueError` (msgspec's, mostly) for a document that torch does not write."""
     try:
         return _summary(DOCUMENTS.decode(raw))
     except RecursionError:
@@ -239,7 +237,6 @@ def _summary(document: _Document) -> Program:
 
 
 def _passed(passed: _Passed, tensors: Mapping[str, msgspec.Raw]) -> TensorValue:
-    """An argument: a tensor by its name, or anything else as the document has it."""
     argument = msgspec.json.decode(passed.arg)
     match argument:
         case {"as_tensor": {"name": str(name)}}:

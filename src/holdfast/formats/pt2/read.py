@@ -51,10 +51,10 @@ MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (
     "models/", "data/weights/", "data/constants/", "data/sample_inputs/", "data/aotinductor/",
 )  # fmt: skip
 EXTRAS = ("extra/", "extra_files/")
-"""What whoever wrote the archive put into it; the second in the oldest ones."""
+"""Folders of extra files; the second in the oldest archives."""
 
 LISTED = (COMPILED, *EXTRAS, "data/executorch/", "data/mtia", "xl_model_weights/")
-"""What is said to be there and not looked into."""
+"""Folders that are listed and not read."""
 WEIGHTS_CONFIG, CONSTANTS_CONFIG, COMPILED_CONFIG = "_weights_config.json", "_constants_config.json", "weights_config.json"
 
 OLD = {
@@ -65,10 +65,9 @@ OLD = {
 """The records of the oldest archives. Those called `.json` are files of `torch.save` as well; torch 2.13 reads both."""
 
 DEFAULT_MODEL = "model"
-"""What torch calls the one program of `torch.export.save`."""
+"""torch's name for the one program of `torch.export.save`."""
 
 OBJECTS = (OBJECT, OPAQUE)
-"""Constants that are no tensors."""
 
 TEXT_NBYTES, TEXTS = 4 << 10, 32
 """Extra files up to this size, and so many of them, are metadata; others are listed."""
@@ -85,7 +84,6 @@ class Model(Struct):
     program: Program | None = None
 
     def tree(self) -> Values:
-        """The weights under their names, and the rest beside."""
         tree = dict(self.weights)
         weights = self.compiled if not tree else {}
         tree |= weights
@@ -101,7 +99,7 @@ class Model(Struct):
 
 
 def describe_pt2(source: Source) -> Description:
-    """Read the directory, the configs, the programs and the pickles of an archive; tensors are only located."""
+    """Read the directory, the configs, the programs and the pickles of an archive."""
     (key,) = source.store.list()
     archive = read_archive(source, key)
     reader = Pt2Reader(source, key, archive)
@@ -119,7 +117,7 @@ def describe_pt2(source: Source) -> Description:
 
 
 def program_names(source: Source) -> list[str]:
-    """The models of an archive that have programs, whether these can be read or not. Reads the directory."""
+    """The models of an archive that have programs, also unreadable ones. Reads the directory."""
     (key,) = source.store.list()
     archive = read_archive(source, key)
     if archive.get(OLD_PROGRAM) is not None and not archive.prefix:
@@ -128,7 +126,6 @@ def program_names(source: Source) -> list[str]:
 
 
 def _metadata(models: Mapping[str, Model], texts: Mapping[str, str]) -> dict[str, str]:
-    """What is known of the programs, then what the archive's own records say."""
     metadata = {"models": ", ".join(models)}
     for name, model in models.items():
         prefix = f"{name}." if len(models) > 1 else ""
@@ -146,7 +143,7 @@ class Pt2Reader:
         self._byteorder = "little"
         self._configs = 0
         self._raw: dict[str, tuple[DType, Storage, str]] = {}
-        """Each raw record that was used: its dtype, where it is, and the first name for it."""
+        """For each raw record its dtype, its storage, and the first name for it."""
         self._empty = 0
 
     @property
@@ -206,7 +203,7 @@ class Pt2Reader:
         return {DEFAULT_MODEL: model}
 
     def program(self, model: str, name: str) -> Program | None:
-        """The summary of a program, or None where there is none or where it cannot be had; a note says why."""
+        """The summary of a program, or None if there is none or it is unreadable; then a note gives the reason."""
         record = self._archive.get(name)
         if record is None:
             return None
@@ -236,15 +233,12 @@ class Pt2Reader:
             self.texts[name] = found
 
     def _bytes(self, record: ZipRecord, most: int | None = None) -> bytes:
-        """A record of text, within the limits."""
         limit = self._source.limits.header_nbytes
         if most is not None and record.nbytes > most:
             raise HeaderError(f"the record {record.name!r} is {record.nbytes:,} bytes long", found=record.nbytes)
         if record.nbytes > limit:
-            raise LimitExceeded(
-                f"{record.name} is {record.nbytes:,} bytes, above Limits(header_nbytes={limit:,})",
-                expected=limit, found=record.nbytes,
-            )  # fmt: skip
+            message = f"{record.name} is {record.nbytes:,} bytes, above Limits(header_nbytes={limit:,})"
+            raise LimitExceeded(message, expected=limit, found=record.nbytes)
         return record_bytes(self._source, self._key, record)
 
     def _part(self, model: str, folder: str, suffix: str, *, what: str) -> Values:
@@ -291,10 +285,8 @@ class Pt2Reader:
             known = self._raw[record.name] = (meta.dtype, self._storage(record, meta), name)
         dtype, storage, first = known
         if dtype is not meta.dtype:
-            raise MetadataError(
-                f"the record {record.name!r} is {dtype} for {quoted(first)} and {meta.dtype} here", expected=dtype.name,
-                found=meta.dtype.name,
-            )  # fmt: skip
+            message = f"the record {record.name!r} is {dtype} for {quoted(first)} and {meta.dtype} here"
+            raise MetadataError(message, expected=dtype.name, found=meta.dtype.name)
         shape, strides, offset, last = reach(meta.offset, meta.sizes, meta.strides, self._source.limits)
         bits, room = dtype.bits, storage.nbytes * 8 // dtype.bits
         if last >= room:
@@ -308,16 +300,14 @@ class Pt2Reader:
         if not record.stored:
             raise ZipError(f"the storage {record.name!r} is compressed", offset=record.header)
         if record.nbytes * 8 % meta.dtype.bits:
-            raise MetadataError(
-                f"the record {record.name!r} has {record.nbytes:,} bytes, which are no whole elements of {meta.dtype}",
-                found=record.nbytes,
-            )
+            message = f"the record {record.name!r} has {record.nbytes:,} bytes, which are no whole elements of {meta.dtype}"
+            raise MetadataError(message, found=record.nbytes)
         label = record.name.removeprefix(f"{self._archive.prefix}/")
         place = self._key, record.start, record.nbytes
         return Storage(*place, self._byteorder, record.crc32, meta.location, label, home=self._source.store)
 
     def _payload(self, name: str, model: str, what: str) -> object:
-        """What a `torch.save` in a record holds; None where there is no such record."""
+        """The content of a `torch.save` in a record; None if there is no such record."""
         record = self._archive.get(name)
         if record is None or not record.nbytes:
             # torch writes no bytes for a program without sample inputs.
@@ -326,7 +316,6 @@ class Pt2Reader:
             return self.payloads.value(record)
 
     def _names_of(self, value: object, model: str, what: str) -> Values:
-        """A state that was pickled as a whole, which is a dict."""
         if value is None:
             return {}
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
@@ -366,7 +355,7 @@ class Pt2Reader:
         return strided_view(whole, dtype, offset, size=sizes, stride=strides, traits=Traits())
 
     def _list_rest(self) -> None:
-        """Say what else is there: compiled code by model, extra files, folders of other programs."""
+        """Add notes on other content: compiled code by model, extra files, folders of other programs."""
         groups: dict[str, list[ZipRecord]] = {}
         prefix = f"{self._archive.prefix}/" if self._archive.prefix else ""
         room = TEXTS
@@ -392,7 +381,7 @@ class Pt2Reader:
 
 
 def _checked(value: object, entry: ConfigEntry) -> object:
-    """What a pickled weight is, if that is what the config says."""
+    """A pickled weight, which must agree with the config."""
     if isinstance(value, LazyTensor) and entry.meta is not None:
         if value.dtype is not entry.meta.dtype or value.shape != entry.meta.sizes:
             raise MetadataError(

@@ -1,10 +1,9 @@
 """Other weights in an archive that is there: a fine-tuned state into the same program, without exporting it again.
 
-1. The names of the new state must be those of the model's config, all of them, with their dtypes and shapes; whatever does not fit
-   is listed together, and nothing is written.
-2. Weight records and configs are laid out anew. Models that keep their weights keep the sharing between them; weights that shared a
-   record share one afterwards only if the new ones do.
-3. Every other record (programs, constants, sample inputs, compiled code, extra files) is copied as it is, streamed.
+1. The new state must have the names, dtypes and shapes of the model's config. All differences are listed in one error.
+2. Weight records and configs are written again. Unchanged models keep the sharing between them; replaced weights share a record if
+   the new tensors do.
+3. Every other record (programs, constants, sample inputs, compiled code, extra files) is copied.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from holdfast.formats.pt2.read import (
     Pt2Reader,
 )
 from holdfast.formats.pt2.schema import TENSOR, WEIGHT, parse_config
-from holdfast.formats.pt2.write import HEADER, Pickled, lay_out_records, place_weights
+from holdfast.formats.pt2.write import HEADER, Pickled, PlacedRecords, lay_out_records
 from holdfast.formats.torch.write import SERIALIZATION_ID
 from holdfast.formats.torch.zip import record_bytes
 from holdfast.formats.zip.layout import Archive, ZipRecord
@@ -47,10 +46,9 @@ BYTES = DTYPES.name("uint8")
 
 
 class SideRecords(Value, frozen=True):
-    """What a model has in its archive besides raw tensors, ready to be copied.
+    """The records of a model besides raw tensors, which are copied byte by byte.
 
-    Nothing of them is read here, and nothing is understood: a copied program is the same bytes under the name of its model. What
-    cannot be copied is in `SideRecords.problems`: compiled code names the weight records of its own archive, and those get other
+    `problems` lists records that cannot be copied: compiled code names the weight records of its own archive, and those get other
     names.
     """
 
@@ -59,13 +57,12 @@ class SideRecords(Value, frozen=True):
     program: Data | None
     sample_inputs: Data | None
     extra: Mapping[str, Data | bytes]
-    """Extra files of the archive, by their names."""
+    """Extra files of the archive."""
     problems: tuple[str, ...]
-    """What is in the archive and cannot be copied."""
 
 
 def read_side_records(source: Source, model: str) -> SideRecords:
-    """What a model of an archive that is open has besides raw tensors. Reads the directory and the configs."""
+    """The side records of a model of an open archive. Reads the directory and the configs."""
     (key,) = source.store.list()
     archive = read_archive(source, key)
     program = archive.get(f"{MODELS}{model}.json") or (None if archive.prefix else archive.get(OLD_PROGRAM))
@@ -82,7 +79,7 @@ def read_side_records(source: Source, model: str) -> SideRecords:
             folder = "/".join(short.split("/")[:-1])
             others[folder] = others.get(folder, 0) + 1
     return SideRecords(
-        pickled_weights(source, key, archive, model=model),
+        _pickled(source, key, archive, model=model, folder=WEIGHTS),
         _pickled(source, key, archive, model=model, folder=CONSTANTS),
         None if program is None or not program.nbytes else copied(source, key, program),
         None if inputs is None or not inputs.nbytes else copied(source, key, inputs),
@@ -91,12 +88,8 @@ def read_side_records(source: Source, model: str) -> SideRecords:
     )
 
 
-def pickled_weights(source: Source, key: str, archive: Archive, *, model: str) -> dict[str, Pickled]:
-    """The weights of a model that are no raw records."""
-    return _pickled(source, key, archive, model=model, folder=WEIGHTS)
-
-
 def _pickled(source: Source, key: str, archive: Archive, *, model: str, folder: str) -> dict[str, Pickled]:
+    """The weights or constants of a model that are not raw records."""
     suffix, what = (WEIGHTS_CONFIG, "weight") if folder == WEIGHTS else (CONSTANTS_CONFIG, "constant")
     config = archive.get(folder + model + suffix)
     if config is None:
@@ -104,33 +97,21 @@ def _pickled(source: Source, key: str, archive: Archive, *, model: str, folder: 
     raw = record_bytes(source, key, config)
     entries = parse_config(raw, source.limits, model=model, what=what)
     pickled: dict[str, Pickled] = {}
-    rows: dict[str, Mapping[str, object]] | None = None
+    document: object = None
     for name, entry in entries.items():
         record = archive.get(folder + entry.record)
-        kept = _prefix(folder, entry.record)
-        if record is None or not (entry.use_pickle or kept in OBJECTS):
+        objects = () if folder == WEIGHTS else OBJECTS
+        prefix = next((one for one in objects if entry.record.startswith(one)), WEIGHT if folder == WEIGHTS else TENSOR)
+        if record is None or not (entry.use_pickle or prefix in OBJECTS):
             continue
-        if rows is None:
-            rows = _rows(parse(raw, source.limits))
-        pickled[name] = Pickled(copied(source, key, record), kept, rows.get(name), entry.is_param)
+        document = parse(raw, source.limits) if document is None else document
+        rows = document["config"] if isinstance(document, dict) else {}
+        pickled[name] = Pickled(copied(source, key, record), prefix, rows[name].get("tensor_meta") or None, entry.is_param)
     return pickled
 
 
-def _prefix(folder: str, record: str) -> str:
-    """How the names of records of this kind begin."""
-    if folder == WEIGHTS:
-        return WEIGHT
-    return next((prefix for prefix in OBJECTS if record.startswith(prefix)), TENSOR)
-
-
-def _rows(document: object) -> dict[str, Mapping[str, object]]:
-    """What a config says of its tensors, as it says it."""
-    config = document.get("config") if isinstance(document, dict) else None
-    return {name: row["tensor_meta"] for name, row in config.items() if row.get("tensor_meta")} if isinstance(config, dict) else {}
-
-
 def copied(source: Source, key: str, record: ZipRecord) -> Data:
-    """The bytes of a record, as they are. torch stores every record plainly."""
+    """The bytes of a record. torch compresses no record."""
     if BYTES is None or not record.stored:
         raise Unsupported(f"the record {record.name!r} is compressed, and cannot be copied as it is", file=key)
     storage = Storage(key, record.start, record.nbytes, "little", record.crc32, label=record.name, home=source.store)
@@ -138,14 +119,13 @@ def copied(source: Source, key: str, record: ZipRecord) -> Data:
 
 
 OWN = frozenset({name for name, _ in HEADER} | {SERIALIZATION_ID, VERSION_RECORD, "version"})
-"""Records that every archive has of its own."""
+"""Records that every archive has."""
 
 
 def lay_out_replaced(source: Source, states: Mapping[str, Mapping[str, LazyTensor]], *, name: str = "archive") -> SavePlan:
-    """The plan of an archive like the one that is open, with other weights for some of its models.
+    """The plan of an archive like the open one, with other weights for some of its models.
 
-    Raises `CannotHold` with every name, dtype and shape that does not fit, and `Unsupported` for an archive that keeps the weights
-    of such a model as one pickle.
+    Raises `CannotHold` with every name, dtype and shape that does not fit, and `Unsupported` for weights that are one pickle.
     """
     (key,) = source.store.list()
     archive = read_archive(source, key)
@@ -169,7 +149,6 @@ def lay_out_replaced(source: Source, states: Mapping[str, Mapping[str, LazyTenso
 
 
 def _misfits(model: str, found: Model, new: Mapping[str, LazyTensor]) -> list[str]:
-    """Everything in which a new state differs from the one that is there, but for its elements."""
     problems = [f"{model}.{name}: missing" for name in found.weights if name not in new]
     problems += [f"{model}.{name}: the program has no such weight" for name in new if name not in found.weights]
     for name, old in found.weights.items():
@@ -186,12 +165,11 @@ def _misfits(model: str, found: Model, new: Mapping[str, LazyTensor]) -> list[st
 def _weights(
     source: Source, key: str, archive: Archive, *, model: str, found: Model, new: Mapping[str, LazyTensor] | None
 ) -> Mapping[str, LazyTensor | Pickled]:
-    """The weights of a model as they are to be written, in the order of its config."""
     config = archive.get(f"{WEIGHTS}{model}{WEIGHTS_CONFIG}")
     if config is None:
         return {}
     weights: dict[str, LazyTensor | Pickled] = {}
-    pickled = pickled_weights(source, key, archive, model=model)
+    pickled = _pickled(source, key, archive, model=model, folder=WEIGHTS)
     for name in parse_config(record_bytes(source, key, config), source.limits, model=model, what="weight"):
         old = found.weights[name]
         if name in pickled:
@@ -204,18 +182,13 @@ def _weights(
 
 
 def _lay_out(
-    source: Source,
-    key: str,
-    archive: Archive,
-    *,
-    weights: Mapping[str, Mapping[str, LazyTensor | Pickled]],
-    name: str,
+    source: Source, key: str, archive: Archive, *, weights: Mapping[str, Mapping[str, LazyTensor | Pickled]], name: str
 ) -> SavePlan:
-    """The records in the order of the old archive, with those of a model's weights where its first one was."""
+    """The records in the order of the old archive. The weights of a model stand at the place of its first weight."""
     configs = {f"{WEIGHTS}{model}{WEIGHTS_CONFIG}": model for model in weights}
     owners = _owners(source, key, archive, configs=configs)
     kept = frozenset(short for short in archive.names if short not in owners and short not in configs)
-    placed = place_weights(weights, f"{WEIGHTS}{WEIGHT}", taken=kept)
+    placed = PlacedRecords(weights, f"{WEIGHTS}{WEIGHT}", taken=kept)
     if placed.problems:
         raise CannotHold("a pt2 archive cannot hold some of this state", placed.problems)
     records: list[tuple[str, Payload]] = []
@@ -233,7 +206,6 @@ def _lay_out(
 
 
 def _owners(source: Source, key: str, archive: Archive, *, configs: Mapping[str, str]) -> dict[str, str]:
-    """The weight records that are written anew, each with the first model that names it."""
     owners: dict[str, str] = {}
     for short, model in configs.items():
         record = archive.get(short)

@@ -26,7 +26,7 @@ SCALARS: Mapping[int, str] = {
     10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16", 28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2",
     31: "float8_e4m3fnuz", 32: "float8_e5m2fnuz", 33: "float8_e8m0fnu", 34: "uint32", 35: "uint64",
 }  # fmt: skip
-"""torch's numbers for dtypes (schema 8.20). 0 is for those that it has no number for."""
+"""torch's numbers for dtypes (schema 8.20). 0 stands for every other dtype."""
 
 LAYOUTS: Mapping[int, str] = {
     1: "sparse_coo", 2: "sparse_csr", 3: "sparse_csc", 4: "sparse_bsr", 5: "sparse_bsc", 6: "_mkldnn", 7: "strided",
@@ -34,14 +34,14 @@ LAYOUTS: Mapping[int, str] = {
 STRIDED = 7
 
 WEIGHT, TENSOR, OBJECT, OPAQUE = "weight_", "tensor_", "custom_obj_", "opaque_obj_"
-"""How the names of records begin: weights; constants that are tensors, torchbind objects, objects of Python's."""
+"""Prefixes of the names of records: weights; constants that are tensors, torchbind objects, Python objects."""
 
 RECORD = re.compile(r"[^/\\:\0]+\Z").match
 """Names of records in a folder, but for `.` and `..`."""
 
 
 class TensorMeta(NamedTuple):
-    """A view of a storage, counted in elements. Whether it fits the storage is for whoever knows that."""
+    """A view of a storage, counted in elements. It is not compared with the storage."""
 
     dtype: DType
     sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ class TensorMeta(NamedTuple):
     offset: int
     requires_grad: bool
     location: str
-    """The device that it was on: `cpu`, `cuda:0`."""
+    """The device: `cpu`, `cuda:0`."""
 
 
 class ConfigEntry(NamedTuple):
@@ -63,7 +63,7 @@ class ConfigEntry(NamedTuple):
 
 @contextmanager
 def about(model: str, what: str, name: str | None = None) -> Iterator[None]:
-    """Say in any error that passes by which weight of which model it is about, or which part of it."""
+    """Add the model and the weight, or another part of the model, to the message of an error."""
     try:
         yield
     except HoldfastError as error:
@@ -71,7 +71,7 @@ def about(model: str, what: str, name: str | None = None) -> Iterator[None]:
 
 
 def blamed(error: HoldfastError, model: str, what: str, *, name: str | None = None) -> HoldfastError:
-    """The same error with the names in its message: for loops in which a context for each turn would cost too much."""
+    """An error with names added to its message, for loops in which a context manager would be slow."""
     which = what if name is None else f"{what} {quoted(name)}"
     error.message = f"{which} of model {quoted(model)}: {error.message}"
     error.tensor = error.tensor or name
@@ -79,7 +79,7 @@ def blamed(error: HoldfastError, model: str, what: str, *, name: str | None = No
 
 
 def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[str, ConfigEntry]:
-    """Every name of a config with what is said of it. `what` is `weight` or `constant`, for messages."""
+    """The entries of a config by name. `what` is `weight` or `constant`, for messages."""
     with about(model, f"the config of the {what}s"):
         document = parse(raw, limits)
     if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
@@ -118,7 +118,7 @@ def _flag(value: Mapping[str, object], key: str, at: tuple[str, ...]) -> bool:
 
 
 def tensor_meta(value: object, at: tuple[str, ...], *, raw: bool = True) -> TensorMeta:
-    """Check what a config says of a tensor: known numbers, and sizes that are numbers at all. A `raw` one is strided."""
+    """Check the fields of a tensor in a config. A `raw` tensor must be strided."""
     if not isinstance(value, dict):
         raise HeaderError(f"at {pointer(*at)}: an object was expected, not {kind(value)}")
     number, layout = value.get("dtype"), value.get("layout")
@@ -146,7 +146,6 @@ def _ints(values: object, at: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _int(value: object, *at: str | int) -> int:
-    """`{"as_int": 4}`; a symbol has no place where bytes are described."""
     if not isinstance(value, dict) or len(value) != 1:
         raise HeaderError(f"at {pointer(*at)}: {{'as_int': …}} was expected, not {kind(value)}")
     number = value.get("as_int")

@@ -8,13 +8,13 @@ inputs, where there are any. Then what belongs to all:
     models/<m>.json              data/sample_inputs/<m>.pt
     extra/…   archive_format   archive_version   .data/version   byteorder   .data/serialization_id
 
-1. Tensors over one storage and of one dtype are one record, whichever models they belong to; each is a view of it. torch's writer
-   shares within a model only, and its reader does not mind: a config may name a record that another model's names, too.
-2. A record holds what its views reach. With `trim=False` it is the whole storage, as torch writes it.
-3. What a config has no way to say is written in another way, or refused with all the rest: conjugated elements are resolved, sparse
-   and quantised tensors are no raw records, the meta device has no bytes.
+1. Tensors over one storage and of one dtype are views of one record, also in several models. torch's writer shares within a model
+   only; its reader allows configs of several models to name one record.
+2. A record has the bytes that its views reach. With `trim=False` it is the whole storage, as torch writes it.
+3. Conjugated elements are resolved. Tensors that a config cannot describe (sparse, quantised, on the meta device) are refused
+   in one error.
 
-A package without a program is for us: `torch.export.load` says that there is no model in it.
+A package without a program is for Holdfast: `torch.export.load` finds no model in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from msgspec import Struct, field
+from msgspec import field
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
@@ -37,7 +37,7 @@ from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, Identity
 from holdfast.formats.zip.writer import Payload, lay_out_zip
 
 MODEL = "model"
-"""What torch calls a program that is given without a name, and the one that `torch.export.load` looks for."""
+"""torch's name for a program without a name, and the one that `torch.export.load` looks for."""
 
 NUMBERS = {name: number for number, name in SCALARS.items()}
 
@@ -48,13 +48,13 @@ HEADER: tuple[tuple[str, bytes], ...] = (
 
 
 class Pickled(Value, frozen=True):
-    """A weight or constant that is no raw record: a tensor subclass in a `torch.save`, a torchbind object, one of Python's."""
+    """A weight or constant that is pickled: a tensor subclass in a `torch.save`, a torchbind object, a Python object."""
 
     content: bytes | Data
     prefix: str
     """`weight_`, `tensor_`, `custom_obj_` or `opaque_obj_`."""
     meta: Mapping[str, object] | None = None
-    """Its `tensor_meta`, where it is a tensor."""
+    """The `tensor_meta` of a tensor."""
     is_param: bool = False
 
 
@@ -68,7 +68,7 @@ class ModelWeights(Value, frozen=True):
 
 
 def models_of(models_tree: object) -> dict[str, ModelWeights]:
-    """The models of a tree `{name: state dict}`; tensors may be nested. Raises `CannotHold` with all that is no lazy tensor."""
+    """The models of a tree `{name: state dict}`; tensors may be nested. Raises `CannotHold` with everything but lazy tensors."""
     problems: list[str] = []
     models: dict[str, ModelWeights] = {}
     if not isinstance(models_tree, dict) or not models_tree:
@@ -92,11 +92,7 @@ def models_of(models_tree: object) -> dict[str, ModelWeights]:
 
 
 def lay_out_pt2(
-    models: Mapping[str, ModelWeights],
-    *,
-    name: str = "archive",
-    extra: Mapping[str, bytes | Data] | None = None,
-    trim: bool = True,
+    models: Mapping[str, ModelWeights], *, name: str = "archive", extra: Mapping[str, bytes | Data] | None = None, trim: bool = True
 ) -> SavePlan:
     """The plan of one file, format `pt2`. `name` is the folder in the archive (`archive_name` of the path).
 
@@ -106,8 +102,8 @@ def lay_out_pt2(
     first = {model.casefold(): model for model in reversed(list(models))}
     twice = [(model, first[model.casefold()]) for model in models if first[model.casefold()] != model]
     problems += [f"{model!r} and {other!r} are one name for readers of zip archives, which ignore case" for model, other in twice]
-    weights = place_weights({model: part.weights for model, part in models.items()}, f"data/weights/{WEIGHT}", trim=trim)
-    constants = place_weights({model: part.constants for model, part in models.items()}, f"data/constants/{TENSOR}", trim=trim)
+    weights = PlacedRecords({model: part.weights for model, part in models.items()}, f"data/weights/{WEIGHT}", trim=trim)
+    constants = PlacedRecords({model: part.constants for model, part in models.items()}, f"data/constants/{TENSOR}", trim=trim)
     problems += [*weights.problems, *constants.problems]
     if problems:
         raise CannotHold("a pt2 archive cannot hold some of this state", problems)
@@ -126,21 +122,20 @@ def lay_out_pt2(
 
 
 def _unlooked_for(models: Mapping[str, ModelWeights]) -> Iterator[str]:
-    """That `torch.export.load` fails on programs of these names (torch 2.13: `KeyError: 'model'`), and what loads them."""
+    """A note if `torch.export.load` fails on programs of these names (torch 2.13: `KeyError: 'model'`)."""
     programs = [model for model, part in models.items() if part.program is not None]
     if programs and MODEL not in programs:
-        # Their names stay as they are, since `load_pt2` gives the programs back by them.
+        # The names stay, since `load_pt2` gives the programs back by name.
         way = f"torch.export.pt2_archive._package.load_pt2(path).exported_programs[{programs[0]!r}]"
         yield f"torch.export.load loads a program named {MODEL!r}, and there is none; these are loaded by {way}"
 
 
 def _named(record: str, content: bytes | Data) -> tuple[str, Payload]:
-    """A record with its content, whose label is the record's own name."""
     return record, content if isinstance(content, bytes) else Data(content.tensor, record)
 
 
 def lay_out_records(name: str, records: Sequence[tuple[str, Payload]], notes: Sequence[str] = ()) -> SavePlan:
-    """The archive around records, with those at its end that say what it is."""
+    """The archive of these records and of those that every archive ends with."""
     every = [*records, *HEADER]
     identity = Late(NBYTES, Identity(every, crc=True))
     segments = lay_out_zip(name, [*every, (SERIALIZATION_ID, identity)])
@@ -151,47 +146,39 @@ def _plain(model: str) -> bool:
     return bool(model) and model not in (".", "..") and not any(c in "/\\:\0" for c in model)
 
 
-class PlacedRecords(Struct):
-    """The records of some folder, and the configs that name them."""
-
-    records: dict[str, list[tuple[str, Payload]]] = field(default_factory=dict)
-    """For each model, those that none before it has."""
-    configs: dict[str, bytes] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+Placed = tuple[StorageRecord, int, tuple[int, ...]] | LazyTensor | Pickled
+"""A tensor in a storage's record, with its start and strides; or a tensor or pickle with a record of its own."""
 
 
-def place_weights(
-    models: Mapping[str, Mapping[str, LazyTensor | Pickled]], stem: str, *, trim: bool = True, taken: frozenset[str] = frozenset()
-) -> PlacedRecords:
-    """Give every storage a record `<stem>N` that is not taken, and every name a line in its model's config."""
-    return _Placing(stem, trim, taken).run(models)
+class PlacedRecords:
+    """The records of a folder, and the configs that name them.
 
+    Every storage gets a record `<stem>N` that is not taken, and every name a line in its model's config.
+    """
 
-class _View(Struct):
-    """A tensor in its record."""
-
-    record: StorageRecord
-    start: int
-    strides: tuple[int, ...]
-
-
-class _Placing:
-    def __init__(self, stem: str, trim: bool, taken: frozenset[str]) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Mapping[str, LazyTensor | Pickled]],
+        stem: str,
+        *,
+        trim: bool = True,
+        taken: frozenset[str] = frozenset(),
+    ) -> None:
+        self.records: dict[str, list[tuple[str, Payload]]] = {}
+        """For each model the records that no model before it has."""
+        self.configs: dict[str, bytes] = {}
+        self.notes: list[str] = []
+        self.problems: list[str] = []
         self._folder, _, self._prefix = stem.rpartition("/")
-        self._trim = trim
-        self._taken = taken
+        self._trim, self._taken = trim, taken
         self._kinds: dict[DType, StorageRecords] = {}
-        """torch has a record for each dtype over a storage; the records of one dtype share what they can."""
+        """torch has a record for each dtype over a storage; the records of one dtype share storages."""
         self._next: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        self.placed = PlacedRecords()
-
-    def run(self, models: Mapping[str, Mapping[str, LazyTensor | Pickled]]) -> PlacedRecords:
-        views: dict[tuple[str, str], _View | LazyTensor | Pickled] = {}
+        views: dict[tuple[str, str], Placed] = {}
         order: dict[str, dict[str, list[str]]] = {}
-        pickles: dict[str, str] = {}
-        first: dict[str, list[tuple[str, _View | LazyTensor | Pickled]]] = {}
+        known: set[str] = set()
+        first: dict[str, list[tuple[str, Placed]]] = {}
         for model, tensors in models.items():
             order[model], first[model] = {}, []
             # torch writes what it pickles before what it does not.
@@ -199,36 +186,34 @@ class _Placing:
                 view = self._place(model, name, value)
                 views[model, name] = view
                 record = self._record(value, view)
-                if record not in pickles:
-                    pickles[record] = model
+                if record not in known:
+                    known.add(record)
                     first[model].append((record, view))
                 order[model].setdefault(record, []).append(name)
         for kind in self._kinds.values():
             kind.close()
         for model in models:
-            self.placed.records[model] = [(record, self._payload(record, view)) for record, view in first[model]]
-            rows = {name: self._row(record, models[model][name], views[model, name])
-                    for record, names in order[model].items() for name in names}  # fmt: skip
-            self.placed.configs[model] = json.dumps({"config": rows}).encode()
-        return self.placed
+            self.records[model] = [(record, self._payload(record, view)) for record, view in first[model]]
+            named = [(record, name) for record, names in order[model].items() for name in names]
+            rows = {name: self._row(record, models[model][name], views[model, name]) for record, name in named}
+            self.configs[model] = json.dumps({"config": rows}).encode()
 
-    def _place(self, model: str, name: str, value: LazyTensor | Pickled) -> _View | LazyTensor | Pickled:
-        """Where a tensor goes: into a record of its storage, or one of its own; pickles and what is refused are given back."""
+    def _place(self, model: str, name: str, value: LazyTensor | Pickled) -> Placed:
+        """The record of a tensor's storage; or the value itself, if it is a pickle, is refused, or gets a record of its own."""
         if isinstance(value, Pickled):
             return value
         problem = _problem(value)
         if problem is not None:
-            self.placed.problems.append(f"{model}.{name}: {problem}")
+            self.problems.append(f"{model}.{name}: {problem}")
             return value
         if value.traits.conj or value.traits.neg:
-            self.placed.notes.append(f"{model}.{name} is written as what it stands for: a config has no flag for conjugation")
+            self.notes.append(f"{model}.{name} is written as what it stands for: a config has no flag for conjugation")
             return value
         kind = self._kinds.setdefault(value.dtype, StorageRecords(trim=self._trim))
-        return _View(*kind.place(value, (model, name), len(kind.records)))
+        return kind.place(value, (model, name), len(kind.records))
 
-    def _record(self, value: LazyTensor | Pickled, view: _View | LazyTensor | Pickled) -> str:
-        """The name of a record, the next free one where it is new."""
-        key = id(view.record if isinstance(view, _View) else value)
+    def _record(self, value: LazyTensor | Pickled, view: Placed) -> str:
+        key = id(view[0] if isinstance(view, tuple) else value)
         if key not in self._names:
             prefix = value.prefix if isinstance(value, Pickled) else self._prefix
             number = self._next.get(prefix, 0)
@@ -238,26 +223,20 @@ class _Placing:
             self._names[key] = f"{self._folder}/{prefix}{number}"
         return self._names[key]
 
-    def _payload(self, record: str, view: _View | LazyTensor | Pickled) -> Payload:
-        match view:
-            case Pickled(content=bytes() as content):
-                return content
-            case Pickled(content=Data() as content):
-                return Data(content.tensor, record)
-            case _View():
-                return Data(view.record.tensor(), record)
-            case LazyTensor():
-                return Data(view, record)
-        raise TypeError(f"no payload is made of a {type(view).__name__}")
+    def _payload(self, record: str, view: Placed) -> Payload:
+        if isinstance(view, Pickled):
+            return _named(record, view.content)[1]
+        return Data(view if isinstance(view, LazyTensor) else view[0].tensor(), record)
 
-    def _row(self, record: str, value: LazyTensor | Pickled, view: _View | LazyTensor | Pickled) -> dict[str, object]:
+    def _row(self, record: str, value: LazyTensor | Pickled, view: Placed) -> dict[str, object]:
         path = record.rpartition("/")[2]
         if isinstance(value, Pickled):
             return {"path_name": path, "is_param": value.is_param, "use_pickle": True, "tensor_meta": value.meta}
         offset, strides = 0, c_strides(value.shape, 1)
-        if isinstance(view, _View):
-            # An empty tensor begins nowhere, and may come before what its record holds.
-            offset, strides = max(view.start - view.record.base, 0) // value.dtype.bits, view.strides
+        if isinstance(view, tuple):
+            stored, start, strides = view
+            # The start of an empty tensor may lie before its record.
+            offset = max(start - stored.base, 0) // value.dtype.bits
         meta = _meta(value, strides, offset)
         return {"path_name": path, "is_param": value.traits.parameter, "use_pickle": False, "tensor_meta": meta}
 
@@ -277,7 +256,6 @@ def _meta(tensor: LazyTensor, strides: Sequence[int], offset: int) -> dict[str, 
 
 
 def _problem(tensor: LazyTensor) -> str | None:
-    """Why a tensor cannot be a raw record."""
     if tensor.dtype.name not in NUMBERS:
         return f"torch has no number for {tensor.dtype} in such a file"
     if tensor.traits.meta or not tensor.chunks:

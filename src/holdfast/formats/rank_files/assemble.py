@@ -3,25 +3,23 @@
     rank 0   │ w[0:2] │ b │        w   two chunks, one in each file          `Assembly.tensor` from parts
     rank 1   │ w[2:4] │ b │        b   one, if both are equal                `replicas`
 
-A part is a box of the whole tensor, and the lazy tensor of a rank that has its elements. Parts with the same box are replicas. The
-boxes that are left must cover the tensor exactly once. All tensors have one source, over the one store of the folder, so that
-slices, conversions and sharded loads read exact ranges of several files, as they do for any tensor in pieces.
+A part is a box of the whole tensor, with the lazy tensor of a rank. Parts with the same box are replicas. The distinct boxes must
+cover the tensor exactly once. All tensors have one source, over the store of the folder.
 
-**What several ranks have in common** must be equal, or nobody could say which one is true. Nothing is read when a folder is
-opened, and every replica is compared nevertheless:
+**Replicas must be equal.** Opening reads no tensors, and every replica is compared nevertheless:
 
-1. Where each copy is all of its record, the archives know: records with the same checksum hold the same, and the first copy stands
-   for all of them. `verify` holds every record against its checksum.
-2. Where the checksums differ, the copies do. The tensor is listed, and reading any of it is refused, by its name.
-3. Where they say nothing (views of a larger storage, a file without checksums), bytes that are read are read from every copy, and
-   compared. Such a tensor lies in a store of its own (`Replicas`), over the files, so that every reader goes through it.
+1. Where each copy is all of its record, the checksums of the archives are compared. If they are equal, the first copy is read.
+   `verify` compares every record with its checksum.
+2. If the checksums differ, the tensor is listed, and reading it is refused.
+3. Without checksums (views of a larger storage, a file without them), a read reads all copies and compares them. Such a tensor lies
+   in a store of its own (`Replicas`) over the files, so that every reader goes through it.
 
 Bits are compared, so 0.0 is not -0.0, and a NaN is equal to itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -36,7 +34,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Foreign, Request, Source, Stamp
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.tiling import first_overlap, tiles
-from holdfast.core.tree import Way, path_to, rebuild, refilled
+from holdfast.core.tree import Way, path_to, plainly, rebuild, refilled
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import ViewTable
 from holdfast.errors import LimitExceeded, MetadataError, ReplicasDiffer, Unsupported, located
@@ -45,16 +43,11 @@ from holdfast.formats.torch.zip import PickleReader, saved_archive
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 STEP_NBYTES = 1 << 20
-"""Bytes that are compared at a time: what is read for that is thrown away."""
-
-
-class Copy(Value, frozen=True):
-    rank: int
-    tensor: LazyTensor
+"""Bytes that are compared at a time."""
 
 
 class ReplicaStorage(Storage, frozen=True, kw_only=True, eq=False):
-    """What several ranks have, under a key that is no file; `ranges` are those of the first."""
+    """Elements that several ranks have, under a key that is no file; `ranges` are those of the first rank."""
 
     originals: tuple[LazyTensor, ...]
 
@@ -68,18 +61,17 @@ class ReplicaStorage(Storage, frozen=True, kw_only=True, eq=False):
 
 
 class Replicas(Virtual):
-    """The files of a folder; and entries that are read from all copies at once."""
+    """The files of a folder, and entries that are read from all copies and compared."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(over=source.store)
         self.source: Source = source.over(self)
-        """Reads both; what is assembled has this one."""
         self._known: dict[tuple[object, ...], Storage] = {}
         self.unequal: dict[str, str] = {}
-        """Tensors whose copies are known to differ, with what is known."""
+        """Tensors whose copies are known to differ, with the message."""
 
-    def chunks(self, name: str, copies: Sequence[Copy]) -> tuple[Chunk, ...]:
-        """Where the elements of equal copies are read from, in the coordinates of the copies. There is at least one copy."""
+    def chunks(self, name: str, copies: Sequence[RankBox]) -> tuple[Chunk, ...]:
+        """Chunks for the elements of equal copies, in the coordinates of the copies. There is at least one copy."""
         first = copies[0].tensor
         if len(copies) == 1 or not first.size:
             return tuple(chunk.over(chunk.storage.moved(self)) for chunk in first.chunks)
@@ -92,17 +84,16 @@ class Replicas(Virtual):
             return (self._entry(name, copies, partial(_refuse, name, self.unequal[name])),)
         return (self._entry(name, copies, partial(_read, name, tuple(copies))),)
 
-    def _entry(self, name: str, copies: Sequence[Copy], read: partial[None]) -> Chunk:
-        """All elements in C order, little-endian, as content that is made when it is read. Tied names have one."""
+    def _entry(self, name: str, copies: Sequence[RankBox], read: partial[None]) -> Chunk:
+        """All elements in C order, little-endian, as content that is made when it is read. Tied names share one entry."""
         first = copies[0].tensor
         # What other names share, they share here: equal chunks of equal ranks are one entry.
         place = (first.dtype, first.shape, *((copy.rank, copy.tensor.chunks) for copy in copies))
         storage = self._known.get(place)
         if storage is None:
             stamp = partial(_stamp, tuple(copies))
-            key = self.put(
-                VirtualFile(first.nbytes, read, stamp, first.nbytes * len(copies)), f"replicas/{len(self._entries)}: {name}"
-            )
+            entry = VirtualFile(first.nbytes, read, stamp, first.nbytes * len(copies))
+            key = self.put(entry, f"replicas/{len(self._entries)}: {name}")
             label, originals = f"{len(copies)} replicas of {name}", tuple(copy.tensor for copy in copies)
             storage = self._known[place] = ReplicaStorage(key, 0, first.nbytes, label=label, home=self, originals=originals)
         return Chunk(Box.whole(first.shape), storage, 0, c_strides(first.shape, first.dtype.bits))
@@ -116,7 +107,7 @@ def _message(first: int, other: int) -> str:
 
 
 def _checksum(tensor: LazyTensor) -> tuple[object, ...] | None:
-    """What is equal for two tensors with equal bits that lie alike; None where it cannot be known without reading."""
+    """A key that tensors with equal bits share; None where the archive has no checksum of exactly these elements."""
     if len(tensor.chunks) != 1:
         return None
     (chunk,) = tensor.chunks
@@ -131,8 +122,7 @@ def _refuse(name: str, message: str, start: int, out: memoryview) -> None:
     raise ReplicasDiffer(message, tensor=name)
 
 
-def _read(name: str, copies: Sequence[Copy], start: int, out: memoryview) -> None:
-    """Fill memory from the first copy, and compare with all others."""
+def _read(name: str, copies: Sequence[RankBox], start: int, out: memoryview) -> None:
     target = np.frombuffer(out, np.uint8)
     for at in range(0, len(target), STEP_NBYTES):
         part = target[at : at + STEP_NBYTES]
@@ -143,7 +133,6 @@ def _read(name: str, copies: Sequence[Copy], start: int, out: memoryview) -> Non
 
 
 def _bytes_of(tensor: LazyTensor, start: int, nbytes: int) -> np.ndarray:
-    """Bytes of a tensor as it would lie in C order, little-endian."""
     chunk = tensor.chunks[0]
     plain = len(tensor.chunks) == 1 and chunk.storage.byteorder == "little" and chunk.offset % 8 == 0
     if plain and in_c_order(chunk.shape, chunk.strides, tensor.dtype.bits):
@@ -161,22 +150,21 @@ def _bytes_of(tensor: LazyTensor, start: int, nbytes: int) -> np.ndarray:
     return content[start - first * row_nbytes :][:nbytes]
 
 
-def _stamp(copies: Sequence[Copy]) -> Stamp:
+def _stamp(copies: Sequence[RankBox]) -> Stamp:
     return tuple(tensor_stamp(copy.tensor) for copy in copies)
 
 
 EXPLAINED = 1024
-"""Parts of which two are looked for that overlap; the search is quadratic where all of them do."""
+"""The most parts among which two overlapping ones are searched, in quadratic time."""
 
 
 class RankFile(Value, frozen=True):
-    """What one file holds; nothing of it was executed, and no tensor read."""
+    """The content of one file. Nothing was executed, and no tensor was read."""
 
     rank: int
     key: str
     tree: object
     nbytes: int
-    """Bytes of its pickle."""
     foreign: tuple[Foreign, ...] = ()
 
 
@@ -193,40 +181,31 @@ def read_rank(source: Source, rank: int, key: str) -> RankFile:
 
 
 class RankBox(Value, frozen=True):
-    """Elements of a tensor that a rank has."""
+    """A box of a tensor that a rank has, and the elements in the shape of the box."""
 
     rank: int
     box: Box
-    """Where in the whole they are."""
     tensor: LazyTensor
-    """They themselves, in the shape of the box."""
 
 
 class Assembly:
-    """Makes tensors out of the parts of ranks. What it makes has `source`."""
+    """Makes tensors out of the parts of ranks. All of them have `source`."""
 
     def __init__(self, source: Source) -> None:
         self._replicas = Replicas(source)
         self.source = self._replicas.source
-        self.replicated = 0
-        """Tensors of which several ranks have copies."""
-
-    @property
-    def unequal(self) -> Mapping[str, str]:
-        """Tensors whose replicas are known to differ without reading them; reading one raises `ReplicasDiffer`."""
-        return self._replicas.unequal
+        self.unequal: Mapping[str, str] = self._replicas.unequal
+        """Tensors whose replicas are known to differ; reading one raises `ReplicasDiffer`."""
 
     def tensor(
         self, name: str, dtype: DType, shape: tuple[int, ...], *, parts: Sequence[RankBox], traits: Traits = PLAIN
     ) -> LazyTensor:
-        """The tensor that these are parts of. Raises `MetadataError`, by its name, where they do not cover it exactly once."""
+        """The tensor of these parts. Raises `MetadataError`, with its name, where they do not cover it exactly once."""
         by_box: dict[Box, list[RankBox]] = {}
         for part in parts:
             if part.tensor.dtype is not dtype:
-                raise MetadataError(
-                    f"rank {part.rank} has a part of {part.tensor.dtype}, and the tensor is {dtype}", tensor=name,
-                    expected=dtype.name, found=part.tensor.dtype.name,
-                )  # fmt: skip
+                message = f"rank {part.rank} has a part of {part.tensor.dtype}, and the tensor is {dtype}"
+                raise MetadataError(message, tensor=name, expected=dtype.name, found=part.tensor.dtype.name)
             if part.tensor.shape != part.box.shape:
                 raise MetadataError(
                     f"rank {part.rank} has a part of {list(part.tensor.shape)} where the placement says {list(part.box.shape)}",
@@ -242,39 +221,31 @@ class Assembly:
         whole = Box.whole(shape)
         if not tiles(whole, filled):
             raise MetadataError(_uncovered(whole, filled), tensor=name, expected=shape)
-        self.replicated += any(len(copies) > 1 for copies in filled.values())
         chunks: list[Chunk] = []
         for box, copies in filled.items():
-            found = self._replicas.chunks(name, [Copy(part.rank, part.tensor) for part in copies])
-            chunks += (Chunk(_moved(chunk.box, box.start), chunk.storage, chunk.offset, chunk.strides) for chunk in found)
+            found = self._replicas.chunks(name, copies)
+            for chunk in found:
+                start = [a + origin for a, origin in zip(chunk.box.start, box.start, strict=True)]
+                chunks.append(Chunk(Box.at(start, chunk.box.shape), chunk.storage, chunk.offset, chunk.strides))
         return LazyTensor("", dtype, shape, tuple(chunks), self.source, traits)
 
     def replica(self, name: str, copies: Sequence[tuple[int, LazyTensor]]) -> LazyTensor:
-        """A tensor that every one of these ranks has whole."""
+        """A tensor that each of these ranks has whole."""
         rank, first = copies[0]
         for other, tensor in copies[1:]:
             if tensor.dtype is not first.dtype or tensor.shape != first.shape:
-                raise MetadataError(
+                message = (
                     f"a plain tensor is {first.dtype} {list(first.shape)} on rank {rank} and {tensor.dtype} {list(tensor.shape)} "
-                    f"on rank {other}: it is no replica, and nothing says how its parts go together",
-                    tensor=name,
-                    expected=first.shape,
-                    found=tensor.shape,
+                    f"on rank {other}: it is no replica, and nothing says how its parts go together"
                 )
+                raise MetadataError(message, tensor=name, expected=first.shape, found=tensor.shape)
         if first.traits.meta:
             return first
         parts = [RankBox(rank, Box.whole(tensor.shape), tensor) for rank, tensor in copies]
         return self.tensor(name, first.dtype, first.shape, parts=parts, traits=first.traits)
 
 
-def _moved(box: Box, origin: tuple[int, ...]) -> Box:
-    return Box(
-        tuple(a + o for a, o in zip(box.start, origin, strict=True)), tuple(b + o for b, o in zip(box.stop, origin, strict=True))
-    )
-
-
 def _uncovered(whole: Box, boxes: Mapping[Box, Sequence[RankBox]]) -> str:
-    """Why boxes do not tile."""
     outside = next((box for box in boxes if not whole.contains(box)), None)
     if outside is not None:
         return f"the part of rank {boxes[outside][0].rank} lies outside of the tensor"
@@ -287,23 +258,19 @@ def _uncovered(whole: Box, boxes: Mapping[Box, Sequence[RankBox]]) -> str:
 
 
 Leaf = Mapping[int, object]
-"""What each rank has at one place; ranks that have nothing there are left out."""
-
-Join = Callable[[str, Leaf], object]
-"""What becomes of one place, by its dotted name and what each rank has there."""
-
+"""The value of each rank at one place; ranks without a value are left out."""
 
 FREE_STEPS = 10_000
-"""Steps that are allowed however small the files."""
+"""Steps that are allowed for files of any size."""
 
 CHARACTERS_A_STEP = 16
 """Of a name: a key is stored once and stands in the name of everything below it."""
 
 
 class Allowance:
-    """Steps that going through the files may take: as many as they have bytes.
+    """The most steps of a walk through the files: as many as they have bytes.
 
-    Whatever many places refer to (a container, a mesh, a way of cutting) is stored once and gone through wherever it stands.
+    A container or a mesh that many places refer to is stored once, and visited at each of them.
     """
 
     def __init__(self, files: Sequence[RankFile]) -> None:
@@ -315,10 +282,10 @@ class Allowance:
             raise LimitExceeded("the files refer to the same things too often to be put together")
 
 
-def in_step(files: Sequence[RankFile], join: Join, allowance: Allowance, *, depth: int) -> object:
-    """One tree out of the trees of all ranks: containers as the first rank has them, leaves by `join`.
+def in_step(files: Sequence[RankFile], join: Callable[[str, Leaf], object], allowance: Allowance, *, depth: int) -> object:
+    """One tree out of the trees of all ranks: containers of the first rank, leaves by `join` from a dotted name and the values.
 
-    A key that some ranks lack is a place, too. What is no dict, list or tuple on all of them is a leaf.
+    A key that some ranks lack is a place, too. A value is a leaf unless all ranks have a dict, a list or a tuple there.
     """
 
     def inside(values: Leaf) -> Iterable[tuple[str, Leaf]] | None:
@@ -343,7 +310,6 @@ def in_step(files: Sequence[RankFile], join: Join, allowance: Allowance, *, dept
 
 
 def _keys(values: Leaf) -> Collection[object] | None:
-    """What leads on where all ranks have a dict, a list or a tuple; None for a leaf."""
     first, inside = next(iter(values.values())), cast("Collection[Collection[object]]", values.values())
     if isinstance(first, dict) and all(isinstance(value, dict) for value in inside):
         return dict.fromkeys(chain.from_iterable(inside))
@@ -353,7 +319,6 @@ def _keys(values: Leaf) -> Collection[object] | None:
 
 
 def _at(values: Leaf, key: Any) -> Leaf:  # noqa: ANN401  # of a dict
-    """What the ranks have under a key, those that have it."""
     inside = cast("Mapping[int, Any]", values)
     return {rank: one[key] for rank, one in inside.items() if (key in one if isinstance(one, dict) else key < len(one))}
 
@@ -366,21 +331,31 @@ def described(
     format: str, tree: object, files: Sequence[RankFile], *, source: Source, understood: Iterable[Global] = (),
     notes: Sequence[str] = (), metadata: Mapping[str, str] | None = None, unequal: Iterable[str] = (),
 ) -> Description:  # fmt: skip
-    """The description of a folder. Globals that were `understood` are no longer foreign."""
+    """The description of a folder. Globals in `understood` are not foreign."""
     named = name_tensors(tree, source.limits, sum(file.nbytes for file in files))
     known = set(understood)
-    foreign = tuple(_once(found for file in files for found in file.foreign if found.what not in known))
+    foreign: dict[Global, Foreign] = {}
+    for one in chain.from_iterable(file.foreign for file in files):
+        # All ranks mention the same globals: each is listed once.
+        if one.what not in known:
+            foreign.setdefault(one.what, one)
     differ = [repr(name[:80]) for name in unequal]
     refused = [f"the ranks have different values for {some(differ)}; reading {'it' if len(differ) == 1 else 'them'} is refused"]
     archives = tuple(file.key for file in files)
-    told = (*notes, *(refused if differ else []), *named.notes)
-    return Description(format, ViewTable(named.tensors), tree, foreign, told, metadata or {}, archives=archives)
+    notes = (*notes, *(refused if differ else []), *named.notes)
+    return Description(format, ViewTable(named.tensors), tree, tuple(foreign.values()), notes, metadata or {}, archives=archives)
 
 
-def _once(found: Iterable[Foreign]) -> Iterator[Foreign]:
-    """Each global once: all ranks mention the same."""
-    seen: set[Global] = set()
-    for one in found:
-        if one.what not in seen:
-            seen.add(one.what)
-            yield one
+def moved(value: object, assembly: Assembly) -> object:
+    """A copy of a value in plain dicts, whose tensors have the source of the assembly.
+
+    A value that stands in several places is copied once. No names are made: the keys of a file may be long, and nest.
+    """
+    return rebuild(value, lambda one, _: assembly.replica("", [(0, one)]) if isinstance(one, LazyTensor) else one, make=plainly)
+
+
+def free_key(wanted: str, names: Mapping[str, object]) -> str:
+    """The key `wanted`, with `#2` appended while a tensor has it or a name below it."""
+    while any(name == wanted or name.startswith(f"{wanted}.") for name in names):
+        wanted += "#2"
+    return wanted

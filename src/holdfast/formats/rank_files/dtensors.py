@@ -5,22 +5,21 @@
     extra_state_world_size_8_rank_0.pt   random number states, a scheduler: every rank's own
     fsdp_config.json, huggingface/       passed over
 
-The folder opens as its model, and others by a star: `actor/optim_world_size_8_rank_*.pt`. Of extra states each rank has its own, so
-they stand under `rank_0`, `rank_1`, ….
+The folder opens as its model. The other sets open by a star: `actor/optim_world_size_8_rank_*.pt`. Extra states of ranks
+differ, and stand under `rank_0`, `rank_1`, ….
 
-A pickled DTensor says everything: its mesh, its placements, the shape of the whole, and it has the local tensor. The interpreter
-shows these as inert records. They are believed as far as they agree: on all ranks of a mesh, with the names of the files, with the
-shapes of the local tensors; and the parts must cover the whole exactly once. A plain tensor is a replica.
+A pickled DTensor has its mesh, its placements, the shape of the whole, and the local tensor, which the interpreter gives as inert
+records. They must agree on all ranks of a mesh, with the names of the files and with the shapes of the local tensors, and the parts
+must cover the whole exactly once. A plain tensor is a replica.
 
-The mesh of a pickled DTensor: which ranks it has, in which order. An inert record, read and checked.
+A mesh has its ranks in an order:
 
     up to torch 2.9     mesh          a tensor of rank numbers, in the shape of the mesh
     2.10 on             _rank_map     a row of all ranks, later also as plain numbers (`_flatten_rank_map`), and
                         _layout       lengths and strides of the dimensions in it
 
-A part of a mesh (`mesh["fsdp"]`) has the layout of its own dimensions over the row of all ranks. It is as many meshes as there are
-such parts, and means the one that the writing rank was in, at `_coordinate_on_dim`. That coordinate also tells who wrote a file,
-whatever it is called.
+A part of a mesh (`mesh["fsdp"]`) has the layout of its own dimensions over the row of all ranks. It means the part with the writing
+rank, at `_coordinate_on_dim`. That coordinate also tells which rank wrote a file, if the file was renamed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from itertools import chain
 
 from holdfast.core.box import Box
 from holdfast.core.dtype import DType
-from holdfast.core.opaque import Global, Opaque
+from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Contents, contents, walk
@@ -50,17 +49,16 @@ Axis = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def read_mesh(record: Opaque, rank: int, world: int) -> Mesh:
-    """The mesh that a rank of so many wrote. Costs what the ranks cost, whatever the record says."""
+    """The mesh of a record that one of `world` ranks wrote. The cost depends on `world` alone."""
     ranks = record.attribute("mesh")
     mesh = Mesh(ranks.shape, _numbers(ranks, world)) if isinstance(ranks, LazyTensor) else _laid_out(record, rank, world)
     said, coordinate = record.attribute("_coordinate_on_dim"), mesh.coordinate(rank)
     if coordinate is not None and isinstance(said, tuple | list) and (len(said) != len(coordinate) or tuple(said) != coordinate):
-        raise MetadataError(
+        message = (
             f"this file was written by the rank at {brief(said)} of its mesh, and its name says rank {rank}, which is at "
-            f"{coordinate}: it was renamed, or files of two runs lie in one folder",
-            expected=coordinate,
-            found=brief(said),
+            f"{coordinate}: it was renamed, or files of two runs lie in one folder"
         )
+        raise MetadataError(message, expected=coordinate, found=brief(said))
     return mesh
 
 
@@ -68,7 +66,6 @@ def _laid_out(record: Opaque, rank: int, world: int) -> Mesh:
     axes = _axes(record.attribute("_layout"), world)
     everyone, row = record.attribute("_rank_map"), record.attribute("_flatten_rank_map")
     if isinstance(row, tuple) and len(row) <= world:
-        # The same, without a read.
         known = checked_ints(row, "mesh")
     else:
         known = _numbers(everyone, world) if isinstance(everyone, LazyTensor) else ()
@@ -131,7 +128,6 @@ def _too_many(count: int, world: int) -> MetadataError:
 
 
 def _numbers(tensor: LazyTensor, world: int) -> tuple[int, ...]:
-    """A tensor of rank numbers. It is read: it says where elements are, and is none of the state's."""
     if tensor.size > world:
         raise _too_many(tensor.size, world)
     if tensor.dtype.kind not in ("int", "uint"):
@@ -140,22 +136,12 @@ def _numbers(tensor: LazyTensor, world: int) -> tuple[int, ...]:
 
 
 PIECE_STEPS = 32
-"""What one piece of a tensor costs: it is sliced, compared and kept. A DTensor takes some 500 bytes, and has one or a few."""
+"""Steps for one piece of a tensor. A DTensor takes some 500 bytes, and has one piece or a few."""
 
-UNDERSTOOD = frozenset(
-    {
-        "DTensor",
-        "DTensorSpec",
-        "TensorMeta",
-        "ShardOrderEntry",
-        "DeviceMesh",
-        "_MeshLayout",
-        "_FlatLayout",
-        "Shard",
-        "_StridedShard",
-    }
-    | {"Replicate", "Partial", "_Partial"}
-)
+UNDERSTOOD = frozenset({
+    "DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "DeviceMesh", "_MeshLayout", "_FlatLayout", "Shard", "_StridedShard",
+    "Replicate", "Partial", "_Partial",
+})  # fmt: skip
 """Classes of `torch.distributed` that are read here, and so are not foreign."""
 
 
@@ -170,7 +156,6 @@ def describe(source: Source) -> Description:
     if beside:
         notes.append(f"beside them lie {some(sorted(beside))}, which open under these names with the star")
     metadata = {"world_size": str(chosen.world), "what": chosen.what}
-    understood = [f.what for file in files for f in file.foreign if _is_ours(f.what)]
     if chosen.what == EXTRA:
         tree: object = {f"rank_{file.rank}": file.tree for file in files}
         return described("rank-files", tree, files, source=source, notes=notes, metadata=metadata)
@@ -180,17 +165,17 @@ def describe(source: Source) -> Description:
     if joined.differing:
         names = some([repr(name[:80]) for name in joined.differing])
         notes.append(f"values that are no tensors differ between ranks, and those of the first rank are shown: {names}")
+    mentioned = {foreign.what for file in files for foreign in file.foreign}
+    understood = {what for what in mentioned if what.module.startswith("torch.distributed.") and what.name in UNDERSTOOD}
     return described(
         "rank-files", tree, files, source=source, understood=understood, notes=notes, metadata=metadata,
         unequal=joined.assembly.unequal,
     )  # fmt: skip
 
 
-def _is_ours(what: Global) -> bool:
-    return what.module.startswith("torch.distributed.") and what.name in UNDERSTOOD
-
-
 class DTensorSpec(Value, frozen=True):
+    """A DTensor as one rank has it."""
+
     shape: tuple[int, ...]
     dtype: DType
     mesh: Mesh
@@ -206,9 +191,9 @@ class _Joined:
         self._source, self._ranks, self._allowance = source, ranks, allowance
         self._meshes: dict[Mesh, Mesh] = {}
         self._read: dict[int, Mesh] = {}
-        """By the record that it was read from; all of them live as long as the trees do."""
+        """Meshes by the id of their records, which live as long as the trees."""
         self._boxes: dict[tuple[object, ...], tuple[tuple[Box, Box], ...]] = {}
-        """Which boxes a rank has: most tensors are cut alike."""
+        """The boxes of a rank: most tensors are cut alike."""
         self.assembly = Assembly(source)
         self.differing: list[str] = []
 
@@ -218,10 +203,8 @@ class _Joined:
         kinds = {rank: _kind(value) for rank, value in found.items()}
         if len(set(kinds.values())) > 1:
             other = next(rank for rank, kind in kinds.items() if kind != _kind(first))
-            raise MetadataError(
-                f"{_kind(first)} on rank {next(iter(found))}, and {kinds[other]} on rank {other}: the files are of two runs",
-                tensor=name,
-            )
+            message = f"{_kind(first)} on rank {next(iter(found))}, and {kinds[other]} on rank {other}: the files are of two runs"
+            raise MetadataError(message, tensor=name)
         if isinstance(first, Opaque) and _is_dtensor(first):
             return self._dtensor(name, {rank: value for rank, value in found.items() if isinstance(value, Opaque)})
         if isinstance(first, LazyTensor):
@@ -231,15 +214,13 @@ class _Joined:
             self._everywhere(name, found)
             return self._composite(name, {rank: v for rank, v in found.items() if isinstance(v, Composite)})
         if isinstance(first, Opaque) and len(self._ranks.files) > 1 and self._has_tensors(first):
-            raise Unsupported(
-                f"{_kind(first)} with tensors in it: nothing says how the parts that ranks have of it go together", tensor=name
-            )
+            message = f"{_kind(first)} with tensors in it: nothing says how the parts that ranks have of it go together"
+            raise Unsupported(message, tensor=name)
         if len(found) < self._ranks.world or any(_differ(first, value) for value in found.values()):
             self.differing.append(name)
         return first
 
     def _has_tensors(self, value: Opaque) -> bool:
-        """Whether there is a tensor inside of an object that was not built."""
         seen: set[int] = set()
 
         def inside(value: object) -> Iterator[tuple[str | int, object]] | None:
@@ -286,12 +267,11 @@ class _Joined:
             parts: list[RankBox] = []
             for rank, claim in claims.items():
                 if (claim.shape, claim.dtype) != (first.shape, first.dtype):
-                    raise MetadataError(
+                    message = (
                         f"the tensor is {first.dtype} {list(first.shape)} by rank {next(iter(claims))} and {claim.dtype} "
-                        f"{list(claim.shape)} by rank {rank}: the files are of two runs",
-                        expected=first.shape,
-                        found=claim.shape,
+                        f"{list(claim.shape)} by rank {rank}: the files are of two runs"
                     )
+                    raise MetadataError(message, expected=first.shape, found=claim.shape)
                 parts += self._parts(rank, claim)
             return self.assembly.tensor(name, first.dtype, first.shape, parts=parts, traits=first.traits)
 
@@ -308,18 +288,17 @@ class _Joined:
         self._allowance.spend(PIECE_STEPS * len(boxes))
         sizes = tuple(max(own.stop[d] for _, own in boxes) for d in range(len(claim.shape)))
         if claim.local.shape != sizes:
-            raise MetadataError(
+            message = (
                 f"rank {rank} has a part of {list(claim.local.shape)}, and by mesh and placements it has {list(sizes)} of "
-                f"{list(claim.shape)}",
-                expected=sizes,
-                found=claim.local.shape,
+                f"{list(claim.shape)}"
             )
+            raise MetadataError(message, expected=sizes, found=claim.local.shape)
         if len(boxes) == 1:
             return [RankBox(rank, boxes[0][0], claim.local)]
         return [RankBox(rank, whole, claim.local[own.slices]) for whole, own in boxes]
 
     def _check_meshes(self, claims: Mapping[int, DTensorSpec]) -> None:
-        """Every rank of a mesh must say the same: mesh and placements."""
+        """Raise unless all ranks of a mesh have the same mesh and placements."""
         by_mesh: dict[int, dict[int, DTensorSpec]] = {}
         for rank, claim in claims.items():
             by_mesh.setdefault(id(claim.mesh), {})[rank] = claim
@@ -327,9 +306,8 @@ class _Joined:
             rank, first = next(iter(members.items()))
             absent = next((r for r in first.mesh.ranks if r not in members), None)
             if absent is not None:
-                has = (
-                    "has another mesh" if absent in claims else "does not have it" if absent in self._ranks.files else "has no file"
-                )
+                lacking = "does not have it" if absent in self._ranks.files else "has no file"
+                has = "has another mesh" if absent in claims else lacking
                 raise MetadataError(
                     f"its mesh on rank {rank} has {len(first.mesh.ranks):,} ranks, and rank {absent} of these {has}: files of two "
                     "runs lie in one folder, or are not all here",
@@ -354,7 +332,6 @@ class _Joined:
         return DTensorSpec(shape, dtype, mesh, cuts, local, traits)
 
     def _outline(self, value: Opaque, spec: Opaque) -> tuple[tuple[int, ...], DType, bool]:
-        """Shape and dtype of the whole, and whether it requires a gradient: as the tensor says, and its spec."""
         match value.args:
             case (_, DType() as dtype, size, stride, _, _, _, bool(grad)):
                 shape = self._shape(size)
@@ -383,19 +360,17 @@ class _Joined:
             self._allowance.spend(self._ranks.world)
             made = read_mesh(record, rank, self._ranks.world)
             if max(made.ranks) >= self._ranks.world:
-                raise MetadataError(
+                message = (
                     f"a mesh with rank {max(made.ranks):,}, and the names of the files say {self._ranks.world:,} ranks: the files "
-                    "are of two runs, or were renamed",
-                    expected=self._ranks.world,
-                    found=max(made.ranks),
+                    "are of two runs, or were renamed"
                 )
+                raise MetadataError(message, expected=self._ranks.world, found=max(made.ranks))
             # One object for equal meshes: they are compared for every tensor of every rank.
             known = self._read[id(record)] = self._meshes.setdefault(made, made)
         return known
 
 
 def _unwrapped(value: object) -> object:
-    """A DTensor out of the parameter that it is the data of."""
     if isinstance(value, Opaque) and value.module == "torch._utils" and value.name.startswith("_rebuild_parameter") and value.args:
         return value.args[0]
     return value
@@ -406,7 +381,7 @@ def _is_dtensor(value: Opaque) -> bool:
 
 
 def _kind(value: object) -> str:
-    """What a value is, in words; two of one kind can be joined."""
+    """The kind of a value, in words. Values of one kind can be joined."""
     if isinstance(value, Opaque):
         return "a DTensor" if _is_dtensor(value) else f"an object of {value.module[:64]}.{value.name[:64]}"
     match value:
@@ -424,7 +399,6 @@ PLAIN_VALUES = (bool, int, float, str, bytes, type(None), DType)
 
 
 def _differ(first: object, other: object) -> bool:
-    """Whether two values are known to be different."""
     if type(first) is not type(other):
         return True
     # NaN is no other value than NaN.
@@ -432,19 +406,15 @@ def _differ(first: object, other: object) -> bool:
 
 
 def _cuts(spec: Opaque, rank: int, axes: int) -> tuple[Cut, ...]:
-    """The cuts of placements, in the order in which they are made."""
     placements = spec.attribute("placements")
     if not isinstance(placements, tuple) or len(placements) != axes:
         raise MetadataError(f"a mesh of {axes} dimensions needs as many placements", found=brief(placements))
     cuts: list[Cut] = []
     for axis, placement in enumerate(placements):
         kind = placement.name if isinstance(placement, Opaque) else type(placement).__name__
+        if kind in ("Partial", "_Partial", "_MaskPartial", "_NormPartial"):
+            raise Unsupported(f"its placement is {kind}: every rank has a summand of the sum; redistribute it before the save")
         if not isinstance(placement, Opaque) or kind not in ("Shard", "_StridedShard", "Replicate"):
-            if kind in ("Partial", "_Partial", "_MaskPartial", "_NormPartial"):
-                raise Unsupported(
-                    f"its placement is {kind}: every rank has a summand, and the sum was never made; redistribute it before "
-                    "the save"
-                )
             raise Unsupported(f"a placement {kind[:64]!r} that is not known")
         if kind == "Replicate":
             continue
@@ -458,7 +428,6 @@ def _cuts(spec: Opaque, rank: int, axes: int) -> tuple[Cut, ...]:
 
 
 def _ordered(cuts: Sequence[Cut], order: object) -> tuple[Cut, ...]:
-    """The cuts in the order that a spec names, which is that of the mesh's dimensions unless it says otherwise."""
     if not isinstance(order, tuple):
         return tuple(cuts)
     if len(order) > len(cuts):

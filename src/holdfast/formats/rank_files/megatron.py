@@ -4,22 +4,22 @@
     run/iter_0000200/mp_rank_00/model_optim_rng.pt         tensor-parallel rank 0
     …/mp_rank_01_003/model_optim_rng.pt                    tensor-parallel rank 1 of stage 3 of a pipeline
 
-The files do not say how a parameter was cut, so rules by names do, in the words of `reshard`: those of Megatron's own layers are
-below (`RULES`), and `open(…, rules=…)` puts others before them. What no rule names is a replica, and has to be equal on all ranks.
-So a parameter that was cut and has no rule is refused by its name, and never joined by guess.
+The files do not contain how a parameter was cut. Rules by names do, in the syntax of `reshard`: `RULES` for Megatron's own layers,
+and before them those of `open(…, rules=…)`. A parameter without a rule is a replica, and must be equal on all ranks. So a cut
+parameter without a rule is refused, and never joined by guess.
 
 Two cuts are not what they look like. A gated layer (`swiglu`) has two matrices on top of each other, and each rank half of both:
 
     rank 0  │ gate[0:2] up[0:2] │        whole  │ gate[0:2] gate[2:4] up[0:2] up[2:4] │
     rank 1  │ gate[2:4] up[2:4] │
 
-The arguments of the run say whether it is one. Before version 1 of these files, queries, keys and values lay so, too.
+The arguments of the run tell whether a layer is gated. Before version 1 of these files, queries, keys and values lay so, too.
 
-The stages of a pipeline count their layers from 0. They are renumbered by how many the stages before have, in the order in which a
-batch passes them; with `model0`, `model1`, … in a file, through the first part of all stages, then the second.
+The stages of a pipeline count their layers from 0. They are renumbered in the order in which a batch passes them; with `model0`,
+`model1`, … in a file, through the first part of all stages, then the second.
 
-What opens is the model, under the names that it has in the files. `megatron.…` has the rest: arguments, counters, and what each
-rank keeps of the optimizer, which goes by numbers and is not put together.
+The folder opens as the model, with the names of the files. `megatron.…` has the rest: arguments, counters, and each rank's state
+of the optimizer, which goes by numbers and is not put together.
 
 Names and cuts as of `megatron/training/checkpointing.py` and `megatron/core/tensor_parallel/layers.py` of Megatron-LM 0.7 to 0.12.
 """
@@ -39,10 +39,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, name_at, walk
 from holdfast.core.value import Value, replace
 from holdfast.errors import BadPlacement, FormatError, LimitExceeded, MetadataError, Unsupported, located
-from holdfast.formats.rank_files.assemble import Assembly, RankBox, RankFile, described, read_rank
-from holdfast.formats.rank_files.recognise import Place, megatron_files, some
-from holdfast.formats.rank_files.side_keys import free_key, moved
-from holdfast.formats.rank_files.steps import chosen_step
+from holdfast.formats.rank_files.assemble import Assembly, RankBox, RankFile, described, free_key, moved, read_rank
+from holdfast.formats.rank_files.recognise import Place, chosen_step, megatron_files, some
 
 POINTER = "latest_checkpointed_iteration.txt"
 BESIDE = "megatron"
@@ -63,10 +61,10 @@ RULES = (
 
 GATED = ("dense_h_to_4h", "linear_fc1")
 JOINED = ("query_key_value", "key_value")
-"""What lay in three (or two) parts on each rank before version 1."""
+"""Layers that had three (or two) parts on each rank before version 1."""
 
 OWN_STATE = ("optimizer", "rng_state")
-"""What every rank has for itself."""
+"""State of a single rank."""
 
 MODEL = re.compile(r"model(\d{0,3})")
 
@@ -76,26 +74,26 @@ def _under_texts(value: object) -> Iterable[tuple[object, object]] | None:
 
 
 class Rank(Value, frozen=True):
-    """One file, and which rank of the grid it is of."""
+    """One file, and its rank in the grid."""
 
     tp: int
     pp: int
     file: RankFile
 
     @property
-    def said(self) -> dict[object, object]:
+    def content(self) -> dict[object, object]:
         if not isinstance(self.file.tree, dict):
             raise FormatError("not a file of Megatron: it has no dict", file=self.file.key)
         return self.file.tree
 
     def argument(self, name: str) -> object:
-        """One of the arguments of the run, which are a pickled namespace; None where it is not said."""
-        args = self.said.get("args")
+        """One of the arguments of the run, which are a pickled namespace; None where it is missing."""
+        args = self.content.get("args")
         return args.attribute(name) if isinstance(args, Opaque) else args.get(name) if isinstance(args, dict) else None
 
 
 def describe(source: Source) -> Description:
-    """The iteration that is meant, put together."""
+    """The chosen iteration, put together."""
     steps = megatron_files(source.store.list())
     step = chosen_step(source, list(steps), POINTER, named=_folder)
     ranks = _grid(source, steps[step])
@@ -107,7 +105,7 @@ def _folder(said: str) -> str:
 
 
 def _grid(source: Source, files: Mapping[Place, str]) -> list[Rank]:
-    """Every rank's file, read. Raises where the grid has holes, or is another than the arguments say."""
+    """Read every rank's file. Raises where the grid has holes or contradicts the arguments of the run."""
     experts = [key for (_, _, more), key in files.items() if more]
     if experts:
         raise Unsupported("ranks of experts are not put together; open the files one by one", file=experts[0])
@@ -139,7 +137,7 @@ def _grid(source: Source, files: Mapping[Place, str]) -> list[Rank]:
         )  # fmt: skip
     for rank in ranks[1:]:
         for key in ("iteration", "checkpoint_version"):
-            if _plain(rank.said.get(key)) != _plain(first.said.get(key)):
+            if _plain(rank.content.get(key)) != _plain(first.content.get(key)):
                 raise FormatError(f"{key} differs from that of {first.file.key}: they are of two saves", file=rank.file.key)
     return ranks
 
@@ -148,13 +146,8 @@ def _plain(value: object) -> object:
     return value if isinstance(value, int | float | str | None) else None
 
 
-class ParallelCopies(Value, frozen=True):
-    """A parameter as the tensor-parallel ranks of one stage have it."""
-
-    local: str
-    """What they call it, where layers are counted from 0."""
-    tensors: Sequence[tuple[Rank, LazyTensor]]
-    """In the order of the ranks."""
+Copies = list[tuple[Rank, LazyTensor]]
+"""A parameter on the tensor-parallel ranks of a stage, in the order of the ranks."""
 
 
 class _Iteration:
@@ -170,18 +163,20 @@ class _Iteration:
         self._room = NAME_CHARACTERS_A_BYTE * stored + FREE_CHARACTERS
 
     def description(self, step: str) -> Description:
-        parameters: dict[str, list[ParallelCopies]] = {}
+        parameters: dict[str, Copies] = {}
         for chunk in self._chunks():
             for name, copies in chunk.items():
-                parameters.setdefault(name, []).append(copies)
+                parameters.setdefault(name, []).extend(copies)
         if not parameters:
             raise FormatError("not a file of Megatron: it has no model with tensors in it", file=self.ranks[0].file.key)
-        self._check_rules(parameters)
+        for rule in self.own:
+            if not any(map(matcher(rule.pattern), parameters)):
+                raise BadPlacement(f"rule {rule.pattern!r} matches no tensor")
         weights = {name: self._tensor(name, copies) for name, copies in parameters.items()}
-        kept = {key: value for key, value in self.ranks[0].said.items() if not _is_model(key) and key not in OWN_STATE}
+        kept = {key: value for key, value in self.ranks[0].content.items() if not _is_model(key) and key not in OWN_STATE}
         rest = cast("dict[object, object]", moved(kept, self.assembly))
         own = {
-            rank.file.key.split("/")[-2]: moved({key: rank.said[key] for key in OWN_STATE if key in rank.said}, self.assembly)
+            rank.file.key.split("/")[-2]: moved({key: rank.content[key] for key in OWN_STATE if key in rank.content}, self.assembly)
             for rank in self.ranks
         }
         rest |= {"ranks": {name: value for name, value in own.items() if value}}
@@ -193,11 +188,9 @@ class _Iteration:
         )  # fmt: skip
         return replace(found, non_model_keys=(beside,))
 
-    # Layers
-
-    def _chunks(self) -> list[dict[str, ParallelCopies]]:
-        """What each stage has, by names that count the layers of the whole model; in the order in which a batch passes."""
-        keys = [key for key in self.ranks[0].said if _is_model(key)]
+    def _chunks(self) -> list[dict[str, Copies]]:
+        """The parameters of each stage, in the order in which a batch passes. Names count the layers of the whole model."""
+        keys = [key for key in self.ranks[0].content if _is_model(key)]
         keys.sort(key=lambda key: (len(str(key)), str(key)))
         local = [self._stage(key, pp) for key in keys for pp in range(len(self.ranks) // self.tp)]
         if len(local) < 2:
@@ -225,33 +218,24 @@ class _Iteration:
             found.append({_renumbered(name, offsets): copies for name, copies in chunk.items()})
         said = self.ranks[0].argument("num_layers")
         if len(before) == 1 and type(said) is int and sum(before.values()) != said:
-            raise FormatError(
-                f"all stages together have {sum(before.values())} layers, and the arguments of the run say {said}",
-                file=self.ranks[0].file.key, expected=said, found=sum(before.values()),
-            )  # fmt: skip
+            message = f"all stages together have {sum(before.values())} layers, and the arguments of the run say {said}"
+            raise FormatError(message, file=self.ranks[0].file.key, expected=said, found=sum(before.values()))
         return found
 
-    def _stage(self, key: object, pp: int) -> dict[str, ParallelCopies]:
-        """The parameters of a stage, or of one part of it, on all its tensor-parallel ranks."""
+    def _stage(self, key: object, pp: int) -> dict[str, Copies]:
         own = sorted((rank for rank in self.ranks if rank.pp == pp), key=lambda rank: rank.tp)
         flats = []
         for rank in own:
             with located(file=rank.file.key):
-                flats.append(self._flatten(rank.said.get(key)))
-        found = {}
+                flats.append(self._flatten(rank.content.get(key)))
         for rank, flat in zip(own[1:], flats[1:], strict=True):
             differing = sorted(flat.keys() ^ flats[0].keys())
             if differing:
-                raise MetadataError(
-                    f"one of {own[0].file.key} and this file has it and the other has not: they are of two runs",
-                    file=rank.file.key, tensor=differing[0][:200],
-                )  # fmt: skip
-        for name in flats[0]:
-            found[name] = ParallelCopies(name, [(rank, flat[name]) for rank, flat in zip(own, flats, strict=True)])
-        return found
+                message = f"one of {own[0].file.key} and this file has it and the other has not: they are of two runs"
+                raise MetadataError(message, file=rank.file.key, tensor=differing[0][:200])
+        return {name: [(rank, flat[name]) for rank, flat in zip(own, flats, strict=True)] for name in flats[0]}
 
     def _flatten(self, model: object) -> dict[str, LazyTensor]:
-        """The tensors in nested dicts under dotted names; states that layers keep besides are no tensors."""
         found: dict[str, LazyTensor] = {}
         for way, value in walk(model, _under_texts, most=self._spare, depth=self.source.limits.depth):
             name = name_at(way)
@@ -263,16 +247,7 @@ class _Iteration:
                 found[name] = value
         return found
 
-    # Tensors
-
-    def _check_rules(self, names: Mapping[str, object]) -> None:
-        """A rule of the caller that matches nothing is a mistake."""
-        for rule in self.own:
-            if not any(map(matcher(rule.pattern), names)):
-                raise BadPlacement(f"rule {rule.pattern!r} matches no tensor")
-
-    def _tensor(self, name: str, copies: Sequence[ParallelCopies]) -> LazyTensor:
-        tensors = [pair for each in copies for pair in each.tensors]
+    def _tensor(self, name: str, tensors: Copies) -> LazyTensor:
         rule = next((rule for rule in self.rules if matcher(rule.pattern)(name)), None)
         if rule is None or not rule.axes or self.tp == 1:
             return self.assembly.replica(name, [(rank.file.rank, tensor) for rank, tensor in tensors])
@@ -300,9 +275,9 @@ class _Iteration:
             return self.assembly.tensor(name, first.dtype, shape, parts=parts, traits=first.traits)
 
     def _blocks(self, name: str) -> int:
-        """How many matrices are on top of each other, of each of which a rank has its part."""
+        """The number of matrices on top of each other. A rank has a part of each."""
         layer, first = name.split(".")[-2] if "." in name else "", self.ranks[0]
-        args = first.said.get("args")
+        args = first.content.get("args")
         if layer in GATED:
             if args is None:
                 raise Unsupported(
@@ -312,7 +287,7 @@ class _Iteration:
                 )
             gated = any(first.argument(key) is True for key in ("swiglu", "gated_linear_unit", "geglu"))
             return 2 if gated or isinstance(first.argument("glu_activation"), str) else 1
-        version = first.said.get("checkpoint_version", 0)
+        version = first.content.get("checkpoint_version", 0)
         if layer in JOINED and not (isinstance(version, int | float) and version >= 1):
             return 3 if layer == "query_key_value" else 2
         groups = first.argument("num_query_groups")
@@ -330,7 +305,6 @@ def _rule(given: str | PlacementRule) -> PlacementRule:
 
 
 def _block(tensor: LazyTensor, axis: int, length: int, *, number: int, at: int) -> tuple[Box, LazyTensor]:
-    """A block of a rank's rows, and where in the whole it belongs."""
     offsets = [0] * tensor.ndim
     offsets[axis] = at
     own = (slice(None),) * axis + (slice(number * length, (number + 1) * length),)
@@ -343,7 +317,6 @@ def _is_model(key: object) -> bool:
 
 
 def _layer(name: str) -> tuple[str, int] | None:
-    """What stands before the number of a layer, and the number."""
     words = name.split(".")
     at = next((at for at in range(len(words) - 1) if words[at] == "layers" and words[at + 1].isdecimal()), None)
     if at is None or len(words[at + 1]) > 9:

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank has, by its place in a mesh and the placements of a DTensor. Arithmetic on numbers; no torch.
+"""The part of a tensor that a rank has, by its place in a mesh and the placements of a DTensor.
 
 A mesh is a block of ranks. Along each of its dimensions a tensor is cut, or every rank has the same:
 
@@ -36,7 +36,7 @@ class Mesh:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     places: dict[int, int] = field(init=False, repr=False, compare=False)
-    """Where in the row each rank is: it is asked for by every tensor of every rank."""
+    """Positions by rank, for `coordinate`, which every tensor of every rank calls."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", {rank: at for at, rank in enumerate(self.ranks)})
@@ -55,21 +55,20 @@ class Mesh:
 
 
 class Cut(Value, frozen=True):
-    """A dimension of a tensor that is cut along a dimension of the mesh."""
+    """A dimension of a tensor that is cut along the dimension `axis` of the mesh."""
 
     dim: int
     axis: int
-    """Of the mesh."""
     split: int = 1
-    """Pieces that are cut first; each of them is cut over the ranks."""
+    """The number of pieces, each of which is cut over the ranks."""
 
 
 def local_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[
     tuple[Box, Box], ...
 ]:  # fmt: skip
-    """What the rank at a place of a mesh has: boxes of the whole, each with its box of the local tensor.
+    """The part of the rank at a place of a mesh: boxes of the whole, each with its box of the local tensor.
 
-    The cuts are made in their order. A rank that has nothing has one empty box.
+    The cuts are made in their order. A rank without elements has one empty box.
 
     >>> [(whole.slices, own.slices) for whole, own in local_boxes((10,), (4,), (3,), (Cut(0, 0),))]
     [((slice(9, 10, None),), (slice(0, 1, None),))]
@@ -93,10 +92,7 @@ def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, Box]]:
         sides.append(side)
     for chosen in product(*sides):
         whole, own = [pair[0] for pair in chosen], [pair[1] for pair in chosen]
-        yield (
-            Box(tuple(a for a, _ in whole), tuple(b for _, b in whole)),
-            Box(tuple(a for a, _ in own), tuple(b for _, b in own)),
-        )
+        yield (Box(tuple(a for a, _ in whole), tuple(b for _, b in whole)), Box(tuple(a for a, _ in own), tuple(b for _, b in own)))
 
 
 def _cut(runs: Sequence[Run], ranks: int, rank: int, *, split: int) -> list[Run]:
@@ -119,7 +115,6 @@ def _cut(runs: Sequence[Run], ranks: int, rank: int, *, split: int) -> list[Run]
 
 
 def _between(runs: Sequence[Run], first: int, last: int) -> Iterator[Run]:
-    """The runs under the local positions [first, last)."""
     at = 0
     for start, stop in runs:
         low, high = max(first - at, 0), min(last - at, stop - start)

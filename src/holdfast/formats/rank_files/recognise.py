@@ -1,14 +1,13 @@
 """Which files of a folder are the ranks of one save.
 
-A name says what is in a file, how many ranks there were, and which one wrote it. That is a claim: the numbers are compared with the
-files that are there, and never counted up to. The content of one file is looked at, too: a folder whose names fit and whose files
-are something else is left to other formats.
+A name has the content of a file, the number of ranks, and the rank that wrote it. The numbers are compared with the files that
+exist; no loop counts up to them. The content of one file is checked, too: otherwise the folder is left to other formats.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 from msgspec import Struct, field
@@ -26,18 +25,18 @@ PATTERN = re.compile(rf"(?P<what>[A-Za-z0-9_.-]*[A-Za-z0-9])_world_size_(?P<worl
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 ORDER = (MODEL, OPTIMIZER)
-"""What a folder opens as: the first of these that is there."""
+"""A folder opens as the first of these that it has."""
 
 
 class RankSet(Struct):
     """Files that were written together, one a rank."""
 
     what: str
-    """What is in them: `model`, `optim`."""
+    """Their content: `model`, `optim`."""
     world: int
-    """How many there should be."""
+    """The expected number of files."""
     files: dict[int, str] = field(default_factory=dict)
-    """The key of each rank's file."""
+    """File keys by rank."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -45,9 +44,9 @@ class RankSet(Struct):
 
 
 def rank_sets(keys: Iterable[str], pattern: re.Pattern[str]) -> list[RankSet]:
-    """The sets of files whose names are of this form. Its groups are `what`, `world` and `rank`.
+    """The sets of files whose names match a pattern with the groups `what`, `world` and `rank`.
 
-    Numbers with leading zeros are no numbers here, so that no two names mean one rank.
+    Numbers have no leading zeros, so that no two names mean one rank.
 
     >>> pattern = re.compile("(?P<what>[a-z]+)_(?P<world>[0-9]+)_(?P<rank>[0-9]+).pt")
     >>> [(found.what, found.world, found.ranks) for found in rank_sets(["model_2_0.pt", "model_2_1.pt", "config.json"], pattern)]
@@ -63,7 +62,7 @@ def rank_sets(keys: Iterable[str], pattern: re.Pattern[str]) -> list[RankSet]:
 
 
 def check_complete(found: RankSet) -> None:
-    """Raise where a rank is missing, or one is there that cannot be. Costs what the files cost, whatever number a name has."""
+    """Raise for a missing or impossible rank. The cost depends on the number of files, not on the numbers in their names."""
     beyond = [rank for rank in found.ranks if rank >= found.world]
     if beyond:
         message = f"the name says {found.world:,} ranks, so there is no rank {beyond[0]:,}: files of two runs lie in one folder"
@@ -72,12 +71,11 @@ def check_complete(found: RankSet) -> None:
     if count:
         absent = list(islice((rank for rank in range(found.world) if rank not in found.files), SHOWN))
         which = some([str(rank) for rank in absent], count)
-        raise FormatError(
+        message = (
             f"{len(found.files):,} of {found.world:,} {found.what} files are here, and with rank {which} a part of most tensors is "
-            "missing: get all files of the save into one folder",
-            expected=found.world,
-            found=len(found.files),
+            "missing: get all files of the save into one folder"
         )
+        raise FormatError(message, expected=found.world, found=len(found.files))
 
 
 def begins_like_torch(source: Source, key: str) -> bool:
@@ -92,17 +90,16 @@ def some(names: Sequence[str], count: int | None = None) -> str:
 
 
 def by_what(sets: Iterable[RankSet]) -> Mapping[str, RankSet]:
-    """The sets by what is in them. Raises where there are two of one kind: nobody could say which one is meant."""
+    """The sets by their content. Raises for two sets of one kind."""
     found: dict[str, RankSet] = {}
     for one in sets:
         other = found.setdefault(one.what, one)
         if other is not one:
-            raise FormatError(
+            message = (
                 f"{one.what} files of {other.world:,} and of {one.world:,} ranks lie in one folder, so they are of two runs; "
-                "move one of them elsewhere",
-                expected=other.world,
-                found=one.world,
+                "move one of them elsewhere"
             )
+            raise FormatError(message, expected=other.world, found=one.world)
     return found
 
 
@@ -120,11 +117,10 @@ MEGATRON = re.compile(
 )
 
 Place = tuple[int, int | None, str]
-"""Tensor-parallel rank, stage of the pipeline where there is one, and what the name says beyond that (a rank of experts)."""
+"""Tensor-parallel rank, pipeline stage if there is one, and the rest of the name (a rank of experts)."""
 
 
 def megatron_files(keys: Iterable[str]) -> dict[str, dict[Place, str]]:
-    """The files of Megatron's ranks, of each step."""
     found: dict[str, dict[Place, str]] = {}
     for match in filter(None, map(MEGATRON.fullmatch, keys)):
         place = int(match["tp"]), None if match["pp"] is None else int(match["pp"]), match["more"] or ""
@@ -133,7 +129,6 @@ def megatron_files(keys: Iterable[str]) -> dict[str, dict[Place, str]]:
 
 
 def is_megatron(source: Source) -> bool:
-    """Whether names and the content of one file say so."""
     if source.store.holds("holdfast.json"):
         return False
     found = next(iter(megatron_files(source.store.list()).values()), None)
@@ -141,12 +136,12 @@ def is_megatron(source: Source) -> bool:
 
 
 def is_rank_files(source: Source) -> bool:
-    """Whether names and the content of one file say so. One file of several, opened by itself, is a file."""
+    """Whether names and the content of one file match. One file of several, opened by itself, does not."""
     if source.store.holds("holdfast.json"):
         return False
     keys = source.store.list()
     sets = rank_sets(keys, PATTERN)
-    # What somebody made of them, and put beside them, is what the folder is; the files themselves still open by a star.
+    # A merged checkpoint beside the files counts; the files still open by a star.
     merged = any("/" not in key and key.endswith((".safetensors", ".safetensors.index.json")) for key in keys)
     if not sets or merged or ".metadata" in keys:
         return False
@@ -155,3 +150,33 @@ def is_rank_files(source: Source) -> bool:
         return False
     chosen = main_set(sets)
     return begins_like_torch(source, chosen.files[chosen.ranks[0]])
+
+
+POINTER_NBYTES = 4096
+"""Longer than any name of a folder."""
+
+
+def chosen_step(source: Source, folders: Sequence[str], pointer: str, *, named: Callable[[str], str] = str) -> str:
+    """The step of a run to open: the top itself (`""`), the folder that the file `pointer` names, or the only folder.
+
+        run/latest                               global_step200          DeepSpeed
+        run/latest_checkpointed_iteration.txt    200 or release          Megatron
+
+    `named` makes the name of a folder out of the text of the pointer.
+    """
+    if "" in folders:
+        return ""
+    first, shown = tuple(sorted(folders)[:5]), some(sorted(folders))
+    size = source.store.size(pointer) if pointer in source.store.list() else None
+    if size is not None:
+        if size > POINTER_NBYTES:
+            raise FormatError(f"it should name a folder, and is {size:,} bytes long", file=pointer)
+        text = source.bytes(pointer, 0, size).decode("utf-8", "replace").strip()
+        if (folder := named(text)) not in folders:
+            message = f"it names {folder[:80]!r}, where no step is; there is {shown}, which can be opened by itself"
+            raise FormatError(message, file=pointer, expected=first, found=text[:80])
+        return folder
+    if len(folders) > 1:
+        message = f"there are {len(folders):,} steps in this folder, and no file {pointer!r} that names one: open one of {shown}"
+        raise FormatError(message, found=first)
+    return folders[0]

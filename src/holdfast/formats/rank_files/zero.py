@@ -5,18 +5,18 @@
     …/zero_pp_rank_R_mp_rank_00_model_states.pt            stage 3: the same a rank, without the parameters
     …/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt     the rank's part of weights in full precision, and of moments
 
-What opens is the model that was trained. Its names are those of the module, so that it converts to what a model loads:
+The folder opens as the trained model, with the names of the module:
 
     emb.weight                            full precision, put together from all ranks; what is not trained as it is stored
     deepspeed.module.emb.weight           the 16 bits that stages 1 and 2 store besides
     deepspeed.optimizer.exp_avg.…         moments by the names of their parameters; `state` and `param_groups` as they are
     deepspeed.state.global_steps          the rest of the first model file: counters, configuration, what the program added
 
-Tied parameters stay tied. Newer files list them; of older ones, names are tied whose entries in the module are one tensor. Frozen
-parameters are taken from the module where no list has them: files of stage 1 have none.
+Tied parameters stay tied. Newer files list them; in older files they are one tensor in the module. Frozen parameters are taken from
+the module where no list has them: files of stage 1 have no list.
 
-Model-parallel ranks and experts are not put together: such a folder is refused. Universal checkpoints are: they
-have a folder for each parameter, with a file for the weight and one for each moment.
+Folders with model-parallel ranks and experts are refused. A universal checkpoint has a folder for each parameter, with a file for
+the weight and one for each moment:
 
     zero/emb.weight/fp32.pt       {"param": the whole tensor, "cat_dim": …}
     zero/emb.weight/exp_avg.pt    the same of a moment
@@ -41,37 +41,24 @@ from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
-from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, read_rank
-from holdfast.formats.rank_files.flat import FlatRow, FlatSlice, cut
-from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
-from holdfast.formats.rank_files.side_keys import free_key, moved
-from holdfast.formats.rank_files.steps import chosen_step
-from holdfast.formats.rank_files.zero_parts import FlatGroups, Optimizer, flat_groups, optimizer_of, shapes_of
+from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, free_key, moved, read_rank
+from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, chosen_step, some
+from holdfast.formats.rank_files.zero_parts import FlatGroups, FlatRow, Optimizer, cut, flat_groups, optimizer_of, shapes_of
 from holdfast.formats.torch.tensors import brief
 
 FILE = re.compile(r"zero/(?P<name>[^/]+)/(?P<what>\w{1,64})\.pt")
 WEIGHT = "fp32"
 
 
-def universal_files(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
-    found = {}
-    for key in keys:
-        match = FILE.fullmatch(key)
-        if match is not None:
-            found[key] = match["name"], match["what"]
-    return found
-
-
 class Universal:
-    """What the files of all parameters hold."""
+    """The files of all parameters of a universal checkpoint."""
 
     def __init__(
         self, source: Source, files: Mapping[str, tuple[str, str]], assembly: Assembly, *, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         self.files: list[RankFile] = []
         self.weights: dict[str, LazyTensor] = {}
-        self.optimizer: dict[object, object] = {}
-        kinds: dict[str, dict[object, object]] = {}
+        self.optimizer: dict[object, dict[object, object]] = {}
         for number, (key, (name, what)) in enumerate(files.items()):
             file = read_rank(source, number, key)
             self.files.append(file)
@@ -80,28 +67,25 @@ class Universal:
                 with located(file=key, tensor=name):
                     value = _shaped(assembly.replica(name, [(0, value)]), shapes.get(name), assembly.source)
             if what != WEIGHT:
-                kinds.setdefault(what, {})[name] = moved(value, assembly)
+                self.optimizer.setdefault(what, {})[name] = moved(value, assembly)
             elif isinstance(value, LazyTensor):
                 self.weights[name] = value
             else:
                 raise MetadataError("the file of a weight has no tensor `param`", file=key, tensor=name, found=brief(value))
-        self.optimizer.update(kinds)
 
 
 def _shaped(tensor: LazyTensor, shape: tuple[int, ...] | None, source: Source) -> LazyTensor:
-    """A flat row in its shape, where that is known. What is no row stays as it is: a step."""
     if shape is None or tensor.shape == shape or tensor.ndim != 1:
         return tensor
     if tensor.size != math.prod(shape):
-        raise MetadataError(
-            f"it has {tensor.size:,} elements, and param_shapes says {list(shape)}", expected=shape, found=tensor.shape
-        )
-    return cut(shape, [FlatSlice(FlatRow([tensor]), 0, tensor.size)], tensor.dtype, source=source)
+        message = f"it has {tensor.size:,} elements, and param_shapes says {list(shape)}"
+        raise MetadataError(message, expected=shape, found=tensor.shape)
+    return cut(shape, [(FlatRow([tensor]), 0, tensor.size)], tensor.dtype, source=source)
 
 
 LATEST = "latest"
 BESIDE = "deepspeed"
-"""What is no weight of the model stands under this name."""
+"""Everything except the weights of the model stands under this name."""
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>0|[1-9]\d{0,8})_)?mp_rank_(?P<mp>\d{2,4})_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>0|[1-9]\d{0,8})_mp_rank_(?P<mp>\d{2,4})_?optim_states\.pt")
@@ -109,20 +93,20 @@ OTHER = re.compile(r"(?:layer_\d+.*[-_]model_states|expp_rank_\d+.*optim_states)
 """Layers of a pipeline, and experts."""
 
 TAKEN = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
-"""What of a model file is shown as tensors, and not once more among the rest."""
+"""Entries of a model file that are shown as tensors, and left out of the rest."""
 
 
 class StepFiles(Struct):
     whole: str | None = None
-    """The model of stages 1 and 2."""
+    """The model file of stages 1 and 2."""
     models: dict[int, str] = field(default_factory=dict)
-    """Those of stage 3."""
+    """The model files of stage 3."""
     optimizers: dict[int, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     mp: set[int] = field(default_factory=set)
     """Model-parallel ranks."""
     twice: list[str] = field(default_factory=list)
-    """Files of a rank that has another one."""
+    """Second files of a rank."""
 
 
 def is_deepspeed(source: Source) -> bool:
@@ -136,14 +120,14 @@ def describe(source: Source) -> Description:
     files = steps[step]
     _check_files(files)
     below = f"{step}/zero/" if step else "zero/"
-    universal = universal_files(source.store.list()) if not step else {}
+    found = filter(None, map(FILE.fullmatch, source.store.list() if not step else ()))
+    universal = {match[0]: (match["name"], match["what"]) for match in found}
     if not universal and any(key.startswith(below) for key in source.store.list()):
         raise Unsupported(f"a universal checkpoint; open its folder {step!r} itself", file=step or None)
     return _Step(source, files, universal).description(step)
 
 
 def _steps(keys: Iterable[str]) -> dict[str, StepFiles]:
-    """The files of each step: of the opened folder itself, or of the folders in it."""
     found: dict[str, StepFiles] = {}
     for key in keys:
         folder, _, name = key.rpartition("/")
@@ -177,7 +161,6 @@ def _some_model(files: StepFiles) -> list[str]:
 
 
 def _check_files(files: StepFiles) -> None:
-    """Raise where the names alone say that this cannot be put together."""
     if files.others:
         raise Unsupported(
             "experts and the layers of a pipeline have files of their own, which this does not put together; open the files one by "
@@ -202,6 +185,7 @@ class _Step:
     def __init__(self, source: Source, files: StepFiles, universal: Mapping[str, tuple[str, str]]) -> None:
         self.limits = source.limits
         self.assembly = Assembly(source)
+        self.own = self.assembly.source
         self.notes: list[str] = []
         models = {0: files.whole} if files.whole is not None else files.models
         self.models = [read_rank(source, rank, key) for rank, key in sorted(models.items())]
@@ -211,20 +195,16 @@ class _Step:
             file = read_rank(source, rank, key)
             self.optimizers.append(optimizer_of(file))
             self.files.append(file)
-        self.said = [_said(file) for file in self.models]
+        self.contents = [_model_content(file) for file in self.models]
         self.universal = Universal(source, universal, self.assembly, shapes=self._shapes()) if universal else None
         self.files += self.universal.files if self.universal is not None else []
         self._split = bool(files.models)
         """Whether this is stage 3, whose model files have no parameters."""
         self._check_ranks(files)
 
-    @property
-    def own(self) -> Source:
-        return self.assembly.source
-
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         with located(file=self.models[0].key):
-            groups = shapes_of(self.said[0].get("param_shapes") or [], "param_shapes", self.limits)
+            groups = shapes_of(self.contents[0].get("param_shapes") or [], "param_shapes", self.limits)
         return {name: shape for group in groups for name, shape in group.items()}
 
     def _check_ranks(self, files: StepFiles) -> None:
@@ -233,9 +213,8 @@ class _Step:
             first = self.optimizers[0]
             if (first.stage == 3) is not split:
                 kind = "stage 3" if split else "stage 1 or 2"
-                raise FormatError(
-                    f"it is of stage {first.stage}, and the model files are of {kind}: they are of two saves", file=first.key
-                )
+                message = f"it is of stage {first.stage}, and the model files are of {kind}: they are of two saves"
+                raise FormatError(message, file=first.key)
             world = first.partitions
             check_complete(RankSet("optimizer", world, files.optimizers))
             if split:
@@ -244,20 +223,19 @@ class _Step:
             check_complete(RankSet("model", max(models := files.models or {0: ""}) + 1, models))
         elif split:
             raise FormatError("the optimizer files are missing, and with them the weights: a model file of stage 3 has none")
-        for file, said in zip(self.models[1:], self.said[1:], strict=True):
+        for file, content in zip(self.models[1:], self.contents[1:], strict=True):
             for key in ("global_steps", "param_shapes", "frozen_param_shapes"):
-                if said.get(key) != self.said[0].get(key):
-                    raise FormatError(
-                        f"{key} differs from that of rank {self.models[0].rank}: they are of two saves", file=file.key
-                    )
+                if content.get(key) != self.contents[0].get(key):
+                    message = f"{key} differs from that of rank {self.models[0].rank}: they are of two saves"
+                    raise FormatError(message, file=file.key)
 
     def description(self, step: str) -> Description:
         weights, optimizer = self._weights()
         kept: dict[object, object] = {}
         if len(self.models) == 1 and self.models[0].rank == 0 and not self._split:
-            kept["module"] = moved(self.said[0]["module"], self.assembly)
+            kept["module"] = moved(self.contents[0]["module"], self.assembly)
         kept["optimizer"] = optimizer
-        kept["state"] = moved({key: value for key, value in self.said[0].items() if key not in TAKEN}, self.assembly)
+        kept["state"] = moved({key: value for key, value in self.contents[0].items() if key not in TAKEN}, self.assembly)
         beside = free_key(BESIDE, weights)
         stage = self.optimizers[0].stage if self.optimizers else 0
         metadata = {"zero_stage": str(stage), "ranks": str(max(1, len(self.optimizers)))} | ({"step": step} if step else {})
@@ -268,18 +246,17 @@ class _Step:
         return replace(found, non_model_keys=(beside,))
 
     def _weights(self) -> tuple[dict[str, LazyTensor], dict[object, object]]:
-        """The model in full precision by its names, in the order of the module; and what the optimizer keeps."""
         masters: dict[str, LazyTensor] = {}
         optimizer: dict[object, object] = {}
         if self.optimizers:
             with located(file=self.models[0].key):
-                shapes = shapes_of(self.said[0].get("param_shapes"), "param_shapes", self.limits)
+                shapes = shapes_of(self.contents[0].get("param_shapes"), "param_shapes", self.limits)
             groups = flat_groups(self.optimizers, shapes)
             for number in range(len(groups.places)):
                 masters |= groups.tensors(number, [one.masters[number] for one in self.optimizers], source=self.own)
             optimizer = self._optimizer(groups)
         elif self.universal is not None:
-            masters, optimizer = self.universal.weights, self.universal.optimizer
+            masters, optimizer = self.universal.weights, {**self.universal.optimizer}
         else:
             self.notes.append("there are no optimizer files, so these are the weights as the model had them, and no others")
         with located(file=self.models[0].key):
@@ -287,8 +264,10 @@ class _Step:
             return self._named(masters, frozen), optimizer
 
     def _frozen(self) -> dict[str, LazyTensor]:
-        """Parameters that are not trained: whole in stages 1 and 2, cut as all others are in stage 3."""
-        listed, fragments = self.said[0].get("frozen_param_shapes"), [said.get("frozen_param_fragments") for said in self.said]
+        listed, fragments = (
+            self.contents[0].get("frozen_param_shapes"),
+            [content.get("frozen_param_fragments") for content in self.contents],
+        )
         if not listed:
             return {}
         (shapes,) = shapes_of(listed, "frozen_param_shapes", self.limits)
@@ -304,10 +283,8 @@ class _Step:
     def _frozen_tensor(self, name: str, shape: tuple[int, ...], parts: Sequence[LazyTensor]) -> LazyTensor:
         if not self._split:
             if parts[0].shape != shape:
-                raise MetadataError(
-                    f"a frozen parameter of {list(parts[0].shape)}, and its shape is said to be {list(shape)}",
-                    expected=shape, found=parts[0].shape,
-                )  # fmt: skip
+                message = f"a frozen parameter of {list(parts[0].shape)}, and its shape is said to be {list(shape)}"
+                raise MetadataError(message, expected=shape, found=parts[0].shape)
             return self.assembly.replica(name, [(0, parts[0])])
         row = FlatRow(parts)
         size = LazyTensor("", row.dtype, shape, (), self.own).size
@@ -318,13 +295,13 @@ class _Step:
                 f"{size:,}",
                 expected=step, found=tuple(part.size for part in parts[:5]),
             )  # fmt: skip
-        return cut(shape, [FlatSlice(row, 0, size)], row.dtype, source=self.own)
+        return cut(shape, [(row, 0, size)], row.dtype, source=self.own)
 
     def _named(self, masters: Mapping[str, LazyTensor], frozen: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """Every name of the module with its tensor: of full precision, frozen, tied to one of these, or as the module has it."""
-        module = self.said[0]["module"]
+        """Every name of the module with its tensor: in full precision, frozen, tied to one of these, or the module's own."""
+        module = self.contents[0]["module"]
         entries = {name: value for name, value in module.items() if isinstance(name, str) and isinstance(value, LazyTensor)}
-        listed = self.said[0].get("shared_params")
+        listed = self.contents[0].get("shared_params")
         tied = {str(name): str(other) for name, other in listed.items()} if isinstance(listed, dict) else {}
         known = {**masters, **frozen}
         firsts = {_same(entry): name for name, entry in reversed(entries.items()) if name in known}
@@ -346,23 +323,22 @@ class _Step:
         return found
 
     def _is_placeholder(self, name: str, entry: LazyTensor) -> bool:
-        """Whether an empty entry stands for a parameter whose elements are with the optimizer: a buffer may be empty as well."""
-        buffers = self.said[0].get("buffer_names")
+        """Whether an empty entry stands for a parameter whose elements the optimizer has. A buffer may be empty as well."""
+        buffers = self.contents[0].get("buffer_names")
         return entry.size == 0 and not (isinstance(buffers, list | tuple | set) and name in buffers)
 
     def _buffer(self, name: str) -> LazyTensor:
-        """What every model file has whole, and has equal."""
         copies = [
             (file.rank, value)
-            for file, said in zip(self.models, self.said, strict=True)
-            if isinstance(value := said["module"].get(name), LazyTensor)
+            for file, content in zip(self.models, self.contents, strict=True)
+            if isinstance(value := content["module"].get(name), LazyTensor)
         ]
         if len(copies) != len(self.models):
             raise MetadataError("not every model file has it", tensor=name)
         return self.assembly.replica(name, copies)
 
     def _optimizer(self, groups: FlatGroups) -> dict[object, object]:
-        """Rows by the names of the parameters in them; what is no row, by group, and equal on all ranks."""
+        """Moments by the names of their parameters; other state by group, equal on all ranks."""
         moments: dict[object, dict[str, LazyTensor]] = {}
         rest: dict[object, dict[object, object]] = {}
         for number in range(len(groups.places)):
@@ -375,13 +351,13 @@ class _Step:
                     moments.setdefault(key, {}).update(groups.tensors(number, parts, source=self.own))
                 else:
                     rest.setdefault(number, {})[key] = self._alike(f"{BESIDE}.optimizer.state.{number}.{brief(key)}", values)
-        base = self.optimizers[0].said.get("optimizer_state_dict" if groups.split else "base_optimizer_state")
+        base = self.optimizers[0].content.get("optimizer_state_dict" if groups.split else "base_optimizer_state")
         settings = base.get("param_groups") if isinstance(base, dict) else None
         others = {"state": rest, "param_groups": moved(settings, self.assembly)}
         return {**moments, **{key: value for key, value in others.items() if value and key not in moments}}
 
     def _alike(self, name: str, values: Sequence[object]) -> object:
-        """What all ranks have: a step, a flag. Where they differ they are not of one step, or nobody knows how they go together."""
+        """A value that all ranks must have equal: a step, a flag."""
         first, key = values[0], self.optimizers[0].key
         if all(isinstance(value, LazyTensor) for value in values):
             copies = [
@@ -394,22 +370,21 @@ class _Step:
         if all(isinstance(value, int | float | str | bool | None) for value in values):
             differing = next((one for one, value in zip(self.optimizers, values, strict=True) if value != first), None)
             if differing is not None:
-                raise FormatError(f"{name} is not the same as on rank {self.optimizers[0].rank}: they are of two saves",
-                                  file=differing.key)  # fmt: skip
+                message = f"{name} is not the same as on rank {self.optimizers[0].rank}: they are of two saves"
+                raise FormatError(message, file=differing.key)
         return first
 
 
-def _said(file: RankFile) -> dict[object, dict[object, object]]:
-    """The dict of a model file, with a module in it."""
-    said = file.tree
-    if not isinstance(said, dict) or not isinstance(said.get("module"), dict):
-        found = type(said).__name__ if not isinstance(said, Opaque) else str(said.what)
+def _model_content(file: RankFile) -> dict[object, dict[object, object]]:
+    content = file.tree
+    if not isinstance(content, dict) or not isinstance(content.get("module"), dict):
+        found = type(content).__name__ if not isinstance(content, Opaque) else str(content.what)
         raise FormatError("not a model file of DeepSpeed: it has no dict `module`", file=file.key, found=found)
-    return said
+    return content
 
 
 def _same(tensor: LazyTensor) -> object:
-    """Equal for entries of a module that are one tensor. Empty ones are placeholders of stage 3, told apart by their records."""
-    if tensor.size or not tensor.chunks:
-        return identity(tensor) if tensor.chunks else id(tensor)
-    return tensor.chunks[0].storage.label
+    """A key that entries of one tensor share. Empty entries are placeholders of stage 3, which differ in their records."""
+    if not tensor.chunks:
+        return id(tensor)
+    return identity(tensor) if tensor.size else tensor.chunks[0].storage.label

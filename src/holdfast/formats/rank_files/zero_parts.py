@@ -1,11 +1,11 @@
-"""What the files of a DeepSpeed step say of its flat groups, checked; and where each parameter lies in them.
+"""The flat groups of a DeepSpeed step, checked, and the place of each parameter in them.
 
 Stages 1 and 2 keep a group of parameters as one row, cut into as many parts as there are ranks, with padding at the end:
 
     rank 0  │ a a a a a b b │        a: elements [0, 5) of the row of all ranks, b: [5, 9)
     rank 1  │ b b c c c · · │
 
-Stage 3 cuts every parameter by itself into parts of ceil(elements / ranks), and a rank lays its parts one behind the other:
+Stage 3 cuts every parameter into parts of ceil(elements / ranks). A rank has its parts one after the other:
 
     rank 0  │ a a a b b c c │        a: [0, 3) of the row of rank 0, then [0, 2) of that of rank 1, whose third is padding
     rank 1  │ a a · b b c · │
@@ -20,17 +20,88 @@ fewer fields, and plain numbers where newer ones have an enum.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
+from holdfast.core.box import run_boxes
+from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
+from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
-from holdfast.core.protocols import Source
+from holdfast.core.protocols import Source, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import RankFile
-from holdfast.formats.rank_files.flat import FlatRow, FlatSlice, cut
 from holdfast.formats.torch.tensors import brief, checked_shape
+
+
+class FlatRow:
+    """Elements in parts that follow each other: 1-D tensors of one dtype, each contiguous.
+
+        parts      │ a a a a b b │ b b b c · · │      files of two ranks
+        tensors      a = [0, 4)   b = [4, 9)   c = [9, 10)
+
+    Every tensor that is cut from a row gets storages of its own, so that it shares nothing with its neighbours.
+    """
+
+    def __init__(self, parts: Sequence[LazyTensor]) -> None:
+        for part in parts:
+            _check_flat(part)
+            if part.dtype is not parts[0].dtype:
+                raise MetadataError("the parts of a row have several dtypes", expected=parts[0].dtype.name, found=part.dtype.name)
+        self._parts = parts
+        self._starts = [0, *accumulate(part.size for part in parts)]
+
+    @property
+    def dtype(self) -> DType:
+        return self._parts[0].dtype
+
+    def storages(self, start: int, stop: int, home: Store) -> Iterator[tuple[Storage, int]]:
+        """The elements [start, stop): storages that hold nothing else, each with its number of elements."""
+        at = bisect_right(self._starts, start) - 1
+        width = self.dtype.bits // 8
+        while start < stop:
+            part, until = self._parts[at], min(stop, self._starts[at + 1])
+            if until > start:
+                chunk = part.chunks[0]
+                first = chunk.offset // 8 + (start - self._starts[at]) * width
+                yield _range(chunk.storage, first, (until - start) * width, home=home), until - start
+            start, at = until, at + 1
+
+
+def cut(shape: tuple[int, ...], slices: Iterable[tuple[FlatRow, int, int]], dtype: DType, *, source: Source) -> LazyTensor:
+    """The tensor without a name whose elements, in C order, are these slices of rows one after the other: row, start, stop."""
+    chunks: list[Chunk] = []
+    strides, at = c_strides(shape, dtype.bits), 0
+    for row, start, stop in slices:
+        for storage, count in row.storages(start, stop, source.store):
+            for box in run_boxes(shape, at, at + count):
+                begin = sum(n * stride for n, stride in zip(box.start, strides, strict=True))
+                chunks.append(Chunk(box, storage, begin - at * dtype.bits, strides))
+            at += count
+    if at != math.prod(shape):
+        raise ValueError(f"{at} elements do not make a tensor of {shape}")
+    return LazyTensor("", dtype, shape, tuple(chunks), source)
+
+
+def _check_flat(part: LazyTensor) -> None:
+    traits = part.traits
+    plain = part.ndim == 1 and not part.dtype.packed and part.dtype.bits % 8 == 0 and not (traits.conj or traits.neg or traits.meta)
+    if plain and part.size:
+        chunk = part.chunks[0]
+        plain = len(part.chunks) == 1 and in_c_order(chunk.shape, chunk.strides, part.dtype.bits) and chunk.offset % 8 == 0
+    if not plain:
+        raise MetadataError("a part of a row is not one plain row of elements", found=(part.dtype.name, part.shape))
+
+
+def _range(storage: Storage, start: int, nbytes: int, *, home: Store) -> Storage:
+    crc = storage.crc32 if start == 0 and nbytes == storage.nbytes else None
+    place = storage.key, storage.start + start, nbytes
+    # Not `replace`: with many ranks these are 100,000.
+    return Storage(*place, storage.byteorder, crc, storage.location, storage.label, home=home)
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -39,23 +110,23 @@ ALIGNMENT = 2
 
 
 class Optimizer(Value, frozen=True):
-    """What one rank's optimizer file has."""
+    """The content of one rank's optimizer file."""
 
     rank: int
     key: str
     stage: int
     partitions: int
-    """How many ranks it says there are."""
+    """The number of ranks that the file states."""
     masters: Sequence[LazyTensor]
     """The rank's part of each flat group, in full precision."""
     states: Sequence[Mapping[object, object]]
-    """What the optimizer keeps beside, by group."""
-    said: Mapping[object, object]
-    """All of it."""
+    """The other state of the optimizer, by group."""
+    content: Mapping[object, object]
+    """All entries of the file."""
 
 
 class ParameterRange(Value, frozen=True):
-    """Where a parameter lies: from which element on of the row, or of the row of each rank."""
+    """The place of a parameter: its first element in the row, or in the row of each rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,15 +138,15 @@ class ParameterRange(Value, frozen=True):
 
 
 def optimizer_of(file: RankFile) -> Optimizer:
-    """What an optimizer file says, as far as it can be told from one file that it makes sense."""
+    """The checked content of one optimizer file."""
     with located(file=file.key):
-        said = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
-        if not isinstance(said, dict) or "zero_stage" not in said:
+        content = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
+        if not isinstance(content, dict) or "zero_stage" not in content:
             raise FormatError("not an optimizer file of DeepSpeed's ZeRO: it has no optimizer_state_dict with a zero_stage")
-        stage = _number(said["zero_stage"], "zero_stage")
+        stage = _number(content["zero_stage"], "zero_stage")
         if stage not in (1, 2, 3):
             raise Unsupported(f"stage {stage} of ZeRO; 1, 2 and 3 are known", found=stage)
-        count = said.get("partition_count")
+        count = content.get("partition_count")
         counts = {_number(one, "partition_count") for one in (count if isinstance(count, list | tuple) else [count])}
         if len(counts) != 1:
             raise Unsupported(
@@ -83,15 +154,15 @@ def optimizer_of(file: RankFile) -> Optimizer:
                 "put together",
                 found=tuple(sorted(counts)),
             )
-        masters = said.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+        masters = content.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
         if not isinstance(masters, list | tuple) or not all(isinstance(one, LazyTensor) for one in masters):
             raise MetadataError("the flat groups of full precision are no list of tensors", found=brief(masters))
         own = [one for one in masters if isinstance(one, LazyTensor)]
-        return Optimizer(file.rank, file.key, stage, counts.pop(), own, _states(said, stage, len(own)), said)
+        return Optimizer(file.rank, file.key, stage, counts.pop(), own, _states(content, stage, len(own)), content)
 
 
 def _number(value: object, what: str) -> int:
-    """An int, or an enum of one, as newer versions pickle their stages."""
+    """An int, or the value of an enum: newer versions pickle their stages as one."""
     if isinstance(value, Opaque) and len(value.args) == 1:
         value = value.args[0]
     if type(value) is not int or value < 0:
@@ -99,9 +170,9 @@ def _number(value: object, what: str) -> int:
     return value
 
 
-def _states(said: Mapping[object, object], stage: int, groups: int) -> list[Mapping[object, object]]:
-    """What the optimizer keeps for each flat group: numbered in torch's way, or a list of what was kept without padding."""
-    base = said.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+def _states(content: Mapping[object, object], stage: int, groups: int) -> list[Mapping[object, object]]:
+    """The optimizer's state of each flat group: a dict by numbers as in torch, or a list without padding."""
+    base = content.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     if isinstance(base, dict):
         base = base.get("state")
     numbered: Mapping[object, object] = dict(enumerate(base)) if isinstance(base, list) else base if isinstance(base, dict) else {}
@@ -110,7 +181,7 @@ def _states(said: Mapping[object, object], stage: int, groups: int) -> list[Mapp
 
 
 def shapes_of(value: object, what: str, limits: Limits) -> list[Shapes]:
-    """`param_shapes` and its like: names and shapes by group, each name once."""
+    """Names and shapes by group, each name once, from `param_shapes` or a field like it."""
     groups = value if isinstance(value, list | tuple) else [value]
     seen: set[str] = set()
     found: list[Shapes] = []
@@ -129,7 +200,7 @@ def shapes_of(value: object, what: str, limits: Limits) -> list[Shapes]:
 
 
 class FlatGroups:
-    """The flat groups of all ranks, and what lies where in them."""
+    """The flat groups of all ranks, and the places of parameters in them."""
 
     def __init__(self, optimizers: Sequence[Optimizer], places: Sequence[Sequence[ParameterRange]]) -> None:
         self._optimizers = optimizers
@@ -139,13 +210,12 @@ class FlatGroups:
         """Whether each parameter is cut by itself, and not the row of all of them."""
 
     def tensors(self, group: int, parts: Sequence[LazyTensor], *, source: Source) -> dict[str, LazyTensor]:
-        """The parameters of a group, cut from parts that lie as those of full precision do: these themselves, or a moment."""
+        """The parameters of a group, cut from the weights in full precision or from a moment that lies like them."""
         world = len(parts)
         if not self.split:
             row = FlatRow(parts)
             return {
-                at.name: cut(at.shape, [FlatSlice(row, at.start, at.start + at.size)], row.dtype, source=source)
-                for at in self.places[group]
+                at.name: cut(at.shape, [(row, at.start, at.start + at.size)], row.dtype, source=source) for at in self.places[group]
             }
         rows = [FlatRow([part]) for part in parts]
         if any(row.dtype is not rows[0].dtype for row in rows):
@@ -154,12 +224,12 @@ class FlatGroups:
         for at in self.places[group]:
             step = -(-at.size // world)
             counts = [min(step, max(0, at.size - rank * step)) for rank in range(world)]
-            stretches = [FlatSlice(row, at.start, at.start + count) for row, count in zip(rows, counts, strict=True)]
-            made[at.name] = cut(at.shape, stretches, rows[0].dtype, source=source)
+            slices = [(row, at.start, at.start + count) for row, count in zip(rows, counts, strict=True)]
+            made[at.name] = cut(at.shape, slices, rows[0].dtype, source=source)
         return made
 
     def lie_alike(self, group: int, parts: Sequence[LazyTensor]) -> bool:
-        """Whether parts of these lengths have each element where those of full precision have it. Padding may be there or not."""
+        """Whether parts have each element at the place that it has in full precision. Padding may be missing."""
         masters = [optimizer.masters[group].size for optimizer in self._optimizers]
         if self.split:
             return [part.size for part in parts] == masters
@@ -173,7 +243,7 @@ class FlatGroups:
 
 
 def flat_groups(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> FlatGroups:
-    """Where each parameter lies. Raises where the files do not agree with each other, or with the shapes."""
+    """The places of all parameters. Raises where the files contradict each other or the shapes."""
     first = optimizers[0]
     for other in optimizers:
         with located(file=other.key):
@@ -200,11 +270,10 @@ def _places_by_group(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) 
     """Stages 1 and 2: one row of all ranks for each group."""
     first, world = optimizers[0], len(optimizers)
     if len(shapes) != len(first.masters):
-        raise MetadataError(
-            f"there are {len(first.masters)} flat groups and shapes for {len(shapes)}", file=first.key, expected=len(shapes)
-        )
+        message = f"there are {len(first.masters)} flat groups and shapes for {len(shapes)}"
+        raise MetadataError(message, file=first.key, expected=len(shapes))
     found = []
-    paddings = first.said.get("param_alignment_paddings")
+    paddings = first.content.get("param_alignment_paddings")
     for group, own in enumerate(shapes):
         after = _paddings(paddings, group, len(own))
         places, at = [], 0
@@ -224,11 +293,10 @@ def _places_by_group(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) 
     return found
 
 
-def _paddings(said: object, group: int, count: int) -> Sequence[int]:
-    """Elements of padding behind each parameter of a group; none where a file does not say."""
-    if said is None:
+def _paddings(content: object, group: int, count: int) -> Sequence[int]:
+    if content is None:
         return (0,) * count
-    own = said[group] if isinstance(said, list | tuple) and group < len(said) else None
+    own = content[group] if isinstance(content, list | tuple) and group < len(content) else None
     if not isinstance(own, list | tuple) or len(own) != count:
         raise MetadataError(f"param_alignment_paddings does not fit the {count} parameters of group {group}", found=brief(own))
     return [_number(padding, "param_alignment_paddings") for padding in own]
@@ -269,14 +337,14 @@ def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -
 
 
 def _check_mappings(places: Sequence[Sequence[ParameterRange]], optimizers: Sequence[Optimizer]) -> None:
-    """Compare with what each rank says of the elements that it has, where it says so (`param_slice_mappings`)."""
+    """Compare with `param_slice_mappings`, which newer files have: the elements of each rank."""
     for group, own in enumerate(places):
         starts = [0]
         for optimizer in optimizers:
             starts.append(starts[-1] + optimizer.masters[group].size)
         for optimizer, start, stop in zip(optimizers, starts, starts[1:], strict=False):
-            said = optimizer.said.get("param_slice_mappings")
-            mapping = said[group] if isinstance(said, list | tuple) and group < len(said) else None
+            content = optimizer.content.get("param_slice_mappings")
+            mapping = content[group] if isinstance(content, list | tuple) and group < len(content) else None
             if not isinstance(mapping, dict):
                 continue
             expected = {
@@ -296,7 +364,6 @@ def _check_mappings(places: Sequence[Sequence[ParameterRange]], optimizers: Sequ
 
 
 def _fragment(value: object) -> tuple[int, int] | None:
-    """Start and length of a `fragment_address`; None where it is something else."""
     if not isinstance(value, Opaque):
         return None
     start, count = value.attribute("start"), value.attribute("numel")

@@ -1,19 +1,15 @@
 """A directory of safetensors files, with or without an index.
 
-Which files count:
+Files of a checkpoint:
 
-1. With an index, the files that it names, and no others: a `consolidated.safetensors` beside them is another copy.
-2. Without one, every `*.safetensors` at the top of the directory, which is how transformers and torch look for them.
-3. Without any at the top, those in `sharded/`: torch's writer puts the pieces there when it is to consolidate them, and where that
-   fails, or has yet to be done, there is nothing else.
+1. With an index, the files that it names: a `consolidated.safetensors` beside them is another copy.
+2. Without an index, every `*.safetensors` at the top of the directory, as for transformers and torch.
+3. Without any at the top, those in `sharded/`: torch's writer puts pieces there before it consolidates them.
 
-How they go together: every tensor comes from exactly one file, or from several that say which piece each holds
-(`record`) and whose pieces tile the whole. Anything else would depend on the order in which a reader happens to go
-through the files.
+Every tensor comes from one file, or from several files with pieces (`record`) that tile the whole.
 
-The index is `model.safetensors.index.json`, as `transformers` and torch write it (`formats/index_file.py`). Holdfast writes a
-record into its `metadata` (`record`), as text: a checksum, and what there is to say beyond which file has which tensor. Where ranks
-have saved pieces of tensors to a bucket, `metadata` lists all files (`holdfast.files`): a name is mapped to one of them alone.
+The index is `model.safetensors.index.json`, as `transformers` and torch write it (`formats/index_file.py`). Holdfast adds a
+record to its `metadata` and, where ranks saved pieces of tensors to a bucket, a list of all files (`holdfast.files`).
 """
 
 from __future__ import annotations
@@ -27,20 +23,20 @@ from holdfast.errors import Corrupted, UnknownFormat, located
 from holdfast.formats.index_file import INDEX, WeightFiles, by_index, check_mapped, claimed_twice, other_copies, some
 from holdfast.formats.recorded import Recorded, restore
 from holdfast.formats.safetensors.read import Header, header_table, read_header, refuse_orphans
-from holdfast.formats.safetensors.record import RECORD, SHARDING_INFO, About, HeaderRecord, join, read_record, saved_offsets
+from holdfast.formats.safetensors.record import RECORD, SHARDING_INFO, HeaderRecord, join, read_record, saved_offsets
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = SUFFIX + INDEX
 
 PIECES = "sharded/"
-"""The folder of torch's `HuggingFaceStorageWriter` for what is to be consolidated (torch 2.8 and later)."""
+"""The folder in which torch's `HuggingFaceStorageWriter` puts files before it consolidates them (torch 2.8 and later)."""
 
 Places = dict[str, int | LazyTensor]
-"""By name: the number of a tensor that one file has whole, counted through all files, or a tensor that was joined from pieces."""
+"""By name: the number of a whole tensor, counted through all files, or a tensor joined from pieces."""
 
 
 def is_directory(source: Source) -> bool:
-    """Whether several files were opened, safetensors or an index of them at the top, and it is no DCP directory."""
+    """Whether there are several files, with safetensors or an index of them at the top, and no DCP directory."""
     keys = source.store.list()
     if len(keys) < 2 or any(key == ".metadata" or (key.endswith(".distcp") and "/" not in key) for key in keys):
         return False
@@ -58,7 +54,8 @@ def describe(source: Source) -> Description:
     if listed is not None:
         with located(file=index):
             texts = {name: value for name, value in listed.metadata.items() if name != RECORD}
-            record = read_record(listed.metadata.get(RECORD), About(listed.weight_map, texts), source.limits)
+            found = listed.metadata.get(RECORD)
+            record = read_record(found, listed.weight_map, texts, header=False, limits=source.limits)
     headers = {key: read_header(source, key) for key in files}
     refuse_orphans(headers.values())
     alone = next(iter(headers.values())) if listed is None and len(headers) == 1 else None
@@ -94,7 +91,6 @@ def _mapped(
     index: str,
     notes: list[str],
 ) -> Places:
-    """The places of the tensors that an index names, in its order. Raises `MetadataError` where a file lacks one of them."""
     parted = {
         name: key
         for name, key in weight_map.items()
@@ -111,7 +107,7 @@ def _mapped(
 
 
 def _changes(headers: Iterable[Header], record: HeaderRecord, index: str | None, *, notes: list[str]) -> tuple[Corrupted, ...]:
-    """Files that are not as they were written, for a verification; the index among them, where it lost what it said of them all."""
+    """Files that changed after they were written, for a verification; also an index that lost its record."""
     found = [header.record.changed for header in headers if header.record.changed is not None]
     if record.changed is not None:
         record.changed.file = index
@@ -130,9 +126,9 @@ def _changes(headers: Iterable[Header], record: HeaderRecord, index: str | None,
 def _together(
     headers: Iterable[Header], index: HeaderRecord, stored: Mapping[str, LazyTensor], *, alone: Header | None, notes: list[str]
 ) -> Recorded:
-    """What was noted about the whole: in the index or, in a folder of files that were saved one by one, in each of them.
+    """The records of the whole: that of the index or, in a folder of files that were saved one by one, those of all files.
 
-    `alone` is the one file of a folder that has no index: what it says of itself is said of the whole.
+    `alone` is the only file of a folder without an index: its record is that of the whole.
     """
     notes += index.notes
     if index.recorded:
@@ -157,25 +153,19 @@ def _together(
 
 
 def _at_the_top(keys: Sequence[str]) -> list[str]:
-    """The safetensors files that a reader of the directory finds; names with a leading dot are hidden from it."""
     return [key for key in keys if key.endswith(SUFFIX) and "/" not in key and not key.startswith(".")]
 
 
 def _candidates(keys: Sequence[str]) -> list[str]:
-    """The files that count where no index says which."""
     return _at_the_top(keys) or [key for key in keys if key.startswith(PIECES) and key.endswith(SUFFIX)]
 
 
 def _places(headers: Mapping[str, Header], source: Source) -> tuple[Places, dict[str, int]]:
-    """Every tensor of every file, in their order: its number among all where it is whole, or the tensor joined from pieces.
-
-    Beside them, by file, the number of its first tensor.
-    """
+    """Every tensor of every file, in order, and by file the number of its first tensor."""
     offsets = {key: saved_offsets(header, source.limits) for key, header in headers.items()}
     firsts = dict(zip(headers, accumulate([len(header.names) for header in headers.values()], initial=0), strict=False))
     places: Places = {}
     several: dict[str, None] = {}
-    """Tensors that are in pieces, or in several files."""
     for key, header in headers.items():
         several |= dict.fromkeys(name for name, begin in offsets[key].items() if any(begin))
         several |= dict.fromkeys(places.keys() & header.names)
@@ -190,7 +180,6 @@ def _places(headers: Mapping[str, Header], source: Source) -> tuple[Places, dict
 
 
 def _common_metadata(headers: Iterable[Header], notes: list[str]) -> dict[str, str]:
-    """The text on which all files agree; keys with several values become a note. Where pieces lie has been used up."""
     values: dict[str, set[str]] = {}
     for header in headers:
         for key, text in header.metadata.items():

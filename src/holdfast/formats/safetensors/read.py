@@ -20,7 +20,7 @@ from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
-from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, HeaderRecord, read_record, saved_offsets
+from holdfast.formats.safetensors.record import MANIFEST, RECORD, HeaderRecord, read_record, saved_offsets
 from holdfast.formats.safetensors.schema import (
     PREFIX_NBYTES,
     ROWS,
@@ -35,53 +35,44 @@ SMALLEST_NBYTES = 2
 """A header of `{}`."""
 
 LONGEST_CLAIM = 1 << 48
-"""A first word above this is no length but text, a pickle, a zip: those have no two zero bytes there."""
+"""A first word above this is not a length but text, a pickle or a zip, which have no two zero bytes there."""
 
 LFS_POINTER = b"version https://git-lfs"
-"""How the stand-in begins that Git leaves in place of a large file that was not fetched."""
+"""The first bytes of the file that Git leaves in place of a large file."""
 
 
 class Header(Value, frozen=True, dict=True):
     """The checked header of one file."""
 
     key: str
-    """The file."""
-
     data_start: int
     """The byte of the file that data offsets count from."""
-
     names: Sequence[str]
     """Every tensor, in the order of the header."""
-
     metadata: dict[str, str]
     """The file's `__metadata__`, without the record."""
-
     columns: HeaderColumns
-    """The entries, column by column."""
-
     record: HeaderRecord
-    """What Holdfast noted in this file when it wrote it."""
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
-        """The position of each tensor in the columns. Made for those who look tensors up one by one."""
+        """The position of each tensor in the columns, for lookups one by one."""
         return dict(zip(self.names, range(len(self.names)), strict=True))
 
     def entry(self, name: str) -> HeaderEntry:
-        """What the header says of one tensor."""
         at, columns = self.positions[name], self.columns
         begin = columns.starts[at] - self.data_start
         return HeaderEntry(*columns.outlines[columns.outline[at]], (begin, begin + columns.nbytes[at]))
 
     def storage(self, name: str, home: Store) -> Storage:
-        """Where the bytes of a tensor lie in the store that the header was read from."""
+        """The bytes of a tensor in the store that the header was read from."""
         at, columns = self.positions[name], self.columns
         crc32 = self.record.crcs[at] if self.record.crcs else None
         return Storage(self.key, columns.starts[at], columns.nbytes[at], crc32=crc32, label=name, home=home)
 
 
 def header_table(headers: Sequence[Header], source: Source, places: Mapping[str, int | LazyTensor] | None = None) -> Table:
-    """The tensors of checked headers: all of one file, or those whose `places` are given.
+    """The tensors of checked headers: all of one file, or those in `places`.
 
     A place is the number of a tensor that is whole, counted through all headers, or a tensor that was joined from pieces.
     """
@@ -106,7 +97,6 @@ def header_table(headers: Sequence[Header], source: Source, places: Mapping[str,
 
 
 def _storages(headers: Sequence[Header], source: Source) -> FileStorages:
-    """The tensors of files as ranges, in the order of their headers."""
     names: Sequence[str] = headers[0].names if len(headers) == 1 else [name for header in headers for name in header.names]
     file, start, nbytes, crcs = array("q"), array("q"), array("q"), array("q")
     for number, header in enumerate(headers):
@@ -132,20 +122,14 @@ def read_header(source: Source, key: str) -> Header:
     if length > size - PREFIX_NBYTES:
         _refuse_length(source, key, length, size=size)
     if length > source.limits.header_nbytes:
-        raise LimitExceeded(
-            f"a header of {length:,} bytes is more than Limits(header_nbytes={source.limits.header_nbytes:,})",
-            file=key,
-            offset=0,
-            expected=source.limits.header_nbytes,
-            found=length,
-        )
+        message = f"a header of {length:,} bytes is more than Limits(header_nbytes={source.limits.header_nbytes:,})"
+        raise LimitExceeded(message, file=key, offset=0, expected=source.limits.header_nbytes, found=length)
     data_start = PREFIX_NBYTES + length
     document = parse_document(source.bytes(key, PREFIX_NBYTES, data_start), source.limits, file=key)
     columns = check_layout(document.entries, range(data_start, size), source.limits, file=key)
     metadata = {name: text for name, text in document.metadata.items() if name != RECORD}
     with located(file=key):
-        about = About(document.entries, metadata, document.entries)
-        record = read_record(document.metadata.get(RECORD), about, source.limits, start=PREFIX_NBYTES)
+        record = read_record(document.metadata.get(RECORD), document.entries, metadata, header=True, limits=source.limits)
         if record.changed is not None:
             record.changed.file = key
     return Header(key, data_start, copied_together([*document.entries]), metadata, columns, record)
@@ -164,7 +148,7 @@ def begins_like_safetensors(source: Source, key: str) -> bool:
 
 
 def describe(source: Source) -> Description:
-    """Read the header and check everything that it says."""
+    """Read and check the header."""
     keys = source.store.list()
     if len(keys) != 1:
         raise HeaderError(f"one safetensors file was expected, {len(keys):,} files are there", file=source.store.name)
@@ -182,25 +166,18 @@ def describe(source: Source) -> Description:
 
 
 def refuse_orphans(headers: Iterable[Header]) -> None:
-    """Raise for files of a folder that say that they belong to a native directory, whose manifest is then missing."""
+    """Raise for files of a native directory whose manifest is missing."""
     for header in headers:
         if header.record.rest == MANIFEST:
-            raise Corrupted(
+            message = (
                 f"a data file of a native checkpoint, and its manifest {MANIFEST} is not in the folder: values and second names "
-                "are lost without it. Get the manifest again; the tensors are in the data files, which open one by one",
-                file=header.key,
-                expected=MANIFEST,
+                "are lost without it. Get the manifest again; the tensors are in the data files, which open one by one"
             )
+            raise Corrupted(message, file=header.key, expected=MANIFEST)
 
 
 def _refuse_length(source: Source, key: str, length: int, *, size: int) -> NoReturn:
-    """Raise for a header that would end after the file does."""
     if source.bytes(key, 0, min(size, len(LFS_POINTER))) == LFS_POINTER:
         raise HeaderError("this is a Git LFS pointer in place of the file: run `git lfs pull`", file=key, offset=0)
-    raise Truncated(
-        f"the header would take {length:,} bytes, but the file ends after {size:,}",
-        file=key,
-        offset=0,
-        expected=PREFIX_NBYTES + length,
-        found=size,
-    )
+    message = f"the header would take {length:,} bytes, but the file ends after {size:,}"
+    raise Truncated(message, file=key, offset=0, expected=PREFIX_NBYTES + length, found=size)

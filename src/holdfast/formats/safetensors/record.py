@@ -1,34 +1,29 @@
-"""What is noted in a file's `__metadata__`: the record of Holdfast, and the pieces of torch's Hugging Face writer.
+"""Two entries of a file's `__metadata__`: Holdfast's record, and the pieces of torch's Hugging Face writer.
 
-The entry `holdfast` has checksums, and what the format has no other place for.
+The entry `holdfast` has checksums, and everything that the format has no other place for:
 
     {"version": 2, "of": "1c291ca3", "texts": "8d0f11c2", …the fields of `formats.recorded`…, "crc32": "9f3a01d2" + "00c4e6b7" + …,
      "self": "5bb0e7a9"}
 
 - `crc32` holds eight hexadecimal digits a tensor, in the order of the header.
 - `of` is the CRC-32 of the tensors' part of the header as msgspec writes it, `texts` that of the other texts in `__metadata__`.
-- `rest` names the file beside this one that says the rest: the manifest of a native directory, or the index of a split checkpoint.
+- `rest` names the file beside this one with the rest: the manifest of a native directory, or the index of a split checkpoint.
 - `self` is the checksum of the record (`core.documents`).
 
-So nothing in a header is without a checksum, and what is wrong with one tells its cause:
+So everything in a header has a checksum, and a wrong one tells its cause:
 
-    the record has not its own checksum       it is damaged, and refused
-    it is about other tensors                 another tool changed them and copied the metadata, or damage: not used, and noted
-    it is about these, and other texts        the same; used, and noted
+    `self` is wrong       the record is damaged, and refused
+    `of` is wrong         another tool changed the tensors and copied the metadata, or damage: not used, with a note
+    `texts` is wrong      another tool changed the texts, or damage: used, with a note
 
-What is noted is `changed`, and a verification reports it. A record of version 1 has no `texts` and no `self`.
+A verification reports both notes (`changed`). A record of version 1 has no `texts` and no `self`.
 
-Tensors may be in pieces: torch 2.8 and later (`HuggingFaceStorageWriter`) write each rank's pieces as plain safetensors and put
-into `__metadata__`
+torch 2.8 and later (`HuggingFaceStorageWriter`) write each rank's pieces of tensors as plain safetensors, with their offsets:
 
     DCP_SHARDING_INFO    {"model.w": {"saved_offsets": [0, 256]}, …}      as JSON text
 
-which says where in the whole tensor the piece of this file begins. Nothing says how large the whole is: it is the
-smallest shape that holds all the pieces, so a lost last piece would go unnoticed by shape alone; the pieces must tile
-it exactly.
-
-torch has pairs of 4-bit floats, and counts them in the offsets; the header counts the floats themselves (F4), so that the
-last offset of such a piece is to be doubled.
+The shape of the whole is not stored: it is the smallest shape that holds all pieces, and the pieces must tile it exactly. torch
+counts 4-bit floats in pairs, and the header counts the floats (F4), so that the last offset of such a piece is doubled.
 """
 
 from __future__ import annotations
@@ -55,7 +50,7 @@ from holdfast.core.tiling import tiles
 from holdfast.core.value import Value, replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.recorded import FIELDS, Recorded, parse_recorded
-from holdfast.formats.safetensors.schema import ADDRESSABLE, ROWS, addressable
+from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, ROWS, addressable
 from holdfast.formats.tree_json.decode import json_limits
 
 if TYPE_CHECKING:
@@ -65,11 +60,11 @@ RECORD = "holdfast"
 """The key in `__metadata__`, and in the `metadata` of an index."""
 
 MANIFEST = "holdfast.json"
-"""The file of a native directory that says everything about the others."""
+"""The manifest of a native directory."""
 
 VERSION = 2
 SEALED_VERSION = 2
-"""The first that has a checksum of its own."""
+"""The first version with a checksum of its own."""
 
 CRC_DIGITS = 8
 
@@ -87,33 +82,22 @@ class HeaderRecord(Value, frozen=True):
     """A checked record."""
 
     crcs: Sequence[int] = ()
-    """CRC-32 of the bytes of each tensor, in the order of the header; none where they are not recorded."""
+    """CRC-32 of each tensor, in the order of the header; empty if not recorded."""
     recorded: Recorded = field(default_factory=Recorded)
     notes: tuple[str, ...] = ()
     rest: str | None = None
-    """The file beside this one that says the rest."""
+    """The file beside this one with the rest of the metadata."""
     changed: Corrupted | None = None
-    """How the file differs from what was written with the record: for a verification to report."""
+    """How the file differs from its record, for a verification."""
     present: bool = False
-    """Whether there is a record, used or not."""
+    """Whether there is a record, also an unused one."""
 
 
 NO_RECORD = HeaderRecord()
 
 
-class About(Value, frozen=True):
-    """What a record is about."""
-
-    content: object
-    """The entries of a header, or the weight map of an index."""
-    texts: Mapping[str, object]
-    """What stands beside the record."""
-    names: Mapping[str, object] | None = None
-    """The tensors that have checksums in it, if any have."""
-
-
 def fingerprint(content: object) -> str:
-    """What ties a record to what it is about, in eight digits."""
+    """The checksum of the content of a record, in eight digits."""
     return f"{crc32(msgspec.json.encode(content)):08x}"
 
 
@@ -121,7 +105,7 @@ TEXTS = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
 def texts_fingerprint(texts: Mapping[str, object]) -> str:
-    """The same for what stands beside it. Other writers keep no order there, so it does not count."""
+    """The checksum of the texts beside a record. Their order does not count, since other writers change it."""
     # Not msgspec: an index may have integers that it does not write. An encoder is made for each value that is no text.
     pairs = sorted(texts.items())
     listed = [f"[{encode_basestring(key)},{encode_basestring(v) if type(v) is str else TEXTS.encode(v)}]" for key, v in pairs]
@@ -130,16 +114,16 @@ def texts_fingerprint(texts: Mapping[str, object]) -> str:
 
 
 def checksum_digits(crcs: Mapping[str, int], labels: Sequence[str]) -> str:
-    """The digits of the checksums of these, in a row."""
+    """The digits of all checksums."""
     # From a list, as numbers of 64 bits: a third of the time that the others take.
     return np.array(list(map(crcs.__getitem__, labels)), np.int64).astype(">u4").tobytes().hex()
 
 
 class RecordText:
-    """A record as JSON text, with its checksums to come: eight digits a tensor where the record has them, and its own.
+    """A record as JSON text, before its checksums are known: eight digits for each tensor, and its own.
 
-    `of` is the fingerprint of what it is about, `texts` stand beside it, and so many tensors have checksums in it; None: no such
-    field. Spaces stand at the end where the reader would think that it has too many lists for its length.
+    `of` is the fingerprint of its content, `texts` stand beside it, and `tensors` is the number of checksums; without it there is
+    no such field. Spaces at the end make it long enough for the reader's limit on lists.
 
         opening                         │ middle                                │ closing
         {"version":2,…,"crc32":"        │ digits of the tensors","self":"digits │ "}␠␠␠
@@ -148,49 +132,45 @@ class RecordText:
     def __init__(self, fields: Mapping[str, object], of: str, texts: Mapping[str, object], *, tensors: int | None = None) -> None:
         raw = msgspec.json.encode({"version": VERSION, "of": of, "texts": texts_fingerprint(texts), **fields})
         self._nbytes = paid_nbytes(raw)
-        self._tensors = tensors
+        self._quote = b"" if tensors is None else b'"'
         self.opening = raw[:-1] if tensors is None else raw[:-1] + b',"crc32":"'
         self._crc = crc32(self.opening)
-        spaces = self._nbytes - len(self._quoted(b"")) - len(self.opening) - CRC_DIGITS * (tensors or 0)
+        spaces = self._nbytes - len(self._quote) - len(self.opening) - CRC_DIGITS * (tensors or 0)
         self.closing = CLOSING.ljust(spaces - SEAL_NBYTES + len(CLOSING))
 
     def middle(self, digits: bytes = b"") -> bytes:
-        """What stands between opening and closing, of these checksums of tensors."""
-        end = self._end(digits)
-        return self._quoted(digits) + end[: SEAL_NBYTES - len(CLOSING)]
+        """The text between opening and closing, for these checksums of tensors."""
+        quoted = digits + self._quote
+        end = sealing(crc32(quoted, self._crc), len(self.opening) + len(quoted), self._nbytes)
+        return quoted + end[: SEAL_NBYTES - len(CLOSING)]
 
-    def whole(self, digits: bytes = b"") -> bytes:
-        """All of it."""
-        return b"".join((self.opening, self.middle(digits), self.closing))
-
-    def _quoted(self, digits: bytes) -> bytes:
-        return digits if self._tensors is None else digits + b'"'
-
-    def _end(self, digits: bytes) -> bytes:
-        quoted = self._quoted(digits)
-        return sealing(crc32(quoted, self._crc), len(self.opening) + len(quoted), self._nbytes)
+    def whole(self) -> bytes:
+        """All of the text of a record without checksums of tensors."""
+        return b"".join((self.opening, self.middle(), self.closing))
 
 
-def read_record(text: object, about: About, limits: Limits, *, start: int = 0) -> HeaderRecord:
-    """Check a record against what it must be about; `text` is what stands in its place, None for nothing.
+def read_record(
+    text: object, content: Mapping[str, object], texts: Mapping[str, object], *, header: bool, limits: Limits
+) -> HeaderRecord:
+    """Check a record, None where there is none, against the entries of a `header` or the weight map of an index.
 
-    Raises `Corrupted` where it is damaged, `HeaderError`, or `LimitExceeded` for nesting: with `start`, where the document with
-    the record begins in its file. The record is text in that document, so its own places are none of the file.
+    `texts` stand beside the record. Raises `Corrupted` for a damaged record, `HeaderError`, or `LimitExceeded` for nesting. The
+    offset in errors is the start of the document in its file.
     """
     if text is None:
-        _look_elsewhere(about)
+        _look_elsewhere(content, texts)
         return NO_RECORD
     try:
         if not isinstance(text, str):
             raise HeaderError(f"expected text, found {kind(text)}")
-        return _read(text.encode("utf-8"), about, limits)
+        return _read(text.encode("utf-8"), content, texts, header=header, limits=limits)
     except (Corrupted, HeaderError, LimitExceeded) as error:
         error.args = (f"in __metadata__.{RECORD}: {error.message}",)
-        error.message, error.offset = error.args[0], start
+        error.message, error.offset = error.args[0], PREFIX_NBYTES if header else 0
         raise
 
 
-def _read(raw: bytes, about: About, limits: Limits) -> HeaderRecord:
+def _read(raw: bytes, content: Mapping[str, object], texts: Mapping[str, object], *, header: bool, limits: Limits) -> HeaderRecord:
     sealed = check_seal(raw, "the record")
     document = parse(raw, json_limits(limits))
     if not isinstance(document, dict):
@@ -203,23 +183,23 @@ def _read(raw: bytes, about: About, limits: Limits) -> HeaderRecord:
             f"a record of version {version} ends with its own checksum, and this one does not: it changed after it was written; "
             "get the file again"
         )
-    if of != (now := fingerprint(about.content)):
+    if of != (now := fingerprint(content)):
         return _changed(OTHER_TENSORS, of, now)
     if version > VERSION or version < 1:
         note = f"__metadata__.{RECORD} is of version {version:,}, which this Holdfast does not know; not used"
         return HeaderRecord(notes=(note,), present=True)
     later = ("texts", "rest", SELF) if version >= SEALED_VERSION else ()
-    allowed = {"version", "of", *later, *FIELDS, *(("crc32",) if about.names is not None else ())}
+    allowed = {"version", "of", *later, *FIELDS, *(("crc32",) if header else ())}
     for name in document:
         if name not in allowed:
             raise HeaderError(f"at {pointer(name)}: a record has no such field")
-    rest, texts = document.get("rest"), document.get("texts")
+    rest, then = document.get("rest"), document.get("texts")
     if not isinstance(rest, str | None):
         raise HeaderError(f"at {pointer('rest')}: expected text, found {kind(rest)}")
-    crcs = () if about.names is None else _checksums(document.get("crc32"), about.names)
+    crcs = _checksums(document.get("crc32"), content) if header else ()
     recorded = parse_recorded(document)
-    if version >= SEALED_VERSION and texts != (now := texts_fingerprint(about.texts)):
-        return replace(_changed(OTHER_TEXTS, texts, now), crcs=crcs, recorded=recorded, rest=rest)
+    if version >= SEALED_VERSION and then != (now := texts_fingerprint(texts)):
+        return replace(_changed(OTHER_TEXTS, then, now), crcs=crcs, recorded=recorded, rest=rest)
     return HeaderRecord(crcs, recorded, rest=rest, present=True)
 
 
@@ -229,16 +209,15 @@ def _changed(how: str, then: object, now: str) -> HeaderRecord:
     return HeaderRecord(notes=(how,), changed=error, present=True)
 
 
-def _look_elsewhere(about: About) -> None:
-    """Raise where a record that is about this very content stands under another name: its name is damaged."""
-    for name, text in about.texts.items():
-        if isinstance(text, str) and text.startswith('{"version":') and f'"of":"{fingerprint(about.content)}"' in text[:64]:
-            raise Corrupted(
+def _look_elsewhere(content: Mapping[str, object], texts: Mapping[str, object]) -> None:
+    """Raise if the record of this content stands under another name: its name is damaged."""
+    for name, text in texts.items():
+        if isinstance(text, str) and text.startswith('{"version":') and f'"of":"{fingerprint(content)}"' in text[:64]:
+            message = (
                 f"the record of Holdfast stands under __metadata__.{quoted(name)} and not under {RECORD}: the header changed after "
-                "it was written; get the file again",
-                expected=RECORD,
-                found=name,
+                "it was written; get the file again"
             )
+            raise Corrupted(message, expected=RECORD, found=name)
 
 
 def _checksums(digits: object, names: Mapping[str, object]) -> array[int]:
@@ -248,20 +227,17 @@ def _checksums(digits: object, names: Mapping[str, object]) -> array[int]:
     return array("q", np.frombuffer(bytes.fromhex(digits), ">u4").astype(np.int64).tobytes())
 
 
-SHARDING_INFO = "DCP_SHARDING_INFO"
-"""The key in `__metadata__`."""
+SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+"""The key in `__metadata__`, and the only field that torch writes or reads."""
 
 PAIRED = "F4"
 """The dtype that torch counts in pairs."""
 
-OFFSETS = "saved_offsets"
-"""The only field of an entry that torch writes or reads; others are left alone."""
-
 
 def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
-    """Where each piece of a file begins in its whole tensor; empty where the file says nothing about that.
+    """The offset of each piece of a file in its whole tensor; empty if the file has no such metadata.
 
-    Raises `HeaderError` for text that is not of that form, `MetadataError` where it does not fit the file's tensors.
+    Raises `HeaderError` for text of another form, `MetadataError` where it does not fit the file's tensors.
     """
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
@@ -278,7 +254,7 @@ def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
 
 
 def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: Source) -> LazyTensor:
-    """One tensor out of its pieces: pairs of a header and the place where that file's piece begins.
+    """One tensor out of its pieces: pairs of a header and the offset of that file's piece.
 
     Raises `MetadataError` where the pieces differ in dtype or rank, or do not cover a box exactly once.
     """
@@ -292,12 +268,11 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
         entry = header.entry(name)
         shape, other = entry.shape, ROWS[entry.dtype]
         if other is not dtype or len(shape) != rank:
-            raise MetadataError(
+            message = (
                 f"the pieces in {first.key!r} and {header.key!r} do not go together: {dtype} of rank {rank} and "
-                f"{other} of rank {len(shape)}",
-                file=header.key,
-                tensor=name,
+                f"{other} of rank {len(shape)}"
             )
+            raise MetadataError(message, file=header.key, tensor=name)
         storage = header.storage(name, source.store)
         chunks.append(Chunk(Box.at(offsets, shape), storage, 0, c_strides(shape, dtype.bits)))
     whole = Box.whole([max(chunk.box.stop[d] for chunk in chunks) for d in range(rank)])

@@ -33,14 +33,13 @@ from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, Truncated
 
 METADATA = "__metadata__"
-"""The one name in a header that is no tensor."""
 
 PREFIX_NBYTES = 8
 """The length in front of the header; byte offsets in errors count from the start of the file."""
 
 
 class HeaderEntry(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
-    """What a header says about one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
+    """A header's entry of one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +55,7 @@ class Document(msgspec.Struct, frozen=True):
 
 FIELDS = ("dtype", "shape", "data_offsets")
 QUOTES = 10
-"""Those of one entry: around its name, the names of its fields, and its dtype."""
+"""Quotes of one entry: around its name, the names of its fields, and its dtype."""
 STAND_IN = '{"__metadata__":{"dtype":"","shape":[],"data_offsets":[0,0]}'
 METADATA_FIRST = re.compile(r'\{[ \t\r\n]*"__metadata__"[ \t\r\n]*:[ \t\r\n]*')
 NEGATIVE_ZERO = re.compile(r"[\[, \t\r\n]-0")
@@ -66,11 +65,8 @@ ENTRIES = msgspec.json.Decoder(dict[str, HeaderEntry])
 def parse_document(raw: bytes, limits: Limits, *, file: str | None = None) -> Document:
     """Parse a header. Raises `HeaderError`, or `LimitExceeded` for nesting; the meaning of numbers is not looked at."""
     if raw[:1] != b"{":
-        raise HeaderError(
-            f"a header must begin with {{, not with {quoted(raw[:1].decode('latin-1'))}",
-            file=file,
-            offset=PREFIX_NBYTES,
-        )
+        message = f"a header must begin with {{, not with {quoted(raw[:1].decode('latin-1'))}"
+        raise HeaderError(message, file=file, offset=PREFIX_NBYTES)
     end = len(raw.rstrip(b" "))
     if raw[end - 1 : end] != b"}":
         raise HeaderError("only spaces may follow the header's closing }", file=file, offset=PREFIX_NBYTES + end - 1)
@@ -150,9 +146,8 @@ def _entry(name: str, value: object, file: str | None) -> HeaderEntry:
             raise HeaderError(f"at {pointer(name)}: the field {field} is missing", file=file, tensor=name, offset=PREFIX_NBYTES)
     for field in value:
         if field not in FIELDS:
-            raise HeaderError(
-                f"at {pointer(name, field)}: a tensor has no such field", file=file, tensor=name, offset=PREFIX_NBYTES
-            )
+            message = f"at {pointer(name, field)}: a tensor has no such field"
+            raise HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES)
     dtype = value["dtype"]
     if not isinstance(dtype, str):
         raise _wrong("text", dtype, file, name, name, "dtype")
@@ -182,16 +177,14 @@ class Pairs(list[tuple[str, str]]):
 
 
 FIRST_OBJECT = json.JSONDecoder(object_pairs_hook=Pairs)
-"""Parses `__metadata__` where it comes first."""
 
 
 Outline = tuple[str, tuple[int, ...]]
 
 ROWS = {row.safetensors: row for row in DTYPES.rows if row.safetensors is not None}
-"""Dtypes by their codes. The layout check looks every code up."""
+"""Dtypes by their codes."""
 
 BITS = {code: row.bits for code, row in ROWS.items()}
-"""Bits of an element."""
 
 ADDRESSABLE = (1 << 63) - 1
 """The most bits in one tensor, and the last place in a file. numpy and the safetensors library stop near here, even for
@@ -217,11 +210,10 @@ class HeaderColumns(Value, frozen=True):
     outlines: Sequence[Outline]
     """Dtypes and shapes, each pair once."""
     outline: array[int]
-    """Of each entry, a position in `outlines`."""
+    """For each entry a position in `outlines`."""
     starts: array[int]
-    """Of each entry, the first byte in the file."""
+    """For each entry its first byte in the file."""
     nbytes: array[int]
-    """Of each entry."""
 
 
 def check_layout(entries: Mapping[str, HeaderEntry], data: range, limits: Limits, *, file: str | None = None) -> HeaderColumns:
@@ -261,19 +253,14 @@ def check_layout(entries: Mapping[str, HeaderEntry], data: range, limits: Limits
                 _explain(name, entry, limits, file=file)
         position = _check_sorted(entries, file)
     if position > len(data):
-        raise Truncated(
-            f"the header describes {position:,} bytes of tensors, the file has {len(data):,}",
-            file=file,
-            expected=position,
-            found=len(data),
-        )
+        message = f"the header describes {position:,} bytes of tensors, the file has {len(data):,}"
+        raise Truncated(message, file=file, expected=position, found=len(data))
     if position < len(data):
         raise HeaderError(f"{len(data) - position:,} bytes follow the last tensor", file=file, expected=position, found=len(data))
     return HeaderColumns(outlines, array("q", outline), array("q", starts), array("q", map(lengths.__getitem__, outline)))
 
 
 def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
-    """Bytes of a tensor of a dtype and shape; None where there can be no such tensor."""
     bits = BITS.get(dtype, 0)
     # The rank before the product: that of a million long dimensions would take hours.
     if not bits or len(shape) > limits.rank or min(shape, default=0) < 0 or (0 in shape and not addressable(shape, bits)):
@@ -283,7 +270,7 @@ def _outline_nbytes(dtype: str, shape: tuple[int, ...], limits: Limits) -> int |
 
 
 def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:
-    """The end of the last tensor, where the header has another order than the data; raises for holes and overlaps."""
+    """The end of the last tensor of a header in another order than the data. Raises for holes and overlaps."""
     position = 0
     before = ""
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -293,33 +280,20 @@ def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:
                 found = f"overlaps tensor {quoted(before)}, which ends at {position:,}"
             else:
                 found = f"leaves a hole after byte {position:,} of the data"
-            raise HeaderError(
-                f"at {pointer(name, 'data_offsets', 0)}: {begin:,} {found}",
-                file=file,
-                tensor=name,
-                offset=PREFIX_NBYTES,
-                expected=position,
-                found=begin,
-            )
+            message = f"at {pointer(name, 'data_offsets', 0)}: {begin:,} {found}"
+            raise HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=position, found=begin)
         position, before = end, name
     return position
 
 
 def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None) -> NoReturn:
-    """Raise for an entry that cannot be true, naming the first field that shows it."""
     begin, end = entry.data_offsets
     bits = BITS.get(entry.dtype)
     if bits is None:
         _refuse(name, ("dtype",), f"there is no dtype {quoted(entry.dtype)}", file=file)
     if len(entry.shape) > limits.rank:
-        raise LimitExceeded(
-            f"at {pointer(name, 'shape')}: {len(entry.shape):,} dimensions are more than Limits(rank={limits.rank})",
-            file=file,
-            tensor=name,
-            offset=PREFIX_NBYTES,
-            expected=limits.rank,
-            found=len(entry.shape),
-        )
+        message = f"at {pointer(name, 'shape')}: {len(entry.shape):,} dimensions are more than Limits(rank={limits.rank})"
+        raise LimitExceeded(message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=limits.rank, found=len(entry.shape))
     for i, n in enumerate(entry.shape):
         if not 0 <= n <= ADDRESSABLE:
             _refuse(name, ("shape", i), f"{_shown(n)} is no length", file=file)
@@ -336,10 +310,7 @@ def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None)
     if count % 8:
         _refuse(name, ("shape",), f"{count:,} bits of {entry.dtype} do not fill whole bytes", file=file)
     _refuse(
-        name,
-        ("data_offsets",),
-        f"{end - begin:,} bytes, but {list(entry.shape)} of {entry.dtype} takes {count // 8:,}",
-        file=file,
+        name, ("data_offsets",), f"{end - begin:,} bytes, but {list(entry.shape)} of {entry.dtype} takes {count // 8:,}", file=file
     )
 
 

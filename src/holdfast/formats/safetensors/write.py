@@ -42,16 +42,14 @@ from holdfast.engine.saves import BATCH, FilePlan, Hashing, Late, Literal, SaveP
 from holdfast.engine.table import segments
 from holdfast.errors import CannotHold
 from holdfast.formats.index_file import FILES
-from holdfast.formats.recorded import PAIRS, Shared, share, sharing_fields
+from holdfast.formats.recorded import PAIRS, share, sharing_fields
 from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, RecordText, checksum_digits, fingerprint
-from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry
+from holdfast.formats.safetensors.schema import METADATA, PREFIX_NBYTES, HeaderEntry
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 
-METADATA = "__metadata__"
-
 STEM = "model"
-"""What the files of a directory are called, unless they had another name."""
+"""The first part of the names of files in a directory."""
 
 DATA_ALIGNMENT = 64
 """Where the data begins: a multiple of a cache line, and of every element size. The library pads to 8; more spaces are allowed."""
@@ -66,36 +64,29 @@ RANK = {code: -i for i, code in enumerate(ORDER)}
 
 
 class HeaderKind(NamedTuple):
-    """What a header says of all tensors of a kind."""
+    """Dtype code and shape of a header, for all tensors of a kind."""
 
     code: str
-    """The dtype."""
     shape: tuple[int, ...]
 
 
 class FileLayout(Value, frozen=True, eq=False):
-    """A file and where its tensors lie in it."""
+    """A file and the places of its tensors."""
 
     plan: FilePlan
     header_nbytes: int
     names: Sequence[str]
-    """Its tensors, in the order of the file."""
+    """Tensors, in the order of the file. `rows`, `nbytes`, `starts` and `stops` have the same order."""
     rows: Ints
-    """Those of its table, in that order."""
     nbytes: Ints
-    """Of each tensor, in that order."""
 
     @property
     def stops(self) -> Ints:
-        """The byte of the file after each tensor, in that order."""
         return self.nbytes.cumsum() + (PREFIX_NBYTES + self.header_nbytes)
 
     @property
     def starts(self) -> Ints:
         return self.stops - self.nbytes
-
-
-NOT_HASHED: Mapping[str, Hashing] = {}
 
 
 def plan_file(
@@ -107,12 +98,12 @@ def plan_file(
     *,
     fields: Mapping[str, object],
     label: str = "",
-    hashed: Mapping[str, Hashing] = NOT_HASHED,
+    hashed: Mapping[str, Hashing] | None = None,
 ) -> FileLayout:
-    """Lay out one file with these rows of a table; `kinds` says of each kind of the table what the header says.
+    """Lay out one file with these rows of a table; `kinds` has the header's text for each kind of the table.
 
-    `fields` go into its record, beside the checksums. The tensors of the names `hashed` are hashed, too. The label of a tensor's
-    data is its name, behind `label`: what keeps the pieces of one tensor in several files apart.
+    `fields` go into the record of the file. Tensors with names in `hashed` are hashed. The label of a tensor's data is `label` and
+    its name; `label` separates pieces of one tensor in several files.
 
         length │ {"__metadata__":{…,"holdfast":"…,crc32: │ 8 digits a tensor, self: 8 digits │ "},"w":{"dtype":…},…}␠␠␠ │ tensors
         ───────┴──────── Literal ────────────────────────┴───────────── Late ───────────────┴──────── Literal ─────────┴─ Data …
@@ -141,20 +132,20 @@ def plan_file(
     labels = [label + name for name in named] if label else named
     hollow = {number for number, one in enumerate(table.kinds) if not one.nbytes}
     empty = [labels[at] for at, number in enumerate(kind) if number in hollow] if hollow else []
-    framed = frame(listed, labels, metadata, fields=fields, empty=empty)
-    plan = FilePlan(key, (*framed.segments, *segments(table, order, nbytes, labels, hashed, stops=stops)))
-    return FileLayout(plan, framed.header_nbytes, named, placed, nbytes)
+    head, header_nbytes = _header(listed, labels, metadata, fields=fields, empty=empty)
+    plan = FilePlan(key, (*head, *segments(table, order, nbytes, labels, hashed or {}, stops=stops)))
+    return FileLayout(plan, header_nbytes, named, placed, nbytes)
 
 
 @lru_cache(1024)
 def _opening(code: str, shape: tuple[int, ...]) -> str:
-    """What stands behind the name of a tensor in a header, up to where its data begins."""
+    """The text of a header behind the name of a tensor, up to its first data offset."""
     text = msgspec.json.encode(HeaderEntry(code, shape, (0, 0))).decode()
     return ":" + text.removesuffix("0,0]}")
 
 
 def _ordered(table: Table, rows: Sequence[int], kinds: Sequence[HeaderKind]) -> list[int]:
-    """Rows by dtype, then by name. Each dtype is sorted by itself, where a key is a name and no pair."""
+    """Rows by dtype, then by name. Each dtype is sorted separately, so that a key is a name, not a pair."""
     ranks = [RANK[kind.code] for kind in kinds]
     if len(set(ranks)) <= 1:
         return sorted(rows, key=table.names.__getitem__)
@@ -163,68 +154,50 @@ def _ordered(table: Table, rows: Sequence[int], kinds: Sequence[HeaderKind]) -> 
     return [row for some in each for row in sorted(some, key=name)]
 
 
-class FileHead(Value, frozen=True):
-    """What stands before the data of a file."""
-
-    segments: tuple[Literal | Late, ...]
-    header_nbytes: int
-
-
-def frame(
+def _header(
     listed: Sequence[bytes],
     labels: Sequence[str],
     metadata: Mapping[str, str],
     *,
     fields: Mapping[str, object],
     empty: Collection[str],
-) -> FileHead:
-    """The header over tensors that follow each other in this order.
+) -> tuple[tuple[Literal | Late, ...], int]:
+    """The segments before the data of a file, and the length of its header.
 
-    `listed` is its part about them in pieces, from the first name to before the last brace; each piece is a segment. Those of the
-    `labels` that are `empty` have no data, and 0 for a checksum.
+    `listed` is the part about tensors in pieces, from the first name to before the last brace; each piece is a segment. The
+    labels in `empty` have no data: their checksums are 0.
     """
+
+    def checksums(crcs: Mapping[str, int]) -> bytes:
+        known = {**crcs, **dict.fromkeys(empty, 0)} if empty else crcs
+        return _escaped(record.middle(checksum_digits(known, labels).encode()))
+
     crc = crc32(b"{")
     for piece in listed:
         crc = crc32(piece, crc)
     about = {"format": "pt"} | {k: v for k, v in metadata.items() if k != RECORD}
     record = RecordText(fields, f"{crc32(b'}', crc):08x}", about, tensors=len(labels))
     head = b'{"%s":%s,"%s":"' % (METADATA.encode(), msgspec.json.encode(about)[:-1], RECORD.encode()) + _escaped(record.opening)
-    late = Late(CRC_DIGITS * len(labels) + SEALED_NBYTES, _Checksums(record, labels, frozenset(empty)))
+    late = Late(CRC_DIGITS * len(labels) + SEALED_NBYTES, checksums)
     tail = _escaped(record.closing) + b'"}' + (b"," if labels else b"")
     length = len(head) + late.nbytes + len(tail) + sum(map(len, listed)) + 1
     end = b"}" + b" " * (-(PREFIX_NBYTES + length) % DATA_ALIGNMENT)
     length += len(end) - 1
     head = length.to_bytes(PREFIX_NBYTES, "little") + head
     behind = [b"".join((tail, *listed, end))] if len(listed) < 2 else [tail, *listed, end]
-    return FileHead((Literal(head), late, *map(Literal, behind)), length)
-
-
-class _Checksums(Value, frozen=True):
-    """Makes the digits of all checksums, up to those of the record itself."""
-
-    record: RecordText
-    labels: Sequence[str]
-    empty: frozenset[str]
-
-    def __call__(self, crcs: Mapping[str, int]) -> bytes:
-        known = {**crcs, **dict.fromkeys(self.empty, 0)} if self.empty else crcs
-        return _escaped(self.record.middle(checksum_digits(known, self.labels).encode()))
+    return (Literal(head), late, *map(Literal, behind)), length
 
 
 def _escaped(raw: bytes) -> bytes:
-    """Text as it stands inside of a JSON string."""
     return msgspec.json.encode(raw.decode("utf-8"))[1:-1]
 
 
 SEALED_NBYTES = len(_escaped(b'"' + OPENING + BLANK))
-"""What stands behind the checksums of tensors in a record, up to the digits of its own."""
+"""The text of a record behind the checksums of tensors, up to the digits of its own checksum."""
 
 
 def fill_shards(nbytes: Ints, max_nbytes: int) -> list[range]:
-    """Rows of these lengths in files of at most `max_nbytes` of data, in order; one that is larger has a file to itself.
-
-    At least one file.
-    """
+    """Rows of these lengths in files of at most `max_nbytes`, in order; at least one file. A larger row has a file to itself."""
     if int(nbytes.sum()) <= max_nbytes:
         return [range(len(nbytes))]
     edges, room = [0], max_nbytes
@@ -292,7 +265,7 @@ def lay_out_safetensors(
     if any(kind.dtype.name == PAIRS for kind in table.kinds):
         paired = {table.names[row]: PAIRS for row in sharing.rows if table.kinds[table.kind[row]].dtype.name == PAIRS}
         fields |= {"dtypes": paired} if paired else {}
-    if not is_flat(state):
+    if not state.leaves.flat:
         beyond = [] if keep_tree else _not_tensors(state)
         problems += beyond
         if not beyond:
@@ -301,60 +274,35 @@ def lay_out_safetensors(
             notes += encoded.notes
             fields["tree"] = encoded.value
     if not problems:
-        laid = _Laying(state, table, sharing, kinds, fields, notes)
-        if max_shard_size is None and not directory:
-            plan = laid.one_file()
-        else:
+        shards, listed = {"": sharing.rows}, ""
+        if max_shard_size is not None or directory:
             parts = fill_shards(table.nbytes_of(sharing.rows), max_shard_size or SHARD_NBYTES)
-            shards = [[sharing.rows[at] for at in part] for part in parts]
-            alone = len(shards) == 1 and not index and not save
-            plan = laid.one_file(f"{stem}.safetensors") if alone else laid.directory(shards, stem, save)
-        if plan is not None:
-            return plan
+            alone = len(parts) == 1 and not index and not save
+            listed = "" if alone else f"{stem}.safetensors.index.json"
+            start = f"{stem}-{save}" if save else stem
+            names = [f"{start}-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+            keys = [f"{stem}.safetensors"] if alone else names
+            shards = {key: [sharing.rows[at] for at in part] for key, part in zip(keys, parts, strict=True)}
+        # A file that has an index says there what it would say of itself.
+        own = {"rest": listed} if listed else fields
+        files = [plan_file(key, table, rows, kinds, state.metadata, fields=own) for key, rows in shards.items()]
+        if all(file.header_nbytes <= DEFAULTS.header_nbytes for file in files):
+            if "tree" not in fields:
+                # A reader puts second names last.
+                written = [*chain.from_iterable(file.names for file in files), *sharing.aliases]
+                notes += file_order_notes(written, list(table.names))
+            return _plan(files, listed, fields, notes)
         problems.append(f"the header would be longer than {DEFAULTS.header_nbytes:,} bytes, the most that the format allows")
     raise CannotHold("safetensors cannot hold this state", list(dict.fromkeys(problems)))
 
 
-class _Laying(Value, frozen=True, eq=False):
-    """A state that the format can hold, on its way to files."""
-
-    state: State
-    table: Table
-    sharing: Shared
-    kinds: Sequence[HeaderKind]
-    fields: dict[str, object]
-    notes: list[str]
-
-    def one_file(self, key: str = "") -> SavePlan | None:
-        """One file that says all of itself; with a key, in a directory. None where its header is too long."""
-        laid = plan_file(key, self.table, self.sharing.rows, self.kinds, self.state.metadata, fields=self.fields)
-        if laid.header_nbytes > DEFAULTS.header_nbytes:
-            return None
-        return SavePlan("safetensors-dir" if key else "safetensors", (laid.plan,), self._notes([laid]), directory=bool(key))
-
-    def directory(self, shards: Sequence[Sequence[int]], stem: str, save: str) -> SavePlan | None:
-        """Files with an index."""
-        key = f"{stem}.safetensors.index.json"
-        start = f"{stem}-{save}" if save else stem
-        names = [f"{start}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-        laid = [
-            plan_file(name, self.table, shard, self.kinds, self.state.metadata, fields={"rest": key})
-            for name, shard in zip(names, shards, strict=True)
-        ]
-        if any(file.header_nbytes > DEFAULTS.header_nbytes for file in laid):
-            return None
-        weight_map = {name: file.plan.key for file in laid for name in file.names}
-        index = index_file(key, weight_map, sum(int(file.nbytes.sum()) for file in laid), fields=self.fields)
-        plans = tuple(file.plan for file in laid)
-        return SavePlan("safetensors-dir", plans, self._notes(laid), directory=True, index=(index,))
-
-    def _notes(self, files: Sequence[FileLayout]) -> tuple[str, ...]:
-        """Tensors lie in the order of all writers of the format, by dtype and name; only a recorded tree remembers another."""
-        if "tree" in self.fields:
-            return tuple(self.notes)
-        # A reader puts second names last.
-        written = [*chain.from_iterable(file.names for file in files), *self.sharing.aliases]
-        return (*self.notes, *file_order_notes(written, list(self.table.names)))
+def _plan(files: Sequence[FileLayout], index: str, fields: Mapping[str, object], notes: Sequence[str]) -> SavePlan:
+    plans, last = tuple(file.plan for file in files), list[FilePlan]()
+    if index:
+        weight_map = {name: file.plan.key for file in files for name in file.names}
+        last.append(index_file(index, weight_map, sum(int(file.nbytes.sum()) for file in files), fields=fields))
+    folder = plans[0].key != ""
+    return SavePlan("safetensors-dir" if folder else "safetensors", plans, tuple(notes), directory=folder, index=tuple(last))
 
 
 def index_file(
@@ -373,18 +321,13 @@ def index_file(
     if fields is not None:
         metadata[RECORD] = RecordText(fields, fingerprint(weight_map), {**metadata}).whole().decode("utf-8")
     numbers = {file: number for number, file in enumerate(dict.fromkeys(weight_map.values()))}
-    return FilePlan(key, _index_text(metadata, [*numbers], [*weight_map], [numbers[file] for file in weight_map.values()]))
+    return FilePlan(key, index_text(metadata, [*numbers], [*weight_map], [numbers[file] for file in weight_map.values()]))
 
 
-def plain_index(key: str, files: Sequence[str], names: Sequence[str], number: Sequence[int], total_nbytes: int) -> FilePlan:
-    """The same without a record: of files, of names, and of each name the number of its file."""
-    return FilePlan(key, _index_text({"total_size": total_nbytes}, files, names, number))
-
-
-def _index_text(
+def index_text(
     metadata: Mapping[str, object], files: Sequence[str], names: Sequence[str], number: Sequence[int]
 ) -> tuple[Literal, ...]:
-    """The text as `json.dumps` makes it with an indent of 2, in pieces."""
+    """The text of an index as `json.dumps` makes it with an indent of 2, in pieces. `number` has the file of each name."""
     raw = msgspec.json.encode({"metadata": metadata, "weight_map": {}})
     head = msgspec.json.format(raw, indent=2).decode().removesuffix("}\n}")
     if not names:
@@ -406,15 +349,8 @@ def _index_text(
 
 
 def file_order_notes(written: list[str], given: list[str]) -> list[str]:
-    """What to say where names lie in another order than they were given in."""
-    if written == given:
-        return []
-    return ["names are in the order of the file (by dtype, then by name), not in that of the state"]
-
-
-def is_flat(state: State) -> bool:
-    """Whether a state is a plain dict of plain tensors under their own names, of which nothing needs to be recorded."""
-    return state.leaves.flat
+    text = "names are in the order of the file (by dtype, then by name), not in that of the state"
+    return [] if written == given else [text]
 
 
 def metadata_problems(state: State, table: Table) -> list[str]:
@@ -435,7 +371,7 @@ def metadata_problems(state: State, table: Table) -> list[str]:
 
 @lru_cache(1024)
 def _header_kind(kind: Kind) -> HeaderKind | str:
-    """What the format says of tensors of a kind, or why it cannot."""
+    """The header's dtype and shape for tensors of a kind, or the reason why the format has none."""
     dtype, shape = kind.dtype, kind.shape
     if dtype.name == PAIRS and shape:
         return HeaderKind("F4", (*shape[:-1], 2 * shape[-1]))
@@ -448,7 +384,7 @@ def _header_kind(kind: Kind) -> HeaderKind | str:
 
 
 def _not_tensors(state: State) -> list[str]:
-    """Everything that is no tensor and no dict of them, without looking inside of what is listed."""
+    """Problems with everything in a state that is neither a tensor nor a dict of tensors."""
     problems: list[str] = []
     leaves = state.leaves
     plain, more = {kind for kind in leaves.kinds if not issubclass(kind, LazyTensor)}, {*leaves.odd, *leaves.converted}
@@ -480,12 +416,10 @@ def _not_tensors(state: State) -> list[str]:
 
 
 def _has_texts(value: object) -> bool:
-    """Whether this is a plain dict whose keys are texts."""
     return isinstance(value, dict) and type(value) in (dict, OrderedDict) and {*map(type, value)} <= {str}
 
 
 def _kind(value: object) -> str:
-    """What a value is, with its article."""
     if value is None:
         return "None"
     name = type(value).__name__

@@ -1,10 +1,8 @@
 """From typed JSON back to Python state.
 
-`Decoder` walks through the document: nodes and their depth, fields of tagged objects, places for messages. The values come from
-`strict_json`, so that their depth is bounded, keys are unique and numbers are what they look like. Keys of dicts and members of
-sets are paid for as in the pickle reader, because a file can choose keys that collide.
-
-Each tag has a function that reads it. Every tag has exactly its fields, and every refusal points into the document.
+`Decoder` walks through the document. `strict_json` made its values, so that their depth is bounded, keys are unique and numbers are
+exact. Keys of dicts and members of sets are limited as in the pickle reader, because a file can choose keys that collide. Each tag
+has a reader and exactly its fields. Every error points into the document.
 """
 
 from __future__ import annotations
@@ -17,40 +15,37 @@ from typing import NoReturn, cast
 
 import numpy as np
 
-from holdfast.core.dtype import DTYPES
+from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.protocols import Source
 from holdfast.core.strict_json import kind, pointer, quoted
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Way, path_to
-from holdfast.core.value import Value, replace
+from holdfast.core.value import replace
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.safetensors.schema import addressable
 from holdfast.formats.torch.composites import Apart, check_composite
 from holdfast.formats.tree_json import scalars
-from holdfast.formats.tree_json.encode import TAG
+from holdfast.formats.tree_json.encode import FLAGS, TAG
 from holdfast.formats.tree_json.scalars import SAFE_INTEGER
 from holdfast.numeric.dequantize import BLOCKS
 
 Fields = dict[str, object]
 
-FLAGS = ("requires_grad", "parameter", "buffer")
 TRAITS = (*FLAGS, "subclass", "state")
 """The optional fields of a tensor and of a composite."""
 
 LEVELS_BELOW = 8
-"""Levels of tagged objects that a value may take below the deepest container that `Limits.depth` allows."""
-
+"""Levels of tagged objects below the deepest container that `Limits.depth` allows."""
 
 Reader = Callable[["Decoder", Fields, Way], object]
-"""What reads a tagged object: its fields and its place."""
-
+"""Reads a tagged object, from its fields and its place."""
 
 PLAIN = frozenset({str, float, bool, type(None)})
-"""Values of JSON that are what they are. An integer may be one that not every reader can hold."""
+"""JSON values that are read as they are. Integers are not among them: some are too large for other readers."""
 
 
 class Decoder:
@@ -61,7 +56,7 @@ class Decoder:
         self.tensors: dict[str, LazyTensor] = {}
         self.spending = Spending(source.limits, 0)
         self.depth = 0
-        """Containers and tagged objects around the value that is read."""
+        """Containers and tagged objects around the current value."""
         self.deepest = source.limits.depth + LEVELS_BELOW
 
     def node(self, value: object, at: Way) -> object:
@@ -71,9 +66,12 @@ class Decoder:
                 self.too_deep(at)
             self.depth += 1
             if TAG in value:
-                read = READERS.get(tag) if isinstance(tag := value[TAG], str) else None
-                if read is None:
+                found = READERS.get(tag) if isinstance(tag := value[TAG], str) else None
+                if found is None:
                     refuse(f"there is no tag {kind(tag)}", (at, TAG))
+                read, required, optional = found
+                if len(value) != 1 + len(required) or not value.keys() >= {*required}:
+                    check_fields(value, at, required, optional)
                 made = read(self, value, at)
             else:
                 if f",{TAG}" in ",".join(("", *value)):
@@ -102,7 +100,7 @@ class Decoder:
     def too_deep(self, at: Way) -> NoReturn:
         raise LimitExceeded(f"at {shown(at)}: nested deeper than Limits(depth={self.limits.depth})", expected=self.limits.depth)
 
-    def entries(self, target: dict[object, object], fields: Fields, at: Way) -> None:
+    def entries(self, target: dict[object, object], fields: Fields, at: Way) -> dict[object, object]:
         """Fill a dict from `entries`, an object, or from `items`, a list of pairs."""
         entries = fields.get("entries")
         if entries is not None:
@@ -110,16 +108,16 @@ class Decoder:
                 refuse("expected an object of entries or a list of items", at)
             for key, inside in entries.items():
                 target[key] = self.node(inside, ((at, "entries"), key))
-            return
+            return target
         place: Way = (at, "items")
-        items = self.many(fields, "items", at)
-        for i, pair in enumerate(items):
+        for i, pair in enumerate(self.many(fields, "items", at)):
             if not isinstance(pair, list) or len(pair) != 2:
                 refuse(f"expected a pair, found {kind(pair)}", (place, i))
             key = self.key(pair[0], len(target), ((place, i), 0))
             if key in target:
                 refuse("a key that was there before", ((place, i), 0))
             target[key] = self.node(pair[1], ((place, i), 1))
+        return target
 
     def members(self, fields: Fields, at: Way) -> set[object]:
         made: set[object] = set()
@@ -131,7 +129,7 @@ class Decoder:
         return made
 
     def key(self, value: object, size: int, at: Way) -> object:
-        """A dict key or a set member; looked at before it is hashed."""
+        """A dict key or a set member; checked before it is hashed."""
         key = self.node(value, at)
         try:
             self.spending.key(key, size)
@@ -144,6 +142,9 @@ class Decoder:
         if not isinstance(values, list):
             refuse(f"expected a list, found {kind(values)}", (at, field))
         return values
+
+    def values(self, fields: Fields, field: str, at: Way) -> list[object]:
+        return [self.node(item, ((at, field), i)) for i, item in enumerate(self.many(fields, field, at))]
 
     def text(self, fields: Fields, field: str, at: Way) -> str:
         value = fields.get(field)
@@ -158,13 +159,7 @@ class Decoder:
             refuse(f"expected text, found {kind(fields.get(field))}", (at, field))
         return value
 
-    def integer(self, fields: Fields, field: str, at: Way) -> int:
-        value = self.optional_integer(fields, field, at)
-        if value is None:
-            refuse("expected an integer, found null", (at, field))
-        return value
-
-    def optional_integer(self, fields: Fields, field: str, at: Way) -> int | None:
+    def integer(self, fields: Fields, field: str, at: Way) -> int | None:
         value = self.node(fields.get(field), (at, field))
         if value is not None and type(value) is not int:
             refuse(f"expected an integer, found {kind(fields.get(field))}", (at, field))
@@ -205,12 +200,12 @@ def refuse(reason: str, at: Way) -> NoReturn:
     raise HeaderError(f"at {shown(at)}: {reason}")
 
 
-def check_fields(fields: Fields, at: Way, *expected: str, optional: tuple[str, ...] = ()) -> None:
-    for field in expected:
+def check_fields(fields: Fields, at: Way, required: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    for field in required:
         if field not in fields:
             refuse(f"the field {field} is missing", at)
     for field in fields:
-        if field != TAG and field not in expected and field not in optional:
+        if field != TAG and field not in required and field not in optional:
             refuse(f"{quoted(str(fields[TAG]))} has no such field", (at, field))
 
 
@@ -218,16 +213,11 @@ FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {"posix": PurePo
 
 
 def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
-    if len(fields) != 2 or "name" not in fields:  # the usual form needs no further look
-        check_fields(fields, at, "name", optional=("dtype", "shape", "blocks", *TRAITS))
     name = d.text(fields, "name", at)
     if name in d.tensors:
         refuse(f"the tensor {quoted(name)} stands in the tree twice", (at, "name"))
     if "dtype" in fields or "shape" in fields:
-        dtype = DTYPES.name(d.text(fields, "dtype", at))
-        if dtype is None:
-            refuse(f"there is no dtype {kind(fields['dtype'])}", (at, "dtype"))
-        tensor = LazyTensor(name, dtype, d.shape(fields, at), (), d.source, Traits(meta=True))
+        tensor = LazyTensor(name, read_dtype(d, fields, at, "dtype"), d.shape(fields, at), (), d.source, Traits(meta=True))
     else:
         try:
             tensor = d.find(name)
@@ -236,22 +226,16 @@ def read_tensor(d: Decoder, fields: Fields, at: Way) -> object:
     d.tensors[name] = tensor  # the place in the order, before tensors in attributes
     traits = d.traits(tensor.traits, fields, at)
     if "blocks" in fields:
-        traits = replace(traits, blocks=_blocks(d.text(fields, "blocks", at), tensor, at))
+        blocks = BLOCKS.get(kind := d.text(fields, "blocks", at))
+        if blocks is None or tensor.dtype != "uint8" or blocks.shape(tensor.shape) is None:
+            refuse(f"{tensor.dtype} {list(tensor.shape)} is not in blocks of {quoted(kind)}", (at, "blocks"))
+        traits = replace(traits, blocks=blocks.name)
     if traits is not tensor.traits:
         d.tensors[name] = tensor = replace(tensor, traits=traits)
     return tensor
 
 
-def _blocks(name: str, tensor: LazyTensor, at: Way) -> str:
-    """The type of blocks that the bytes of a tensor can be."""
-    blocks = BLOCKS.get(name)
-    if blocks is None or tensor.dtype != "uint8" or blocks.shape(tensor.shape) is None:
-        refuse(f"{tensor.dtype} {list(tensor.shape)} is not in blocks of {quoted(name)}", (at, "blocks"))
-    return blocks.name
-
-
 def read_composite(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "kind", "shape", "parts", "attributes", optional=TRAITS)
     objects: dict[str, dict[str, object]] = {}
     for field in ("parts", "attributes"):
         value = fields[field]
@@ -269,16 +253,8 @@ def read_composite(d: Decoder, fields: Fields, at: Way) -> object:
     return Composite(what, shape, parts, objects["attributes"], d.traits(Traits(), fields, at))
 
 
-def read_dict(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, optional=("entries", "items"))
-    made: dict[object, object] = {}
-    d.entries(made, fields, at)
-    return made
-
-
 def read_ordered_dict(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, optional=("entries", "items", "metadata"))
-    made: OrderedDict[object, object] = OrderedDict()
+    made: dict[object, object] = OrderedDict()
     d.entries(made, fields, at)
     if "metadata" in fields:
         metadata = d.node(fields["metadata"], (at, "metadata"))
@@ -288,63 +264,32 @@ def read_ordered_dict(d: Decoder, fields: Fields, at: Way) -> object:
     return made
 
 
-def read_counter(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, optional=("entries", "items"))
-    made: Counter[object] = Counter()
-    d.entries(cast("dict[object, object]", made), fields, at)
-    return made
-
-
 def read_defaultdict(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "filler", optional=("entries", "items"))
     name = fields["filler"]
-    fillers: dict[str | None, Callable[[], object] | None] = {None: None, "OrderedDict": OrderedDict}
-    fillers.update(PLAIN_TYPES)
-    if not isinstance(name, str | None) or name not in fillers:
+    fillers: dict[str, Callable[[], object]] = {"OrderedDict": OrderedDict, **PLAIN_TYPES}
+    if name is not None and (not isinstance(name, str) or name not in fillers):
         refuse(f"expected the name of a plain type, found {kind(name)}", (at, "filler"))
-    made = DefaultDict(fillers[name])
-    d.entries(made, fields, at)
-    return made
-
-
-def read_tuple(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "items")
-    return tuple([d.node(item, ((at, "items"), i)) for i, item in enumerate(d.many(fields, "items", at))])
+    return d.entries(DefaultDict(None if name is None else fillers[name]), fields, at)
 
 
 def read_size(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "lengths")
-    lengths = [d.node(item, ((at, "lengths"), i)) for i, item in enumerate(d.many(fields, "lengths", at))]
+    lengths = d.values(fields, "lengths", at)
     if any(type(n) is not int for n in lengths):
         refuse("expected integers", (at, "lengths"))
     return Size(cast("list[int]", lengths))
 
 
-def read_set(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "items")
-    return d.members(fields, at)
-
-
-def read_frozenset(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "items")
-    return frozenset(d.members(fields, at))
-
-
 def read_range(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "start", "stop", "step")
-    start, stop, step = (d.integer(fields, field, at) for field in ("start", "stop", "step"))
+    values = [d.integer(fields, field, at) for field in BOUNDS]
+    if None in values:
+        refuse("expected an integer, found null", (at, BOUNDS[values.index(None)]))
+    start, stop, step = cast("list[int]", values)
     if not step:
         refuse("a step of 0", (at, "step"))
     return range(start, stop, step)
 
 
-def read_slice(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "start", "stop", "step")
-    return slice(*(d.optional_integer(fields, field, at) for field in ("start", "stop", "step")))
-
-
 def read_complex(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "real", "imag")
     real, imag = (d.node(fields[field], (at, field)) for field in ("real", "imag"))
     if type(real) is not float or type(imag) is not float:
         refuse("expected two floats", at)
@@ -352,66 +297,36 @@ def read_complex(d: Decoder, fields: Fields, at: Way) -> object:
     return complex(real, imag)
 
 
-def read_device(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "type", "index")
-    return Device(d.any_text(fields, "type", at), d.optional_integer(fields, "index", at))
-
-
-def read_dtype(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "name")
-    dtype = DTYPES.name(d.text(fields, "name", at))
+def read_dtype(d: Decoder, fields: Fields, at: Way, field: str = "name") -> DType:
+    dtype = DTYPES.name(d.text(fields, field, at))
     if dtype is None:
-        refuse(f"there is no dtype {kind(fields['name'])}", (at, "name"))
+        refuse(f"there is no dtype {kind(fields[field])}", (at, field))
     return dtype
 
 
-def read_global(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "module", "name")
-    return Global(d.any_text(fields, "module", at), d.any_text(fields, "name", at))
-
-
 def read_path(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "flavour", "path")
-    flavour = d.text(fields, "flavour", at)
-    text = d.any_text(fields, "path", at)
+    flavour, text = d.text(fields, "flavour", at), d.any_text(fields, "path", at)
     if flavour not in FLAVOURS or len(text) > PATH_CHARACTERS:
         refuse(f"no path of at most {PATH_CHARACTERS} characters", at)
     return FLAVOURS[flavour](text)
 
 
 def read_array(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "dtype", "shape", "base64")
     data = scalars.bytes_from(d.text(fields, "base64", at))
     return scalars.array_from(data, scalars.dtype_from(fields["dtype"]), d.many(fields, "shape", at), rank=d.limits.rank)
 
 
 def read_scalar(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "dtype", "base64")
     return scalars.scalar_from(scalars.bytes_from(d.text(fields, "base64", at)), scalars.dtype_from(fields["dtype"]))
-
-
-def read_numpy_str(d: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "value")
-    return np.str_(d.any_text(fields, "value", at))
-
-
-def read_numpy_dtype(_: Decoder, fields: Fields, at: Way) -> object:
-    check_fields(fields, at, "dtype")
-    return scalars.dtype_from(fields["dtype"])
 
 
 def from_text(field: str, make: Callable[[str], object]) -> Reader:
     """The reader of a tag whose only field is a text."""
-
-    def read(d: Decoder, fields: Fields, at: Way) -> object:
-        check_fields(fields, at, field)
-        return make(d.text(fields, field, at))
-
-    return read
+    return lambda d, fields, at: make(d.text(fields, field, at))
 
 
 def located(read: Reader) -> Reader:
-    """The same reader, with a place for the `ValueError`s of `scalars`."""
+    """A reader that gives the `ValueError`s of `scalars` a place."""
 
     def with_place(d: Decoder, fields: Fields, at: Way) -> object:
         try:
@@ -428,42 +343,42 @@ def _text_of(data: str) -> str:
     return scalars.bytes_from(data).decode("utf-8", "surrogatepass")
 
 
-READERS: dict[str, Reader] = {
-    "tensor": read_tensor,
-    "composite": read_composite,
-    "dict": read_dict,
-    "ordered_dict": read_ordered_dict,
-    "counter": read_counter,
-    "defaultdict": read_defaultdict,
-    "tuple": read_tuple,
-    "size": read_size,
-    "set": read_set,
-    "frozenset": read_frozenset,
-    "range": read_range,
-    "slice": read_slice,
-    "complex": read_complex,
-    "device": read_device,
-    "dtype": read_dtype,
-    "global": read_global,
-    "path": read_path,
-    "numpy.array": located(read_array),
-    "numpy.scalar": located(read_scalar),
-    "numpy.str": read_numpy_str,
-    "numpy.bytes": located(from_text("base64", lambda text: np.bytes_(scalars.bytes_from(text)))),
-    "numpy.dtype": located(read_numpy_dtype),
-    "bytes": located(from_text("base64", scalars.bytes_from)),
-    "bytearray": located(from_text("base64", lambda text: bytearray(scalars.bytes_from(text)))),
-    "str": located(from_text("utf8", _text_of)),
-    "int": located(from_text("value", scalars.integer_from)),
-    "float": located(from_text("value", scalars.float_from)),
-}
-"""What each tag is read by."""
+def read_global(d: Decoder, fields: Fields, at: Way) -> object:
+    return Global(d.any_text(fields, "module", at), d.any_text(fields, "name", at))
 
 
-class DecodedTree(Value, frozen=True):
-    tree: object
-    tensors: dict[str, LazyTensor]
-    """The tensors in it by name, in its order; each name once."""
+ENTRIES, BOUNDS = ("entries", "items"), ("start", "stop", "step")
+
+READERS: dict[str, tuple[Reader, tuple[str, ...], tuple[str, ...]]] = {
+    "tensor": (read_tensor, ("name",), ("dtype", "shape", "blocks", *TRAITS)),
+    "composite": (read_composite, ("kind", "shape", "parts", "attributes"), TRAITS),
+    "dict": (lambda d, fields, at: d.entries({}, fields, at), (), ENTRIES),
+    "ordered_dict": (read_ordered_dict, (), (*ENTRIES, "metadata")),
+    "counter": (lambda d, fields, at: d.entries(cast("dict[object, object]", Counter()), fields, at), (), ENTRIES),
+    "defaultdict": (read_defaultdict, ("filler",), ENTRIES),
+    "tuple": (lambda d, fields, at: tuple(d.values(fields, "items", at)), ("items",), ()),
+    "size": (read_size, ("lengths",), ()),
+    "set": (lambda d, fields, at: d.members(fields, at), ("items",), ()),
+    "frozenset": (lambda d, fields, at: frozenset(d.members(fields, at)), ("items",), ()),
+    "range": (read_range, BOUNDS, ()),
+    "slice": (lambda d, fields, at: slice(*(d.integer(fields, field, at) for field in BOUNDS)), BOUNDS, ()),
+    "complex": (read_complex, ("real", "imag"), ()),
+    "device": (lambda d, fields, at: Device(d.any_text(fields, "type", at), d.integer(fields, "index", at)), ("type", "index"), ()),
+    "dtype": (read_dtype, ("name",), ()),
+    "global": (read_global, ("module", "name"), ()),
+    "path": (read_path, ("flavour", "path"), ()),
+    "numpy.array": (located(read_array), ("dtype", "shape", "base64"), ()),
+    "numpy.scalar": (located(read_scalar), ("dtype", "base64"), ()),
+    "numpy.str": (lambda d, fields, at: np.str_(d.any_text(fields, "value", at)), ("value",), ()),
+    "numpy.bytes": (located(from_text("base64", lambda text: np.bytes_(scalars.bytes_from(text)))), ("base64",), ()),
+    "numpy.dtype": (located(lambda d, fields, at: scalars.dtype_from(fields["dtype"])), ("dtype",), ()),
+    "bytes": (located(from_text("base64", scalars.bytes_from)), ("base64",), ()),
+    "bytearray": (located(from_text("base64", lambda text: bytearray(scalars.bytes_from(text)))), ("base64",), ()),
+    "str": (located(from_text("utf8", _text_of)), ("utf8",), ()),
+    "int": (located(from_text("value", scalars.integer_from)), ("value",), ()),
+    "float": (located(from_text("value", scalars.float_from)), ("value",), ()),
+}  # fmt: skip
+"""For each tag its reader, its fields, and its optional fields."""
 
 
 @lru_cache(16)
@@ -474,17 +389,17 @@ def json_limits(limits: Limits) -> Limits:
 
 def decode_tree(
     value: object, tensor: Callable[[str], LazyTensor], source: Source, *, at: tuple[str | int, ...] = ()
-) -> DecodedTree:
-    """The tree that a JSON value stands for.
+) -> tuple[object, dict[str, LazyTensor]]:
+    """The tree of a JSON value, and its tensors by name, each name once.
 
     `tensor` gives the tensor of a name, or raises `KeyError`. `at` is the place of the value in its document. Raises
-    `HeaderError`, `MetadataError` for composites that cannot be, or `LimitExceeded`.
+    `HeaderError`, `MetadataError` for impossible composites, or `LimitExceeded`.
     """
     place: Way = None
     for part in at:
         place = (place, part)
     decoder = Decoder(tensor, source)
     try:
-        return DecodedTree(decoder.node(value, place), decoder.tensors)
+        return decoder.node(value, place), decoder.tensors
     except RecursionError:
         raise LimitExceeded("the tree nests too deeply to be decoded") from None

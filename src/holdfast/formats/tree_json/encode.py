@@ -4,8 +4,8 @@
     list; dict whose keys are text without a leading $  as they are
     everything else                                     {"$": its kind, …}        see docs/formats/native.md
 
-A container that stands in two places is written twice, which a note says; one that contains itself is a problem. The walk goes
-through a tree in the order in which `core/leaves.py` gave the tensors their names.
+A container in two places is written twice, with a note. A container that contains itself is a problem. The walk has the order in
+which `core/leaves.py` named the tensors.
 """
 
 from __future__ import annotations
@@ -37,37 +37,35 @@ from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.tree_json import scalars
 
 TAG = "$"
-"""The key that makes an object more than a dict. Dicts with a key that begins like this are written as tagged, too."""
+"""The key that makes an object more than a dict. A dict with a key that begins with it is tagged, too."""
 
 LEAF_DEPTH = 2
-"""Levels that a tensor or another value may take below the deepest container that `Limits.depth` allows."""
+"""Levels of a value below the deepest container that `Limits.depth` allows."""
 
 FREE_STEPS = 100_000
-"""Values that may be written again because the container around them stands in several places."""
+"""Values that may be written again because their container stands in several places."""
 
 FREE_NBYTES = 1 << 20
-"""Bytes of long leaves that may be written again, because one text or buffer stands in several places."""
+"""Bytes of long leaves that may be written again because they stand in several places."""
 
 REPEATS = 8
-"""How many times what is stored once may be written in all, beyond what is free."""
+"""How often bytes that are stored once may be written, beyond the free ones."""
 
 LONG_LEAF = 64
-"""Characters or bytes from which on a leaf is remembered. Shorter ones take about as much as a reference to them."""
+"""Characters or bytes from which on a leaf is remembered. A shorter leaf takes about as much as a reference."""
 
 PROBLEM_CHARACTERS = 4 << 20
-"""Characters of problems that are listed one by one; the rest is counted."""
+"""Characters of problems that are listed one by one; further problems are counted."""
 
 FILLERS = {made: name for name, made in PLAIN_TYPES.items()} | {OrderedDict: "OrderedDict"}
-"""What fills a defaultdict, and its name."""
-
+"""The name of each default factory of a defaultdict."""
 
 UNNAMED = "a tensor where tensors have no name (in a key, a set, or the attributes of another)"
 
 FLAGS = ("requires_grad", "parameter", "buffer")
-"""Traits that are yes or no."""
 
 TENSOR = msgspec.json.encode({TAG: "tensor", "name": ""}).decode().removesuffix('""}')
-"""A tensor in the tree, up to its name."""
+"""The text of a tensor, up to its name."""
 
 
 def flat_tree(names: Iterable[str]) -> object:
@@ -77,16 +75,16 @@ def flat_tree(names: Iterable[str]) -> object:
 
 
 class EncodedTree(Value, frozen=True):
-    """The outcome: JSON values, and what is to be said about them."""
+    """JSON values, and problems and notes about them."""
 
     value: object
     problems: tuple[str, ...] = ()
-    """`path: what it is`, for everything that has no form; the value is of no use then."""
+    """`path: description` for everything without a JSON form; then the value is useless."""
     notes: tuple[str, ...] = ()
 
 
 def encode_state(state: State) -> EncodedTree:
-    """The tree of a state, whose tensors have the names of the rows of its table, as JSON values. Raises nothing for bad state."""
+    """The tree of a state as JSON values. Its tensors have the names of the rows of its table. Raises nothing for bad state."""
     return _encoded(state.tree, LeafTexts(state.leaves, state.tensors))
 
 
@@ -111,7 +109,7 @@ def _encoded(tree: object, texts: LeafTexts) -> EncodedTree:
 
 
 class LeafTexts:
-    """The texts of the tensors of a state whose containers are the caller's own, in the order in which they were found."""
+    """The texts of the tensors of a state, in the order in which they were found."""
 
     def __init__(self, leaves: Leaves, table: Table) -> None:
         self.leaves = leaves
@@ -120,18 +118,18 @@ class LeafTexts:
         around = [(f"{TENSOR}{quote}", f"{quote}{trait}") if trait else None for trait in traits]
         each = zip(keys, [around[kind] for kind in table.kind], strict=True)
         self.texts = [f"{text[0]}{name}{text[1]}" if text and (quote or name) else "" for name, text in each]
-        """Of each tensor; nothing for one that takes more than its name and a few marks."""
+        """The text of each tensor; empty where it needs more than a name and flags."""
         self.met = 0
-        """How many of them came so far."""
+        """The number of tensors so far."""
 
     def count_next(self, values: Collection[object]) -> int:
-        """How many of these values, from the first on, are the tensors that come next and have texts."""
+        """The number of values, from the first on, that are the next tensors and have texts."""
         first = self.met
         same = [*map(is_, values, self.leaves.values[first : first + len(values)]), False].index(False)
         return [*self.texts[first : first + same], ""].index("")
 
     def next_name(self, tensor: LazyTensor, given: object) -> str | None:
-        """The name of a tensor, which `given` stands for in the state; None where it is not the next one."""
+        """The name of a tensor, which `given` stands for in the state; None if it is not the next tensor."""
         row = self.met
         if row >= len(self.leaves.values) or not any(one is self.leaves.values[row] for one in (tensor, given)):
             return None
@@ -140,8 +138,11 @@ class LeafTexts:
 
 
 def _quoted(text: str) -> str:
-    """A text as JSON; nothing where it is no Unicode."""
     return msgspec.json.encode(text).decode() if scalars.is_unicode(text) else ""
+
+
+def encoded(node: object) -> str:
+    return msgspec.json.encode(node).decode()
 
 
 def is_marked(traits: Traits) -> bool:
@@ -151,7 +152,7 @@ def is_marked(traits: Traits) -> bool:
 
 
 def _traits_text(traits: Traits) -> str:
-    """What `Encoder.traits` says of a tensor, behind its name and up to the end; nothing where that takes more than marks."""
+    """The text of `Encoder.traits`, behind the name and up to the end; empty where it needs more than flags."""
     if traits.meta or traits.subclass is not None or traits.state is not None or traits.blocks is not None:
         return ""
     said = msgspec.json.encode({flag: True for flag in FLAGS if getattr(traits, flag)}).decode()
@@ -165,22 +166,21 @@ class Encoder:
         self.problems: list[str] = []
         self.repeated = 0
         self.unlisted = 0
-        """Problems that are too many to be listed."""
         self.room = PROBLEM_CHARACTERS
         self.steps = 0
         self.leaves: set[int] = set()
         self.once_nbytes = self.again_nbytes = 0
-        """Bytes of long leaves, each counted once; and those of leaves that were written before."""
+        """Bytes of long leaves: those written for the first time, and those written again."""
         self.seen: set[int] = set()
         self.on_path: set[int] = set()
         self.known: dict[type, dict[object, str]] = {float: {}, str: {}, bool: {True: "true", False: "false"}, NONE: {None: "null"}}
         """The JSON of short plain values."""
         self.forms: dict[tuple[object, ...], Sequence[str] | None] = {}
-        """By the keys of a dict: what stands before each value; None where they are not written as an object."""
+        """By the keys of a dict: the text before each value; None where they are not written as an object."""
         self.spending = Spending(self.limits, 0)
 
     def problem(self, path: Path, what: str) -> object:
-        """Note what has no form, and give null in its place, so that the walk goes on and finds all of them."""
+        """Record a problem, and give null, so that the walk finds all problems."""
         self.room -= sum(len(step) for step in path if isinstance(step, str)) + len(what)
         if self.room < 0:
             # A long key stands in every path below it.
@@ -209,7 +209,7 @@ class Encoder:
         return self.leaf(value, path)
 
     def listed(self, values: Collection[object], openings: Iterable[str], keys: Iterable[object], path: Path) -> str:
-        """The JSON of values one behind the other, each behind its opening. `keys` and `path` say where they are.
+        """The JSON of values one after the other, each behind its opening. `keys` and `path` give their places.
 
         No function is called for a tensor or a plain value, and few for a plain dict, list or tuple. All others are nodes.
         """
@@ -220,7 +220,7 @@ class Encoder:
         self.steps += row - first
         out = [*chain.from_iterable(zip(islice(behind, row - first), written[first:row], strict=True))]
         pending: list[tuple[Iterator[tuple[str, object, object]], str, int, object]] = []
-        """The containers that are entered: what is left around each, its end, its identity, its key."""
+        """The open containers: the rest of the values around each, its end, its id, its key."""
         room = self.limits.depth + LEAF_DEPTH - len(on_path)
         left = islice(values, row - first, None), islice(keys, row - first, None)
         inside: Iterator[tuple[str, object, object]] = zip(behind, *left, strict=False)
@@ -266,7 +266,7 @@ class Encoder:
                         break
                 texts.met = row
                 node = self.node(value, (*path, *[step(one[3]) for one in pending], step(key)))
-                out += (opening, msgspec.json.encode(node).decode())
+                out += (opening, encoded(node))
                 row = texts.met
             else:
                 if not pending:
@@ -280,7 +280,7 @@ class Encoder:
         return "".join(out)
 
     def plain_text(self, value: object) -> str:
-        """The JSON of a short plain value; nothing where it takes more than JSON has."""
+        """The JSON of a short plain value; empty if JSON has no such value."""
         if isinstance(value, float):
             text = msgspec.json.encode(value).decode() if scalars.float_text(value) is None else ""
             keep = bool(text and value)
@@ -292,7 +292,7 @@ class Encoder:
         return text
 
     def add_form(self, form: tuple[object, ...]) -> Sequence[str] | None:
-        """What stands before each value of a dict with these texts as keys."""
+        """The text before each value of a dict with these keys."""
         keys = cast("tuple[str, ...]", form)
         found: Sequence[str] | None = None
         if (
@@ -305,7 +305,7 @@ class Encoder:
         return found
 
     def container(self, value: object, path: Path) -> object:
-        """A value that holds others: entered at most once on its own path, and not below the limit."""
+        """A value that holds others. It may not contain itself, and not be deeper than the limit."""
         if id(value) in self.on_path:
             return self.problem(path, f"a {type(value).__name__} that contains itself")
         if len(self.on_path) >= self.limits.depth + LEAF_DEPTH:
@@ -373,13 +373,13 @@ class Encoder:
         plain = [type(key) is int and at <= key <= at + 1 for at, key in enumerate(value)]
         self.steps += sum(plain)
         each = enumerate(zip(value, plain, strict=True))
-        pairs = [f"],[{key}," if as_is else f"],[{self.key_text(key, at, path)}," for at, (key, as_is) in each]
+        pairs = [f"],[{key}," if as_is else f"],[{encoded(self.key(key, at, (*path, step(key))))}," for at, (key, as_is) in each]
         return {"items": msgspec.Raw(f"[{self.listed(value.values(), pairs, value, path)[2:]}]]".encode())}
 
     def are_counts(self, values: Collection[object]) -> bool:
-        """Whether values are dicts of small integers that stand nowhere else: they are counted, and are JSON as they are.
+        """Whether values are dicts of small integers that stand nowhere else: these are JSON as they are.
 
-        What torch's `state_dict()` says of the versions of modules is such, and has as many of them as the state has modules.
+        The versions of modules in torch's `state_dict()` are such dicts, one for each module.
         """
         if {*map(type, values)} != {dict} or len(self.on_path) >= self.limits.depth + LEAF_DEPTH:
             return False
@@ -398,17 +398,13 @@ class Encoder:
         self.steps += len(dicts) + len(numbers)
         return True
 
-    def key_text(self, key: object, size: int, path: Path) -> str:
-        """The JSON of a dict key."""
-        return msgspec.json.encode(self.key(key, size, (*path, step(key)))).decode()
-
     def members(self, values: Iterable[object], path: Path) -> list[object]:
         """The members of a set, in an order that does not depend on this process."""
         made = [self.key(value, i, (*path, step(value))) for i, value in enumerate(values)]
         return made if self.problems else sorted(made, key=msgspec.json.encode)
 
     def key(self, key: object, size: int, path: Path) -> object:
-        """A dict key or a set member, if the reader will be able to take it."""
+        """A dict key or a set member that the reader can take."""
         try:
             self.spending.key(key, size)
         except (PickleError, LimitExceeded) as error:
@@ -416,7 +412,7 @@ class Encoder:
         return self.node(key, (*path, "<key>"))
 
     def attributes(self, value: OrderedDict[object, object], path: Path) -> dict[str, object]:
-        """`_metadata`, which torch's `state_dict()` sets on its OrderedDict; other attributes have no form."""
+        """`_metadata`, which torch's `state_dict()` sets on its OrderedDict. Other attributes are problems."""
         others = [name for name in vars(value) if name != "_metadata"]
         if others:
             self.problem(path, f"an OrderedDict with attributes ({', '.join(map(repr, others[:5]))})")
@@ -444,7 +440,7 @@ class Encoder:
         return node | self.traits(whole.traits, path)
 
     def traits(self, traits: Traits, path: Path) -> dict[str, object]:
-        """What is not as it usually is. Conjugated and negated elements are written as what they stand for."""
+        """The unusual traits. Conjugated and negated elements are written resolved."""
         node: dict[str, object] = {flag: True for flag in FLAGS if getattr(traits, flag)}
         if traits.blocks is not None:
             node["blocks"] = traits.blocks
@@ -455,13 +451,13 @@ class Encoder:
         return node
 
     def leaf(self, value: object, path: Path) -> object:
-        """A value without parts; a long one is paid for before it is written again."""
+        """A value without parts. A long value may not be written too often."""
         if isinstance(value, str | bytes | bytearray | np.ndarray | np.generic) and self.too_often(value):
             return self.problem(path, "one of too many places that share a long value; written out, they have no end")
         return self.written(value, path)
 
     def too_often(self, value: str | bytes | bytearray | np.ndarray | np.generic) -> bool:
-        """Whether a leaf stands in so many places that writing it out again is not worth it."""
+        """Whether a leaf stands in too many places to be written again."""
         nbytes = value.nbytes if isinstance(value, np.ndarray | np.generic) else len(value)
         if nbytes <= LONG_LEAF:
             return False
@@ -542,29 +538,28 @@ def are_texts(values: Collection[object]) -> bool:
 
 
 def _openings(keys: Collection[str]) -> list[str]:
-    """What stands before each value of an object with these keys."""
     quote, texts = as_keys([*keys])
     made = [f",{quote}{text}{quote}:" for text in texts]
     return [made[0][1:], *made[1:]] if made else []
 
 
 PLAIN_CONTAINERS: dict[type, tuple[str, str]] = {dict: ("{", "}"), list: ("[", "]"), tuple: (f'{{"{TAG}":"tuple","items":[', "]}")}
-"""Containers, and what JSON has around their values."""
+"""The JSON text around the values of a container."""
 
 NONE = type(None)
 TEXT = frozenset({str})
 FIRST = ("",)
-"""What stands before the first value of a list."""
+"""The text before the first value of a list."""
 SAFE_INTEGER = scalars.SAFE_INTEGER
 MOST_KNOWN = 10_000
-"""Plain values whose JSON is kept, of each type."""
+"""The most plain values of a type whose JSON is remembered."""
 
 CONTAINERS = frozenset({dict, OrderedDict, Counter, defaultdict, DefaultDict, list, tuple, Size, set, frozenset})
 LEAVES = frozenset({
     str, int, float, complex, bytes, bytearray, range, slice, Device, DType, Global, PurePosixPath, PureWindowsPath,
     PosixPath, WindowsPath,
 })  # fmt: skip
-"""Exact types. A subclass (an `IntEnum`, a named tuple) would come back as something else; only paths lose their disk."""
+"""Exact types, since a subclass (an `IntEnum`, a named tuple) would come back as another type."""
 
 
 def _described(value: object) -> str:

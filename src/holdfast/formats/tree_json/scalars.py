@@ -22,7 +22,7 @@ INTEGER_DIGITS = 4300
 """Python's own limit for integers in decimal, above which reading them is refused because it takes quadratic time."""
 
 ARRAY_NBYTES = 64 << 20
-"""The largest array that is kept inside the JSON document. Larger ones belong into tensors."""
+"""The largest array inside of the JSON document. Larger arrays belong into tensors."""
 
 DECIMAL = re.compile(r"-?[1-9][0-9]*\Z")
 
@@ -39,7 +39,7 @@ ML_NAMES = {dtype: name for name, dtype in ML_DTYPES.items()}
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8, which one with half of a surrogate pair cannot."""
+    """Whether a text can be written as UTF-8. Half of a surrogate pair cannot."""
     if text.isascii():
         return True
     try:
@@ -50,7 +50,7 @@ def is_unicode(text: str) -> bool:
 
 
 def float_text(value: float) -> str | None:
-    """The text for a float that JSON has not, None for one that it has."""
+    """The text of a float that JSON lacks; None for any other."""
     if math.isnan(value):
         bits = struct.pack(">d", value).hex()
         return "nan" if bits == "7ff8000000000000" else f"nan:{bits}"
@@ -71,7 +71,7 @@ def float_from(text: str) -> float:
 
 
 def integer_text(value: int) -> str | None:
-    """An integer in decimal, None for one that is too long to be read back."""
+    """An integer in decimal; None if it is too long to be read back."""
     # 3 bits a digit is on the safe side: `str` refuses from 4300 digits on, and so does `integer_from`.
     if value.bit_length() > INTEGER_DIGITS * 3:
         return None
@@ -96,7 +96,7 @@ def bytes_from(text: str) -> bytes:
 
 
 def dtype_form(dtype: AnyDType) -> object:
-    """A numpy dtype as JSON: a text, or names, formats, offsets and size of a structured one; None where there is no form."""
+    """A numpy dtype as JSON: a text, or names, formats, offsets and size of a structured dtype; None if it has no form."""
     if dtype in ML_NAMES:
         return ML_NAMES[dtype]
     if dtype.hasobject or dtype.subdtype is not None:
@@ -146,7 +146,7 @@ def _structured(names: list[object], texts: list[object], offsets: list[object],
 
 
 def array_from(data: bytes, dtype: AnyDType, shape: list[object], *, rank: int) -> np.ndarray:
-    """An array over bytes, read-only; nothing is allocated for what a shape claims."""
+    """A read-only array over bytes; nothing is allocated for a claimed shape."""
     if len(shape) > rank:
         raise ValueError(f"an array of {len(shape):,} dimensions")
     lengths = tuple(n for n in shape if type(n) is int and 0 <= n < 1 << 63)

@@ -50,8 +50,7 @@ from holdfast.saving.formats import is_part
 from holdfast.saving.state import tabulate_state
 from holdfast.seals.document import SEAL
 from holdfast.seals.renew import NOTHING
-from holdfast.stores.files import make_parents
-from holdfast.stores.path_files import system_files
+from holdfast.stores.files import make_parents, system_files
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch import versions

@@ -8,7 +8,7 @@
 3. What is not repeated: a put with a condition, and the beginning and the end of an upload in parts. Such a put may succeed and
    lose its answer; sent again, it is told that something is there already. So nobody concludes anything from such an answer;
    whoever puts with a condition, or ends an upload, looks what is there (engine/targets/bucket_commit).
-4. A request that takes much longer than others of its size is sent a second time (`patience`); the first answer counts.
+4. A request that takes much longer than others of its size is sent a second time (`Patience`); the first answer counts.
 5. Messages have the URL of the object, what the server meant, and how often it was asked. Never what obstore says, which may have
    signed URLs in it.
 """
@@ -19,18 +19,19 @@ import asyncio
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.core.runtime import at_fork, renewed
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, NotCommitted, StoreError, Truncated, Unsupported
 from holdfast.stores.remote import loop
-from holdfast.stores.remote.failures import if_there, may_pass, reason, refused, repeated
+from holdfast.stores.remote.failures import AGAIN_S, FIRST_S, LONGEST_S, if_there, may_pass, pauses, reason, refused, repeated
 from holdfast.stores.remote.loop import answered, given_back, lent, until, waited
-from holdfast.stores.remote.patience import AGAIN_S, FIRST_S, LONGEST_S, Patience, pauses
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ LISTED = 1000
 """Keys of a list that are taken at a time: as many as S3 puts on a page."""
 
 PARTS = 10_000
-"""Parts that an upload may have."""
 
 ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT")}
 """Where the environment says that a server is another than the cloud's; one without TLS is meant so."""
@@ -56,6 +56,22 @@ PLAIN = "HOLDFAST_WITHOUT_CHECKSUMS"
 """Set in the environment, this lets requests to S3 go without checksums, for a server that refuses them."""
 
 ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
+
+
+KNOWN = 16
+"""Answers that are remembered of each size."""
+
+ENOUGH = 4
+"""Answers below which nothing is known."""
+
+AT_FIRST_S = 10.0
+"""How long to wait while nothing is known."""
+
+LEAST_S = 0.5
+"""No answer is waited for less: a busy moment of this machine is no reason to ask twice."""
+
+TIMES = 4.0
+"""How many times as long as usual is too long."""
 
 
 class RemoteObject(Value, frozen=True):
@@ -70,6 +86,32 @@ class Got(Value, frozen=True):
     start: int
     found: RemoteObject
     attributes: Mapping[str, str]
+
+
+class Patience:
+    """How long answers took lately, by their size. Of many requests one is always slow: its server is busy, its packets were lost.
+    So a request that takes several times as long as others of its size is sent again, and the first answer counts. That costs few
+    requests more, since few are that slow."""
+
+    def __init__(self) -> None:
+        self._lock = renewed(threading.Lock())
+        self._took: dict[int, deque[float]] = {}
+
+    def answered(self, nbytes: int, seconds: float) -> None:
+        """An answer of so many bytes took so long."""
+        with self._lock:
+            self._took.setdefault(_size(nbytes), deque(maxlen=KNOWN)).append(seconds)
+
+    def of(self, nbytes: int) -> float:
+        """Seconds to wait for an answer of so many bytes before it is asked for again."""
+        with self._lock:
+            took = list(self._took.get(_size(nbytes), ()))
+        return max(LEAST_S, TIMES * median(took)) if len(took) >= ENOUGH else AT_FIRST_S
+
+
+def _size(nbytes: int) -> int:
+    """Answers whose lengths differ by less than four times are of one size."""
+    return nbytes.bit_length() // 2
 
 
 class Upload:
@@ -121,7 +163,6 @@ class Bucket:
         """Requests for content and uploads that were sent."""
 
     def url(self, key: str) -> str:
-        """What a message calls an object."""
         return f"{self.root}/{key}"
 
     def get(self, key: str, start: int, stop: int, *, etag: str | None = None) -> Got:
@@ -201,14 +242,9 @@ class Bucket:
         return sorted(found["common_prefixes"]), [_found(one) for one in found["objects"]]
 
     def put(
-        self,
-        key: str,
-        data: Buffer,
-        *,
-        create: bool = False,
-        match: str | None = None,
+        self, key: str, data: Buffer, *, create: bool = False, match: str | None = None,
         attributes: Mapping[str, str] | None = None,
-    ) -> str | None:
+    ) -> str | None:  # fmt: skip
         """Put a small object by one request; its etag. `Taken` where a condition did not hold, or where that cannot be known."""
         import obstore
 
@@ -227,10 +263,8 @@ class Bucket:
     def uploading(
         self, key: str, nbytes: int, *, attributes: Mapping[str, str] | None = None, parts: int | None = None
     ) -> Iterator[Upload]:
-        """Put an object of any size from front to back, in parts of which several are under way (`parts` at the most).
-
-        It is there, all of it, when the block ends; a block that fails leaves nothing.
-        """
+        """Put an object of any size from front to back, in parts of which several are under way (`parts` at the most). It is there,
+        all of it, when the block ends; a block that fails leaves nothing."""
         import obstore
 
         part = PART_NBYTES
@@ -268,7 +302,6 @@ class Bucket:
             if_there(self._run, ask, some[0], "deleting it")
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object inside the bucket, by the store itself."""
         import obstore
 
         self.requests += 1
@@ -307,21 +340,14 @@ class Bucket:
         result: GetResult = await answered(obstore.get_async(self.client, key, options=options))
         found = _found(result.meta)
         if most is not None and found.nbytes > most:
-            raise LimitExceeded(
-                f"an index of {found.nbytes:,} bytes is more than Limits(index_nbytes={most:,})",
-                file=self.url(key),
-                expected=most,
-                found=found.nbytes,
-            )
+            message = f"an index of {found.nbytes:,} bytes is more than Limits(index_nbytes={most:,})"
+            raise LimitExceeded(message, file=self.url(key), expected=most, found=found.nbytes)
         start, stop = result.range
         data = memoryview(await answered(result.bytes_async()))
         wanted = options.get("range")
         if data.nbytes != stop - start or (isinstance(wanted, tuple) and start != wanted[0]):
-            raise Truncated(
-                f"the store answered with {data.nbytes:,} bytes from {start:,} on, and not with what was asked for",
-                file=self.url(key),
-                offset=start + data.nbytes,
-            )
+            message = f"the store answered with {data.nbytes:,} bytes from {start:,} on, and not with what was asked for"
+            raise Truncated(message, file=self.url(key), offset=start + data.nbytes)
         return Got(data, start, found, {str(name): value for name, value in result.attributes.items()})
 
     def _run(self, ask: Callable[[], Awaitable[T]], key: str, doing: str, *, again: bool = True) -> T:

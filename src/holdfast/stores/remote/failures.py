@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from holdfast.errors import HoldfastError, NoSuchPath, Replaced, StoreError, Truncated, Unsupported
@@ -55,7 +56,7 @@ DENIED = re.compile(r"status code: 40[13]|<Code>(?:ExpiredToken|AccessDenied|Inv
 """How it is said of a list, for which the client has no kind of error."""
 
 FINAL = re.compile(r"status code: 4(?!08|29)\d\d|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+")
-"""What the same request would be told again."""
+"""Failures that the same request would meet again."""
 
 CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 PAST_THE_END = re.compile(r"status code: 416|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+")
@@ -68,9 +69,9 @@ def reason(error: Exception) -> str:
     if CREDENTIALS.search(text) and "status code" not in text:
         return "no credentials were found; set those of the store in the environment, or give a client with store="
     code, status = CODE.search(text), STATUS.search(text)
-    told = " ".join(part for part in (status and status[1], code and f"({code[1]})") if part).strip()
-    if told:
-        return told
+    answer = " ".join(part for part in (status and status[1], code and f"({code[1]})") if part).strip()
+    if answer:
+        return answer
     if TIMED_OUT.search(text):
         return "no answer came in time"
     if "dns error" in text:
@@ -97,8 +98,8 @@ def may_pass(error: Exception) -> bool:
 def repeated(error: Exception, doing: str, most: int) -> int:
     """How often obstore has repeated a request by itself. It says so; the rest of a body it asks for as often as it may."""
     text = str(error)
-    told = re.search(r"after (\d+) retries", text)
-    return int(told[1]) if told else most if doing == "reading it" and "response body" in text else 0
+    retries = re.search(r"after (\d+) retries", text)
+    return int(retries[1]) if retries else most if doing == "reading it" and "response body" in text else 0
 
 
 def if_there(ask: Callable[..., T], *given: object) -> T | None:
@@ -109,3 +110,17 @@ def if_there(ask: Callable[..., T], *given: object) -> T | None:
         if error.errno != errno.ENOENT:
             raise
         return None
+
+
+FIRST_S, LONGEST_S = 0.05, 10.0
+"""The first pause after a failure, and the longest."""
+
+AGAIN_S = 180.0
+"""How long a request is sent again and again, in all."""
+
+
+def pauses(first: float = FIRST_S) -> Iterator[float]:
+    """Growing pauses. Each is shortened at random: those who failed at once do not come back at once."""
+    while True:
+        yield random.uniform(first / 2, first)
+        first = min(2 * first, LONGEST_S)

@@ -1,16 +1,14 @@
 """`waited`: requests wait for their answers on one event loop, and none is under way when the program has ended.
 
-obstore answers from threads of its own, which need the interpreter to hand an answer over. Up to Python 3.13 a thread that wants
-the interpreter while it is taken down is ended in the middle of obstore's code, and that ends the whole process: SIGABRT, status
-134, after a program that has done all its work. So:
+obstore answers from threads of its own, which need the interpreter to hand an answer over. A thread that wants the interpreter
+while it is taken down ends the whole process (SIGABRT, up to Python 3.13; docs/design/023). So:
 
 1. A request is under way until the thread that answers it leaves the interpreter. The last that it does there is to ask the future
    whether it was `cancelled`, or to give the loop its result; both are ours (`RequestFuture`, `Events`), and take that down.
 2. Memory that is lent to obstore (`lent`) is waited for: to give it back takes the interpreter as well.
 3. When the program ends, the requests that daemon threads wait for are cancelled, their uploads are stopped, and all that is under
-   way is waited for, whatever a server does. Then the loop's thread ends.
-4. That is done after all handlers of `atexit` that were registered since Holdfast was imported. Whoever asks later, or where no
-   thread can start (since Python 3.12 none can when the program ends), runs a loop of its own, and waits at once.
+   way is waited for. That is done after all handlers of `atexit` that were registered since Holdfast was imported.
+4. Whoever asks later, or where no thread can start, runs a loop of its own, and waits at once.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class RequestFuture(asyncio.Future[Any]):
     """Whether the thread that answers has left the interpreter."""
 
     def cancelled(self) -> bool:
-        """As ever. Asked from a thread of obstore, of a future that is cancelled, it is the last that this thread does."""
+        """`Future.cancelled`. Asked from a thread of obstore, of a cancelled future, it is the last that this thread does."""
         over = super().cancelled()
         last = over and threading.get_ident() != cast(Events, self.get_loop()).home
         # No call after this: at a call the interpreter may go to another thread, which would believe that this one has left.
@@ -66,7 +64,6 @@ class Events(asyncio.SelectorEventLoop):
         super().run_forever()
 
     def awaited(self) -> list[RequestFuture]:
-        """Requests of this loop that are under way."""
         return [one for one in list(under_way) if isinstance(one, RequestFuture) and one.get_loop() is self]
 
     def run_on_thread(self) -> None:
@@ -90,7 +87,7 @@ class Events(asyncio.SelectorEventLoop):
 
 
 def answered(request: Awaitable[T]) -> Awaitable[T]:
-    """The same request of obstore, which is under way from now on: no coroutine, which might be cancelled before it begins."""
+    """Mark a request of obstore as under way, and return it: no coroutine, which might be cancelled before it begins."""
     if isinstance(request, RequestFuture):
         under_way[request] = None
         if request.left:
@@ -100,7 +97,7 @@ def answered(request: Awaitable[T]) -> Awaitable[T]:
 
 @asynccontextmanager
 async def lent(data: bytes | memoryview, *, kept: bool) -> AsyncIterator[memoryview]:
-    """The same memory, for obstore; nobody else has it when the block ends, unless it is `kept`."""
+    """Lend memory to obstore; nobody else has it when the block ends, unless it is `kept`."""
     view = memoryview(data)
     if kept:
         yield view
@@ -143,12 +140,9 @@ _loops: list[Events] = []
 _used = False
 _forked = False
 _over = False
-"""Whether the program ends."""
 
 
 def waited(ask: Callable[[], Awaitable[T]]) -> T:
-    """Wait for what asks."""
-
     async def work() -> T:
         return await ask()
 
@@ -168,7 +162,6 @@ def waited(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 def _begun() -> bool:
-    """Whether there is a loop that runs on a thread of its own."""
     global _thread
     if _forked:
         raise left_behind("")
@@ -183,7 +176,6 @@ def _begun() -> bool:
 
 
 def _alone(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Wait for requests on a loop that this thread runs by itself."""
     if _over and threading.current_thread().daemon:
         raise _parked()
     loop = Events()
@@ -256,8 +248,8 @@ def is_forked() -> bool:
 
 
 def left_behind(file: str) -> Unsupported:
-    told = "this process was forked from one that had used object stores, and their client does not survive that"
-    return Unsupported(f"{told}; start processes by 'spawn' or 'forkserver', or fork before the first URL", file=file)
+    message = "this process was forked from one that had used object stores, and their client does not survive that"
+    return Unsupported(f"{message}; start processes by 'spawn' or 'forkserver', or fork before the first URL", file=file)
 
 
 def _in_child() -> None:

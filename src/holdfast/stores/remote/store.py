@@ -33,7 +33,6 @@ WINDOW_NBYTES = 128 << 10
 """Of headers, what is fetched at a time: nine in ten safetensors headers are shorter."""
 
 WINDOWS = 64
-"""Windows that are kept."""
 
 PIECE_NBYTES = 8 << 20
 """Bytes of one request at the most: several of them share a thin line, and the loss of one is no great matter."""
@@ -59,28 +58,22 @@ class RemoteStore(Store):
         self._lock = renewed(threading.Lock())
         self._known: dict[str, tuple[int, str | None]] = dict(expected or {})
         """Length and etag of each object, from its first answer on."""
-        self._told: dict[str, int] = {}
+        self._indexed: dict[str, int] = {}
         """Lengths that an index says, until the first answer."""
         self._windows: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._keys: list[str] | None = None
         self._gone = False
         self._closed = False
         self._single: str | None = None
-        self._find()
-
-    def _find(self) -> None:
-        """Find out what is there: an object, a native checkpoint, or a prefix."""
-        ways = [self._is_object, self._is_native] if self._url.says_file else [self._is_native, self._is_object]
-        for way in (*ways, self._is_prefix):
-            if way():
-                return
-        raise NoSuchPath("no such object, and nothing below it", file=self.name)
+        ways = [self._is_object, self._is_native] if url.says_file else [self._is_native, self._is_object]
+        if not any(way() for way in ways) and not self.list():
+            raise NoSuchPath("no such object, and nothing below it", file=self.name)
 
     def _is_native(self) -> bool:
         got = if_there(self.bucket.whole, self._key(MANIFEST), self._limits.index_nbytes)
         if got is None:
             return False
-        self._remember(MANIFEST, got)
+        self._first(MANIFEST, got.found)
         for start in range(0, got.data.nbytes, WINDOW_NBYTES):
             self._windows[MANIFEST, start // WINDOW_NBYTES] = got.data[start : start + WINDOW_NBYTES]
         return True
@@ -99,12 +92,9 @@ class RemoteStore(Store):
                 raise
             return False
         self._single = key.rpartition("/")[2]
-        self._remember(self._single, got)
+        self._first(self._single, got.found)
         self._windows[self._single, 0] = got.data
         return True
-
-    def _is_prefix(self) -> bool:
-        return bool(self.list())
 
     @property
     def gone(self) -> bool:
@@ -121,14 +111,14 @@ class RemoteStore(Store):
         return super().single
 
     def holds(self, key: str) -> bool:
-        return key in self._known or key in self._told or key in self.list()
+        return key in self._known or key in self._indexed or key in self.list()
 
     def expect(self, key: str, nbytes: int) -> bool:
         self._key(key)
         with self._lock:
             if key in self._known:
                 return False
-            self._told[key] = nbytes
+            self._indexed[key] = nbytes
             return True
 
     def reaches(self, key: str) -> bool:
@@ -145,9 +135,8 @@ class RemoteStore(Store):
             keys = {one.key[len(prefix) :]: one for one in found if one.key.startswith(prefix)}
             plain = sorted(key for key in keys if _counts(key))
             if len(plain) > self._limits.files:
-                raise LimitExceeded(
-                    f"more files than Limits(files={self._limits.files})", file=self.name, expected=self._limits.files
-                )
+                message = f"more files than Limits(files={self._limits.files})"
+                raise LimitExceeded(message, file=self.name, expected=self._limits.files)
             with self._lock:
                 for key in plain:
                     self._known.setdefault(key, (keys[key].nbytes, keys[key].etag))
@@ -157,11 +146,11 @@ class RemoteStore(Store):
     def size(self, key: str) -> int:
         self._open()
         with self._lock:
-            known, told = self._known.get(key), self._told.get(key)
+            known, indexed = self._known.get(key), self._indexed.get(key)
         if known is not None:
             return known[0]
-        if told is not None:
-            return told
+        if indexed is not None:
+            return indexed
         return self._first(key, self.bucket.head(self._key(key)))[0]
 
     def read(self, key: str, start: int, out: memoryview) -> None:
@@ -219,13 +208,12 @@ class RemoteStore(Store):
             self._windows.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """It travels as its URL, and what is read there must be the objects that were read here."""
+        """Pickle the URL: what is read where it arrives must be the objects that were read here."""
         self._open()
         with self._lock:
             return _arrived, (self._url, self._limits, dict(self._known))
 
     def label(self, key: str) -> str:
-        """What a message calls an object."""
         return self.bucket.url(self._key(key))
 
     def _key(self, key: str) -> str:
@@ -250,7 +238,7 @@ class RemoteStore(Store):
             got = self.bucket.get(self._key(key), start, stop, etag=None if known is None else known[1])
         except StoreError as error:
             raise self._missing(key, error, known) from None
-        self._remember(key, got)
+        self._first(key, got.found)
         if got.data.nbytes != stop - start:
             raise Truncated(f"wanted bytes {start} to {stop} of {got.found.nbytes}", file=self.label(key), offset=got.found.nbytes)
         return got.data
@@ -278,22 +266,19 @@ class RemoteStore(Store):
                 self._windows.popitem(last=False)
         return data[start - first * WINDOW_NBYTES :]
 
-    def _remember(self, key: str, got: Got) -> None:
-        self._first(key, got.found)
-
     def _first(self, key: str, found: RemoteObject) -> tuple[int, str | None]:
-        """Take down what the first answer says; every later one must say the same."""
+        """Record what the first answer says; every later one must say the same."""
         now = found.nbytes, found.etag
         with self._lock:
             known = self._known.setdefault(key, now)
-            told = self._told.pop(key, None)
+            indexed = self._indexed.pop(key, None)
         if known != now:
             self._gone = True
             raise Replaced("the object was replaced while the checkpoint was open; open it again", file=self.label(key))
-        if told is not None and told != found.nbytes:
-            wrong = Truncated if found.nbytes < told else MetadataError
-            said = f"the manifest says {told:,} bytes, the object has {found.nbytes:,}"
-            raise wrong(said, file=self.label(key), expected=told, found=found.nbytes)
+        if indexed is not None and indexed != found.nbytes:
+            wrong = Truncated if found.nbytes < indexed else MetadataError
+            message = f"the manifest says {indexed:,} bytes, the object has {found.nbytes:,}"
+            raise wrong(message, file=self.label(key), expected=indexed, found=found.nbytes)
         return known
 
     def _missing(self, key: str, error: StoreError, known: tuple[int, str | None] | None) -> StoreError:
@@ -302,19 +287,17 @@ class RemoteStore(Store):
             self._gone = True
             return error
         with self._lock:
-            named = known is not None or key in self._told
+            named = known is not None or key in self._indexed
         if error.errno != errno.ENOENT or not named:
             return error
         self._gone = True
-        gone = Replaced(
-            "the object is gone: the checkpoint was replaced or removed while it was open; open it again", file=self.label(key)
-        )
+        message = "the object is gone: the checkpoint was replaced or removed while it was open; open it again"
+        gone = Replaced(message, file=self.label(key))
         gone.errno = error.errno
         return gone
 
 
 def _windows(start: int, stop: int) -> range:
-    """The numbers of the windows that these bytes lie in."""
     return range(start // WINDOW_NBYTES, -(-stop // WINDOW_NBYTES))
 
 
@@ -325,5 +308,4 @@ def _counts(key: str) -> bool:
 
 
 def _arrived(url: Url, limits: Limits, known: Mapping[str, tuple[int, str | None]]) -> RemoteStore:
-    """A store that was pickled in another process."""
     return RemoteStore(url, limits=limits, expected=known)

@@ -58,11 +58,8 @@ Recover = Callable[[str], str | None]
 
 
 class Url(str):
-    """A place in a bucket: `s3://bucket/key`."""
-
     client: object | None = None
     """The obstore store that the caller gave, whose root is the bucket; None for one that is made from the environment."""
-
     folder: bool = False
     """Whether it was given with a slash at its end, which says that a directory is meant."""
 
@@ -224,14 +221,14 @@ def url_of(text: str, client: object | None = None) -> Url:
     elif client is not None:
         scheme, bucket, key = *_named(client), text
     else:
-        raise _refused(f"{text[:200]!r} is no URL of an object store", text)
+        raise BadPath(f"{text[:200]!r} is no URL of an object store", found=text)
     if "@" in bucket and not scheme.startswith("abfs"):
-        raise _refused("a URL holds no credentials; give them by the environment, or with store=", f"{scheme}://…")
+        raise BadPath("a URL holds no credentials; give them by the environment, or with store=", found=f"{scheme}://…")
     if "?" in bucket or not bucket:
-        raise _refused(f"a bucket is missing: {scheme}://BUCKET/KEY", f"{scheme}://{bucket}")
+        raise BadPath(f"a bucket is missing: {scheme}://BUCKET/KEY", found=f"{scheme}://{bucket}")
     parts = key.rstrip("/").split("/")
     if "\0" in key or any(part in (".", "..") for part in parts):
-        raise _refused(f"{text[:200]!r}: the key of an object has no NUL and no part '.' or '..'", text)
+        raise BadPath(f"{text[:200]!r}: the key of an object has no NUL and no part '.' or '..'", found=text)
     url = Url(f"{scheme}://{bucket}/{'/'.join(part for part in parts if part)}".rstrip("/"))
     url.client, url.folder = client, key.endswith("/")
     return url
@@ -243,7 +240,3 @@ def _named(client: object) -> tuple[str, str]:
     config = getattr(client, "config", None) or {}
     bucket = next((config[name] for name in ("bucket", "container_name", "container") if config.get(name)), "store")
     return scheme, str(bucket)
-
-
-def _refused(message: str, found: str) -> BadPath:
-    return BadPath(message, found=found)

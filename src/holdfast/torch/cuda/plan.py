@@ -31,7 +31,7 @@ from holdfast.core.protocols import Request, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes
-from holdfast.engine.checks import Checks, damage, whole_storages
+from holdfast.engine.checksums import Checks, damage, whole_storages
 from holdfast.engine.coalesce import PAGE_LOCKED, Ranges, coalesce
 from holdfast.engine.memory_sink import UNKNOWN
 from holdfast.engine.source import OpenSource

@@ -54,7 +54,7 @@ from holdfast.core.options import DEADLINE, validated
 from holdfast.core.protocols import Request
 from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value
-from holdfast.engine.checks import check_first
+from holdfast.engine.checksums import check_first
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Replaced
 from holdfast.formats.dcp.lazy import ItemStorage

@@ -35,7 +35,7 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.sharing import tied
 from holdfast.core.table import Table
 from holdfast.core.value import Value, replace
-from holdfast.engine.packed import choose
+from holdfast.engine.packed import choose, parse_wanted
 from holdfast.engine.table import NO_TENSORS, value_state
 from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
@@ -43,10 +43,8 @@ from holdfast.errors import CannotHold, RankLost, RanksFailed
 from holdfast.formats import Format
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
-from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.sharded import NOTHING, RankOutput, Receipt, Storing, spread
 from holdfast.formats.tree_json.encode import encode_state
-from holdfast.numeric.pack_choice import parse_wanted
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, message, put_together, with_sums
@@ -233,7 +231,7 @@ def _description(state: State, table: Table, flat: FlatState, matched: list[str]
     """What is said of a state beside its tensors. Raises `CannotHold` with everything that stands in the way."""
     tree = None
     problems = list(flat.problems)
-    if format.keeps == "state" and not is_flat(state):
+    if format.keeps == "state" and not state.leaves.flat:
         encoded = encode_state(state)
         problems += encoded.problems
         tree = msgspec.json.encode(encoded.value)

@@ -25,7 +25,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
 from holdfast.core.value import Value
-from holdfast.engine.checks import damage
+from holdfast.engine.checksums import damage
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, Place, read_to_memory

@@ -29,12 +29,12 @@ from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.table import ODD, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.background import BackgroundCall
-from holdfast.engine.checks import Checks, damage, whole_storages
+from holdfast.engine.checksums import Checks, damage, whole_storages
 from holdfast.engine.coalesce import RECORDS, Ranges
 from holdfast.engine.files import NO_FILES, FileStorages
 from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, read_to_memory
 from holdfast.engine.source import OpenSource
+from holdfast.engine.threads import BackgroundCall
 from holdfast.errors import BadTarget, Corrupted
 from holdfast.torch import versions
 from holdfast.torch.cuda.load import load_fills

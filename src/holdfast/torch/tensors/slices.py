@@ -18,7 +18,7 @@ import torch
 from holdfast.core.limits import Limits
 from holdfast.core.options import validated
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.background import BackgroundCall
+from holdfast.engine.threads import BackgroundCall
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.tensors.allocate import read_tensors
