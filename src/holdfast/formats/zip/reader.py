@@ -1,6 +1,6 @@
 """The strict zip reader: what it accepts, every reader (torch, CPython, …) sees as the same bytes and names.
 
-    1. tail       the last 22 to 98 bytes   where is the directory, how many records      directory.py
+    1. tail       the last 22 to 98 bytes   where is the directory, how many records      layout.py
     2. directory  one read                  names, sizes, checksums, offsets
     3. records    headers in joined reads   each agrees with the directory, end to end
 
@@ -31,37 +31,34 @@ from holdfast.core.protocols import Source
 from holdfast.core.tensor import NO_CRC
 from holdfast.engine.coalesce import HEADERS, coalesce
 from holdfast.errors import Truncated
-from holdfast.formats.zip.directory import Entries, read_entries, read_tail, unsafe
 from holdfast.formats.zip.layout import (
     DESCRIBED,
     DESCRIPTOR_SIGNATURE,
+    END,
+    END64,
     LOCAL,
     LOCAL_BLOCKS,
     LOCAL_SIGNATURE,
+    LOCATOR,
     MAX16,
     MAX32,
     NARROW,
+    VALUE,
     WIDE,
     Archive,
+    Entries,
     FieldOffsets,
     Records,
     find_zip64,
     gather,
+    read_entries,
+    read_tail,
     refused,
+    unsafe,
 )
-from holdfast.formats.zip.writer import (
-    EMPTY,
-    END,
-    FILLED,
-    LOCATOR,
-    SHORT_DESCRIPTOR,
-    SHORT_ENTRY,
-    ZIP64_END,
-    header,
-    tail,
-)
+from holdfast.formats.zip.writer import EMPTY, FILLED, SHORT_DESCRIPTOR, SHORT_ENTRY, SIGNATURE, header, tail
 
-TAIL = ZIP64_END.size + LOCATOR.size + END.size
+TAIL = END64.size + LOCATOR.size + END.size
 TAIL_NBYTES = 4096
 """Bytes from the end that are read at once: the directory of about fifty records."""
 
@@ -72,8 +69,6 @@ ALIGNMENT = 64
 
 BLANK = bytes(12)
 """The end of an entry but for its offset: no extra field, no comment, no disk, no attributes."""
-
-DESCRIPTOR = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
 
 TOGETHER = 4096
 """Records whose headers are compared together: enough to read neighbours with one call, and little memory."""
@@ -98,7 +93,7 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
         return None
     near = size if size <= WHOLE_NBYTES else TAIL_NBYTES
     last = source.bytes(key, stop - near, stop)
-    *_, count, nbytes, directory = ZIP64_END.unpack_from(last, near - TAIL)
+    *_, count, nbytes, directory = END64.unpack_from(last, near - TAIL)
     if directory + nbytes + TAIL != size or count > limits.zip_records or nbytes > limits.zip_directory_nbytes:
         return None
     if not count or not last.endswith(tail(count, directory, nbytes)):
@@ -111,16 +106,16 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
 
 @lru_cache(maxsize=4096)
 def _frame(name_nbytes: int, at: int, filled: bool) -> tuple[bytes, bytes, int]:
-    """What stands before and behind a name of such a length in the header of a record, and the length of the header."""
+    """The bytes before and behind a name of such a length in the header of a record, and the length of the header."""
     head, begin = header(bytes(name_nbytes), int(filled), at, alignment=ALIGNMENT)
     return head[: LOCAL.itemsize], head[LOCAL.itemsize + name_nbytes :], begin - at
 
 
 class _Canonical:
-    """The records of an archive that is as torch writes it, as far as it was compared."""
+    """Compares an archive with the one that torch's writer makes, and collects its records."""
 
     def __init__(self, source: Source, key: str, start: int, whole: bytes) -> None:
-        """`whole` are all bytes of the archive, where they were read."""
+        """`whole` are all bytes of the archive; empty where they were not read."""
         self._source, self._key, self._start, self._whole = source, key, start, whole
         self._names: list[bytes] = []
         self._columns: list[Sequence[Sequence[int]]] = []
@@ -154,7 +149,7 @@ class _Canonical:
                 before = b""
                 if nbytes:
                     # Checksum and sizes stand there as they do in the entry.
-                    before, place = DESCRIPTOR + entries[at + 16 : at + 28], place + SHORT_DESCRIPTOR.size
+                    before, place = SIGNATURE + entries[at + 16 : at + 28], place + SHORT_DESCRIPTOR.size
                 at = behind + length
             names, starts, packed, crcs, headers, expected, edges = zip(*rows, strict=True)
             ended = first + TOGETHER >= count
@@ -201,14 +196,11 @@ class _Canonical:
         if self._start:
             starts, headers = (array("q", [self._start + one for one in column]) for column in (starts, headers))
         rows = dict(zip(names, range(count), strict=True))
-        records = Records(rows, starts=starts, packed=packed, crcs=crcs, methods=bytes(count), headers=headers, sizes=packed)
-        return Archive(records, prefix.decode("ascii"))
+        return Archive(Records(rows, starts, packed, crcs, bytes(count), headers, packed), prefix.decode("ascii"))
 
 
 BATCH_NBYTES = 4 << 20
 """Bytes that are checked together: enough to make the cost of a numpy call vanish, and little memory."""
-
-VALUE = np.dtype([("value", "<u8")])
 
 
 def locate_payloads(source: Source, entries: Entries, directory: int, *, key: str, start: int) -> Ints:
@@ -269,7 +261,7 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
 
 
 class _Check:
-    """What is known about all records while the batches go by."""
+    """The checks of all records, batch by batch."""
 
     def __init__(self, entries: Entries, edges: Ints, fixed: Ints, *, rooms: Ints, key: str, start: int) -> None:
         self.entries, self.edges, self.fixed, self.rooms = entries, edges, fixed, rooms
@@ -374,10 +366,10 @@ def read_archive(source: Source, key: str, *, start: int = 0, stop: int | None =
     usual = read_canonical(source, key, start=start, stop=stop)
     if usual is not None:
         return usual
-    tail = read_tail(source, key, start=start, stop=stop)
-    raw = source.bytes(key, start + tail.directory, start + tail.directory + tail.nbytes)
-    entries = read_entries(raw, tail, key=key, start=start, fold_case=fold_case)
-    payloads = locate_payloads(source, entries, tail.directory, key=key, start=start)
+    directory, nbytes, count = read_tail(source, key, start=start, stop=stop)
+    raw = source.bytes(key, start + directory, start + directory + nbytes)
+    entries = read_entries(raw, count, directory, key=key, start=start, fold_case=fold_case)
+    payloads = locate_payloads(source, entries, directory, key=key, start=start)
     return _archive(entries, payloads, start)
 
 
@@ -388,15 +380,9 @@ def _archive(entries: Entries, payloads: Ints, start: int) -> Archive:
     if entries.folders.any():
         rows = np.flatnonzero(~entries.folders).tolist()
         names = [names[row] for row in rows]
-    records = Records(
-        dict(zip(names, rows, strict=True)),
-        starts=(payloads + start).data,
-        packed=entries.packed.data,
-        crcs=np.where((entries.crcs == 0) & (entries.sizes > 0), NO_CRC, entries.crcs).data,
-        methods=entries.methods.data,
-        headers=(entries.offsets + start).data,
-        sizes=entries.sizes.data,
-    )
+    crcs = np.where((entries.crcs == 0) & (entries.sizes > 0), NO_CRC, entries.crcs)
+    columns = payloads + start, entries.packed, crcs, entries.methods, entries.offsets + start, entries.sizes
+    records = Records(dict(zip(names, rows, strict=True)), *(column.data for column in columns))
     return Archive(records, _prefix(names))
 
 
