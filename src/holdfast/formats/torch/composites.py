@@ -36,12 +36,8 @@ NESTED = "torch.nested._internal.nested_tensor"
 UTILS = "torch._utils"
 
 QSCHEMES = (
-    "per_tensor_affine",
-    "per_tensor_symmetric",
-    "per_channel_affine",
-    "per_channel_symmetric",
-    "per_channel_affine_float_qparams",
-)
+    "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric", "per_channel_affine_float_qparams",
+)  # fmt: skip
 
 Parts = Mapping[str, Any]
 """Plain tensors by their names: all lazy, or all torch's."""
@@ -130,11 +126,9 @@ def check_sparse(kind: str, whole: Apart) -> None:
     if kind == "sparse_coo":
         indices = parts["indices"]
         if indices.ndim != 2 or not values.ndim or indices.shape[1] != values.shape[0] or indices.shape[0] > len(shape):
-            found = tuple(indices.shape)
-            raise MetadataError("the indices and values of a sparse tensor do not fit each other", found=found)
+            raise MetadataError("the indices and values of a sparse tensor do not fit each other", found=tuple(indices.shape))
         if values.shape[1:] != shape[indices.shape[0] :]:
-            found = tuple(values.shape)
-            raise MetadataError("the values of a sparse tensor do not fit its size", found=found, expected=shape)
+            raise MetadataError("the values of a sparse tensor do not fit its size", found=tuple(values.shape), expected=shape)
         return
     compressed, plain = (p for n, p in parts.items() if n != "values")
     last = plain.ndim - 1
@@ -143,7 +137,7 @@ def check_sparse(kind: str, whole: Apart) -> None:
 
 
 def write_sparse(writer: TorchPickle, whole: Composite) -> None:
-    writer.name("torch._utils", "_rebuild_sparse_tensor")
+    writer.name(UTILS, "_rebuild_sparse_tensor")
     writer.layout(whole.kind)
     writer.out.append(b"(")
     for part in SPARSE_PARTS[whole.kind]:
@@ -197,8 +191,8 @@ def check_quantized(whole: Apart) -> None:
     if elements is None or elements.dtype.kind != "quantized" or elements.shape != shape or scheme not in QSCHEMES:
         raise misfit("quantized", whole)
     if "scale" in attributes:
-        told = type(attributes["scale"]) is float and type(attributes.get("zero_point")) is int and len(attributes) == 3
-        if not told or len(parts) != 1 or not scheme.startswith("per_tensor"):
+        numbers = type(attributes["scale"]) is float and type(attributes.get("zero_point")) is int and len(attributes) == 3
+        if not numbers or len(parts) != 1 or not scheme.startswith("per_tensor"):
             raise misfit("quantized", whole)
         return
     if tuple(parts) != PER_CHANNEL or attributes.keys() != {"qscheme", "axis"} or not scheme.startswith("per_channel"):
@@ -211,23 +205,23 @@ def check_quantized(whole: Apart) -> None:
 
 
 def write_quantized(writer: TorchPickle, whole: Composite) -> None:
-    told, parts = whole.attributes, whole.parts
-    writer.name("torch._utils", "_rebuild_qtensor")
+    attributes, parts = whole.attributes, whole.parts
+    writer.name(UTILS, "_rebuild_qtensor")
     writer.out.append(b"(")
     writer.view(parts["int_repr"])
     # torch says per_channel_affine for both kinds, and knows them by the dtype of the zero points (2.13).
-    scheme = str(told["qscheme"]).removesuffix("_float_qparams")
-    if "scale" in told:
+    scheme = str(attributes["qscheme"]).removesuffix("_float_qparams")
+    if "scale" in attributes:
         writer.name("torch", scheme)
-        writer.write(told["scale"])
-        writer.write(told["zero_point"])
+        writer.write(attributes["scale"])
+        writer.write(attributes["zero_point"])
         writer.out.append(TUPLES[3])
     else:
         writer.out.append(b"(")
         writer.name("torch", scheme)
         writer.tensor(parts["scales"])
         writer.tensor(parts["zero_points"])
-        writer.write(told["axis"])
+        writer.write(attributes["axis"])
         writer.out.append(b"t")
     writer.put()
     writer.write(whole.traits.requires_grad and not whole.traits.parameter)
@@ -259,7 +253,7 @@ def check_nested(whole: Apart) -> None:
 
 
 def write_nested(writer: TorchPickle, whole: Composite) -> None:
-    writer.name("torch._utils", "_rebuild_nested_tensor")
+    writer.name(UTILS, "_rebuild_nested_tensor")
     writer.out.append(b"(")
     for part in NESTED_PARTS:
         writer.tensor(whole.parts[part])
@@ -305,18 +299,15 @@ def check_jagged(whole: Apart) -> None:
 
 
 def write_jagged(writer: TorchPickle, whole: Composite) -> None:
-    values, told = whole.parts["values"], whole.attributes
-    # torch keeps the shortest and the longest length as the shape of a tensor without elements.
-    cached = {
-        name: LazyTensor("", values.dtype, (length, 0), (), values.source)
-        for name in LENGTHS
-        if isinstance(length := told.get(name), int)
-    }
+    values, attributes = whole.parts["values"], whole.attributes
+    lengths = {name: length for name in LENGTHS if isinstance(length := attributes.get(name), int)}
+    # torch stores the shortest and the longest length as the shape of a tensor without elements.
+    cached = {name: LazyTensor("", values.dtype, (length, 0), (), values.source) for name, length in lengths.items()}
     given = {
         "values": values,
         "offsets": whole.parts["offsets"],
         "lengths": whole.parts.get("lengths"),
-        "_ragged_idx": told["ragged_idx"],
+        "_ragged_idx": attributes["ragged_idx"],
         "_metadata_cache": cached,
         "requires_grad": whole.traits.requires_grad,
     }

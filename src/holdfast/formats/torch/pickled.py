@@ -35,6 +35,7 @@ from holdfast.core.table import Kind
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
 from holdfast.formats.pickle.writer import LONG_PUT, MAX_TEXT_NBYTES, PUT1, TEXT, TUPLES, integer
+from holdfast.formats.torch.composites import UTILS
 
 BYTES = DTYPES.storage("ByteStorage")
 UNTYPED = "ByteStorage"
@@ -227,7 +228,6 @@ class Template(Value, frozen=True, eq=False):
 REMEMBER, RECORD_KEY = object(), object()
 """Where the memo takes the next number; where the key of the record stands."""
 
-UTILS = "torch._utils"
 STORAGE = "storage"
 
 
@@ -356,7 +356,6 @@ class PickledRows(Value, frozen=True, eq=False):
 
 
 NO_ROWS = PickledRows((), (), (), (), frozenset(), lambda row: row, lambda value: value)
-
 
 PAIRS = DTYPES.name("float4_e2m1fn_x2")
 """torch has 4-bit floats in pairs only: an element of a byte, the first float in the low half."""

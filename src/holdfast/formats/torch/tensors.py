@@ -19,7 +19,6 @@ from holdfast.formats.pickle.table import Args
 MAX_ELEMENTS = 1 << 62
 """More than any memory; products below it fit the 64-bit integers that numpy and torch count with."""
 
-
 MAX_STRIDE = 1 << 55
 """Elements of 128 bits at this distance are countable in 64 bits."""
 
@@ -106,9 +105,9 @@ def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: obj
     shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
     row = storage.position if isinstance(storage.position, FileRow) else None
     chunks = storage.chunks if row is None else ()
-    where = (
-        (row.offset, row.kind.strides) if row is not None else (chunks[0].offset, chunks[0].strides) if len(chunks) == 1 else None
-    )
+    where = None if row is None else (row.offset, row.kind.strides)
+    if len(chunks) == 1:
+        where = chunks[0].offset, chunks[0].strides
     if where is None or storage.ndim != 1 or where[1] != (storage.dtype.bits,):
         # A tensor in the place of a storage: its size says nothing about the bytes that are there.
         raise MetadataError("a tensor over something that is no storage", found=type(storage).__name__)

@@ -52,7 +52,7 @@ from holdfast.formats.pickle.writer import (
     integer,
     put,
 )
-from holdfast.formats.torch.composites import KINDS
+from holdfast.formats.torch.composites import KINDS, UTILS
 from holdfast.formats.torch.pickled import (
     KEY_TEXTS,
     NEW,
@@ -61,7 +61,6 @@ from holdfast.formats.torch.pickled import (
     REMEMBER,
     SHORT,
     STORAGE,
-    UTILS,
     WIDE,
     PickledKind,
     PickledRows,
@@ -88,7 +87,6 @@ LAYOUT_OF = {name: Global("torch", name) for name in LAYOUTS}
 ZERO = integer(0)
 OFFSET = 4
 """From the count of a storage to the offset in it: the tuple's end, its number, BINPERSID."""
-
 
 PIECES = 1024
 """More pieces than this are joined once a batch of items is written: they take memory."""
@@ -152,7 +150,7 @@ class TorchPickle(PickleWriter):
 
     @property
     def sources(self) -> array[int]:
-        """Of each record: the number of a storage of the table; `ODD` for what tensors by themselves asked for."""
+        """For each record, the number of a storage of the table; `ODD` for what tensors by themselves asked for."""
         found = array("q", self._records)
         for record in self.storages.records:
             found[record.number] = ODD
@@ -440,7 +438,7 @@ class TorchPickle(PickleWriter):
         self.put()
 
     def _args(self, tensor: LazyTensor, requires_grad: bool) -> None:
-        """The tuple of arguments of `_function`."""
+        """The tuple of arguments of `builder_of`."""
         dtype, traits = tensor.dtype, tensor.traits
         self.out.append(b"(")
         if traits.meta:
@@ -462,8 +460,10 @@ class TorchPickle(PickleWriter):
     def view(self, tensor: LazyTensor) -> None:
         """A storage, an offset, a size and a stride."""
         record, start, strides = self._place(tensor)
-        out = self.out
-        self._begin_storage(tensor.dtype)
+        out, storage_class = self.out, tensor.dtype.storage
+        out.append(b"(")
+        self._shared(STORAGE)
+        self.name(*("torch", storage_class) if storage_class else ("torch.storage", "UntypedStorage"))
         self._key(_own(record.number))
         self._shared(record.location)
         self._open.append((len(out), record, start, tensor.dtype.bits))
@@ -472,15 +472,6 @@ class TorchPickle(PickleWriter):
         out += (b"Q", b"")
         self._ints(tensor.shape)
         self._ints(strides)
-
-    def _begin_storage(self, dtype: DType) -> None:
-        """A storage, up to its key."""
-        self.out.append(b"(")
-        self._shared(STORAGE)
-        if dtype.storage is None:
-            self.name("torch.storage", "UntypedStorage")
-        else:
-            self.name("torch", dtype.storage)
 
     def _key(self, source: int) -> None:
         """The name of a record: the text at first, then a reference to it. `source` is as in `_records`."""
