@@ -295,17 +295,12 @@ def _run(state: State) -> object:
                 raise state.short()
             limit = state.limit = state.end
             state.framed = False
-    except struct.error as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # as below
-        state.at = pos - 1
-        raise state.short() from None
-    except IndexError as error:
+    except (struct.error, IndexError) as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             # Not from a stack or the data here, but from a table: what the caller allowed to run, or a mistake of ours.
             raise
         state.at = pos - 1
-        if pos >= limit:
+        if isinstance(error, struct.error) or pos >= limit:
             raise state.short() from None
         state.underflow()
     finally:

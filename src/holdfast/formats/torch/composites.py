@@ -15,7 +15,7 @@ are looked at when torch puts the parts together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,7 +52,7 @@ class Apart(NamedTuple):
 
 
 class CompositeKind(Value, frozen=True, eq=False):
-    """One kind of tensors."""
+    """All that is known of a kind of composite tensors without torch."""
 
     name: str
     title: str
@@ -61,9 +61,8 @@ class CompositeKind(Value, frozen=True, eq=False):
     check: Callable[[Apart], None]
     """Raises `MetadataError` where parts and attributes are not those of this kind, or do not fit each other."""
     write: Callable[[TorchPickle, Composite], None]
-    """Writes the call that makes it."""
     keeps_grad: bool = False
-    """Whether that call has a place for `requires_grad`."""
+    """Whether the call that is written has a place for `requires_grad`."""
 
 
 def misfit(kind: str, whole: Apart) -> MetadataError:
@@ -325,18 +324,15 @@ SPARSE_CLASSES = {(m, name): sparse_class(name) for m in ("torch.sparse", "torch
 SPARSE = {(UTILS, "_rebuild_sparse_tensor"): sparse, (UTILS, "_rebuild_sparse_csr_tensor"): sparse, **SPARSE_CLASSES}
 
 
-def _known() -> Iterator[CompositeKind]:
-    for name in SPARSE_PARTS:
-        yield CompositeKind(name, "a sparse tensor", SPARSE, partial(check_sparse, name), write_sparse)
-    calls: dict[Name, Row] = {(UTILS, "_rebuild_qtensor"): quantized}
-    yield CompositeKind("quantized", "a quantised tensor", calls, check_quantized, write_quantized, keeps_grad=True)
-    yield CompositeKind("nested", "a nested tensor", {(UTILS, "_rebuild_nested_tensor"): nested}, check_nested, write_nested)
-    calls = {(NESTED, "_rebuild_njt"): jagged}
-    yield CompositeKind("jagged", "a jagged tensor", calls, check_jagged, write_jagged, keeps_grad=True)
-
-
-KINDS = {kind.name: kind for kind in _known()}
-"""By the name that a `Composite` has."""
+QUANTIZED: dict[Name, Row] = {(UTILS, "_rebuild_qtensor"): quantized}
+JAGGED: dict[Name, Row] = {(NESTED, "_rebuild_njt"): jagged}
+KNOWN = [
+    *(CompositeKind(name, "a sparse tensor", SPARSE, partial(check_sparse, name), write_sparse) for name in SPARSE_PARTS),
+    CompositeKind("quantized", "a quantised tensor", QUANTIZED, check_quantized, write_quantized, keeps_grad=True),
+    CompositeKind("nested", "a nested tensor", {(UTILS, "_rebuild_nested_tensor"): nested}, check_nested, write_nested),
+    CompositeKind("jagged", "a jagged tensor", JAGGED, check_jagged, write_jagged, keeps_grad=True),
+]
+KINDS = {kind.name: kind for kind in KNOWN}
 
 
 def check_composite(kind: str, whole: Apart) -> None:

@@ -78,9 +78,8 @@ class LegacyStream(Value, frozen=True):
     stop: int
     """Where the object begins in the window, and ends."""
     places: Mapping[str, Storage]
-    """Its storages, by their keys."""
     modules: int
-    """How many classes it has the source text of."""
+    """The number of classes whose source text is in the stream."""
     end: int
     """Where the last storage ends in the file."""
 
@@ -234,7 +233,7 @@ W = TypeVar("W")
 def read_tar(
     source: Source, key: str, places: dict[str, Storage], *, storages: Storages[W], builder: Builder, begin: int = 0
 ) -> tuple[dict[int, object], tuple[int, int]]:
-    """The storages and tensors of a tar by their keys, and where its pickle begins and ends. `places` gets those of storages."""
+    """The storages and tensors of a tar by their keys, and where its pickle begins and ends. Fills `places` for the storages."""
     members = read_members(source, key, begin)
     missing = [name for name in MEMBERS if name not in members]
     if missing:
@@ -301,7 +300,7 @@ def begins_like_tar(head: bytes) -> bool:
 
 
 def refuse_tar(source: Source, key: str, format: str) -> None:
-    """Raise `FormatError` for a file that torch would load as a tar, whatever else it is: a header is told by a checksum alone."""
+    """Raise `FormatError` for a file that torch would load as a tar, whatever else it is: a checksum alone makes a header."""
     if begins_like_tar(source.first(key, BLOCK_NBYTES)):
         both = f"the file is {format} and a tar at once, and torch would load the tar"
         why = "it was made to show one thing and load another; `holdfast scan` shows what both would do"

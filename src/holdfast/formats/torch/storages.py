@@ -172,13 +172,13 @@ class RecordStorages(FileStorages):
 
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
         self.archive = archive
-        _, starts, packed, crcs, _ = archive.records.columns
+        starts, packed, crcs, *_ = archive.records.columns
         FileColumns.__init__(self, [FilePlace(source, key, source.store)], np.zeros(len(starts), np.int64), starts, packed, crcs)
 
     @cached_property
     def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when first used
         labels, cut = [""] * len(self), len(self.archive.below(""))
-        for name, row in self.archive.records.columns.rows.items():
+        for name, row in self.archive.records.rows.items():
             labels[row] = name[cut:]
         return labels
 
@@ -203,8 +203,8 @@ class ArchiveStorages(DescribedStorages):
         (place,) = storages.files
         super().__init__(place.source)
         self._storages, self._folder, self._byteorder = storages, folder, byteorder
-        rows, _, packed, _, methods = storages.archive.records.columns
-        self._records = storages.archive.below(folder), rows, packed, methods
+        _, packed, _, methods, *_ = storages.archive.records.columns
+        self._records = storages.archive.below(folder), storages.archive.records.rows, packed, methods
         """What the names of records in the folder begin with, and where they lie."""
 
     def whole(self, asked: StorageId) -> LazyTensor:

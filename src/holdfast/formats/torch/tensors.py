@@ -34,7 +34,7 @@ def view_traits(requires_grad: bool, conj: bool, neg: bool) -> Traits:
 
 
 def checked_ints(values: object, what: str, rank: int | None = None) -> tuple[int, ...]:
-    """A tuple or list of non-negative ints (no bools), of the given rank where one is given."""
+    """A tuple or list of non-negative ints (no bools), of the given rank, if any."""
     if not isinstance(values, tuple | list) or any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in values):
         raise MetadataError(f"the {what} of a tensor must be non-negative integers", found=brief(values))
     if rank is not None and len(values) != rank:
@@ -85,15 +85,9 @@ def beyond(last: int, room: int) -> MetadataError:
 
 @lru_cache(maxsize=4096)
 def strided_kind(
-    dtype: DType,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    storage_nbytes: int,
-    traits: Traits,
-    byteorder: str,
-    location: str,
-    inside: bool = True,
-) -> Kind:
+    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], storage_nbytes: int, traits: Traits, byteorder: str,
+    location: str, inside: bool = True,
+) -> Kind:  # fmt: skip
     """The kind of a tensor over a storage: one object for all that are alike. Strides are in bits."""
     return Kind.strided(
         dtype, shape, strides, storage_nbytes=storage_nbytes, traits=traits, byteorder=byteorder, location=location, inside=inside

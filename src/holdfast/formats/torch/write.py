@@ -75,10 +75,6 @@ def fold_names(names: tuple[str | tuple[str, int], ...]) -> int:
     return fold(hashes[set_order(hashes)].tolist())
 
 
-SIGNED = ord("P")
-"""How the signature of a descriptor begins."""
-
-
 def mistaken_crc(head: bytes) -> int | None:
     """What torch's writer takes for a checksum at the beginning of a payload.
 
@@ -207,12 +203,12 @@ def _near_limits(text: int, names: Collection[str]) -> bool:
 
 
 def without_origin(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What a safetensors file says about itself, but that it was made of torch's tensors: a torch file need not say so."""
+    """The metadata of a file without safetensors' `format: pt`, which a torch file need not say."""
     return {key: text for key, text in metadata.items() if (key, text) != ("format", "pt")}
 
 
 def pickled_rows(state: State) -> PickledRows:
-    """The rows of a state that a pickle writes by their kinds: all of a storage, of which all have the same class in torch."""
+    """The rows of a state that a pickle writes by their kinds: each is all of its storage, which has one class in torch."""
     leaves, table = state.leaves, state.tensors
     storage, kinds = table.storage, table.kinds
     classes = [kind.dtype.storage or UNTYPED for kind in kinds]
@@ -236,7 +232,7 @@ def pickled_rows(state: State) -> PickledRows:
         found = leaves.described(value)
         if found is not value and isinstance(found, LazyTensor | Composite):
             return found
-        # What stands in the tree is only a place: a lazy tensor there may be of another dtype. One object stays one object.
+        # The value in the tree is only a place: a lazy tensor there may be of another dtype. One object stays one object.
         if id(value) not in made:
             made[id(value)] = table.view(row)
         return made[id(value)]
@@ -343,8 +339,7 @@ class Identity:
             names.append(name)
             if isinstance(payload, bytes):
                 if payload:
-                    mistaken = mistaken_crc(payload) if payload[0] == SIGNED else None
-                    found += mistaken, crc32(payload) if self.crc else 0
+                    found += mistaken_crc(payload), crc32(payload) if self.crc else 0
             elif payload.nbytes:
                 found.append(mistaken_crc(first_bytes(payload)))
                 if not self.crc or isinstance(payload, Hole):
@@ -374,7 +369,7 @@ class Identity:
 
 
 def first_bytes(data: Payload) -> bytes:
-    """The first bytes of a payload, where they can be seen without reading: the id is the only use for them."""
+    """The first bytes of a payload, where no read is needed for them; else none. Only the id uses them."""
     match data:
         case bytes():
             return data[:8]
@@ -392,7 +387,7 @@ def first_bytes(data: Payload) -> bytes:
 
 
 def _notes(pickled: TorchPickle) -> list[str]:
-    """What a person should know about the file."""
+    """Notes for people about the file."""
     refused = [f"{what} ({pickled.where(path)})" for what, path in pickled.mentioned.items() if what not in LOADED]
     notes = list(pickled.notes)
     if refused:

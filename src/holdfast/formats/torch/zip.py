@@ -44,7 +44,7 @@ TRAITS = attrgetter("traits")
 
 
 class SavedFile(Value, frozen=True):
-    """What one file of `torch.save` holds; nothing of it was executed, and no tensor read."""
+    """The content of one file of `torch.save`; nothing of it was executed, and no tensor read."""
 
     format: str
     tree: object
@@ -56,7 +56,7 @@ class SavedFile(Value, frozen=True):
 
 
 def describe_saved(source: Source, read: Callable[[Source, str], SavedFile]) -> Description:
-    """What the one file of a store holds, by the function that reads its container."""
+    """Describe the one file of a store, by the function that reads its container."""
     (key,) = source.store.list()
     saved = read(source, key)
     named = name_tensors(saved.tree, source.limits, saved.nbytes)
@@ -66,7 +66,7 @@ def describe_saved(source: Source, read: Callable[[Source, str], SavedFile]) -> 
 
 
 def is_flat(tree: object, tensors: Mapping[str, LazyTensor]) -> bool:
-    """Whether a tree is a plain dict of these tensors under their names, each of which is nothing but a tensor and there once."""
+    """Whether a tree is a plain dict of these tensors under their names, each a plain tensor that is there once."""
     if type(tree) is not dict or len(tree) != len(tensors):
         return False
     if not all(map(eq, tree, tensors)) or not all(map(is_, tree.values(), tensors.values())):
@@ -81,7 +81,7 @@ def describe(source: Source) -> Description:
 
 
 def read_torch_zip(source: Source, key: str) -> SavedFile:
-    """What a file holds. Its tensors lie in the store of the source, under the key of the file."""
+    """Read a file. Its tensors lie in the store of the source, under the key of the file."""
     archive = saved_archive(source, key)
     reader = PickleReader(source, key, archive)
     tree, nbytes = reader.read(PICKLE, STORAGES)
@@ -189,7 +189,6 @@ class Payloads:
         self._source, self._key = source, key
         self._read: dict[str, object] = {}
         self.foreign: list[Foreign] = []
-        """Globals that were not built, in all of them."""
         self.nbytes = 0
         """Bytes of all pickles."""
 

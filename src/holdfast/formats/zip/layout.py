@@ -30,7 +30,6 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import eq
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -374,17 +373,8 @@ def read_entries(raw: bytes, count: int, directory: int, *, key: str, start: int
     places.require(~folders | ((sizes == 0) & (methods == STORED)), "a folder that has content")
     order = np.argsort(offsets, kind="stable")
     rows = order.tolist()
-    return Entries(
-        raw_names=[raw_names[row] for row in rows],
-        names=[names[row] for row in rows],
-        folders=folders[order],
-        flags=flags[order],
-        methods=methods[order],
-        crcs=fields["crc"].astype(np.int64)[order],
-        packed=packed.astype(np.int64)[order],
-        sizes=sizes.astype(np.int64)[order],
-        offsets=offsets.astype(np.int64)[order],
-    )
+    columns = [column[order].astype(np.int64) for column in (flags, methods, fields["crc"], packed, sizes, offsets)]
+    return Entries([raw_names[row] for row in rows], [names[row] for row in rows], folders[order], *columns)
 
 
 def _walk(raw: bytes, count: int, *, key: str, place: int) -> tuple[Ints, list[bytes]]:
@@ -495,17 +485,6 @@ Place = tuple[int, int, int | None, bool]
 """A record's first byte, the number of its bytes, their CRC-32 where it is known, and whether they are the content."""
 
 
-class RecordColumns(NamedTuple):
-    """Where records lie: the row of each name, and by rows first bytes, lengths, checksums and methods."""
-
-    rows: Mapping[str, int]
-    starts: Sequence[int]
-    packed: Sequence[int]
-    crcs: Sequence[int]
-    """`NO_CRC` where the writer left it out."""
-    methods: Sequence[int]
-
-
 class Records(Mapping[str, ZipRecord]):
     """The records of an archive under their names, in the order of the file.
 
@@ -513,16 +492,17 @@ class Records(Mapping[str, ZipRecord]):
     integers of Python's. A checksum that the writer left out is `NO_CRC`.
     """
 
-    __slots__ = ("_columns", "_known", "_names")
+    __slots__ = ("_known", "_names", "columns")
 
     def __init__(self, rows: Mapping[str, int], *columns: Sequence[int]) -> None:
         """`columns` are the starts, packed lengths, checksums, methods, headers and content lengths, by rows."""
         self._known: Mapping[str, int] | None = rows
         self._names = ""
-        self._columns = columns
+        self.columns = columns
 
     @property
-    def _rows(self) -> Mapping[str, int]:
+    def rows(self) -> Mapping[str, int]:
+        """The row of each name."""
         rows = self._known
         if rows is None:
             rows = self._known = dict(zip(self._names.split("\0"), range(len(self)), strict=True))
@@ -530,7 +510,7 @@ class Records(Mapping[str, ZipRecord]):
 
     def fold(self) -> None:
         """Store the names as one text until one is asked for: that takes a tenth of the memory."""
-        rows, count = self._known, len(self._columns[0])
+        rows, count = self._known, len(self.columns[0])
         if rows is None or len(rows) != count or not all(map(eq, rows.values(), range(count))):
             return
         names = "\0".join(rows)
@@ -545,47 +525,41 @@ class Records(Mapping[str, ZipRecord]):
 
     def find(self, name: str) -> ZipRecord | None:
         """The record of a name, or None."""
-        row = (self._known or self._rows).get(name)
+        row = (self._known or self.rows).get(name)
         if row is None:
             return None
-        starts, packed, crcs, methods, headers, sizes = self._columns
+        starts, packed, crcs, methods, headers, sizes = self.columns
         crc = crcs[row]
         return ZipRecord(name, starts[row], packed[row], None if crc == NO_CRC else crc, methods[row], headers[row], sizes[row])
 
     def place(self, name: str) -> Place | None:
         """The place of the record of a name, without making a `ZipRecord`."""
-        row = self._rows.get(name)
+        row = self.rows.get(name)
         if row is None:
             return None
-        starts, packed, crcs, methods, *_ = self._columns
+        starts, packed, crcs, methods, *_ = self.columns
         crc = crcs[row]
         return starts[row], packed[row], None if crc == NO_CRC else crc, methods[row] == STORED
 
-    @property
-    def columns(self) -> RecordColumns:
-        """The columns that say where records lie."""
-        starts, packed, crcs, methods, *_ = self._columns
-        return RecordColumns(self._rows, starts, packed, crcs, methods)
-
     def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""
-        rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
-        own, lengths = (np.asarray(column)[rows] for column in self._columns[:2])
+        rows = np.fromiter(self.rows.values(), np.int64, len(self.rows))
+        own, lengths = (np.asarray(column)[rows] for column in self.columns[:2])
         order = np.argsort(starts, kind="stable")
         others = np.ones(len(rows), np.bool_)
         if len(order):
             near = order[np.minimum(np.searchsorted(starts[order], own), len(order) - 1)]
             others = (starts[near] != own) | (nbytes[near] != lengths)
-        return map(self.__getitem__, compress(self._rows, others.tolist()))
+        return map(self.__getitem__, compress(self.rows, others.tolist()))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows
+        return name in self.rows
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter(self.rows)
 
     def __len__(self) -> int:
-        return len(self._columns[0] if self._known is None else self._known)
+        return len(self.columns[0] if self._known is None else self._known)
 
     def __repr__(self) -> str:
         return f"<{len(self)} zip records>"

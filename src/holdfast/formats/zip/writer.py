@@ -116,6 +116,7 @@ offset."""
 FILLED, EMPTY = (struct.pack("<I6H", fields.ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0) for flags in (UTF8 | DESCRIBED, UTF8))
 """What an entry begins with, of a record with content and without."""
 NO_BLOCK = bytes(12)
+"""The end of an entry but for its offset: no extra field, no comment, no disk, no attributes."""
 FIXED = HEADER.size + 4
 """Bytes of a header without name and zip64 block, with how the padding begins."""
 SHORT_DESCRIPTOR = struct.Struct("<IIII")
@@ -493,11 +494,11 @@ def padding(pad: int) -> bytes:
     return b"FB" + pad.to_bytes(2, "little") + b"Z" * pad
 
 
-def header(raw: bytes, nbytes: int, at: int, *, alignment: int, block: bytes = b"") -> tuple[bytes, int]:
-    """The local header at `at` of a record named `raw`, with its padding; and where the payload begins. `block` is for zip64."""
-    begin = at + FIXED + len(raw) + len(block)
+def header(raw: bytes, filled: bool, at: int, *, alignment: int) -> tuple[bytes, int]:
+    """The local header at `at` of a record named `raw`, with its padding; and where the payload begins."""
+    begin = at + FIXED + len(raw)
     pad = -begin % alignment
-    return _padded(raw, bool(nbytes), pad, block), begin + pad
+    return _padded(raw, filled, pad, b""), begin + pad
 
 
 @lru_cache(256)
