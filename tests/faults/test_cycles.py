@@ -26,7 +26,7 @@ from holdfast.engine.threads import BackgroundCall, run_all
 SOURCES = ("x.pt", "legacy.pt", "x.safetensors", "native", "x.npz", "dcp")
 COUNT = 6
 
-PICKLED = ("holdfast.formats.pickle.recording", "holdfast.formats.pickle.tolerant", "holdfast.core.opaque")
+PICKLED = ("holdfast.formats.pickle.recording", "holdfast.formats.pickle.rare", "holdfast.core.opaque")
 """What `scan` makes of a pickle: values that refer to each other as those of the pickle do."""
 
 

@@ -526,7 +526,7 @@ class CheckpointBytes:
         inflated = set(ranges.keys) if arrays else set()
         left = [
             record
-            for record in archive.besides(starts, nbytes)
+            for record in archive.records.besides(starts, nbytes)
             if record.nbytes and record.crc32 is not None and record.stop not in ends and member_key(key, record) not in inflated
         ]
         self._labels |= {number: record.name[cut:] for number, record in enumerate(left, len(stored))}

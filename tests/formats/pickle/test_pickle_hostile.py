@@ -317,17 +317,16 @@ def test_opaque_keys_are_fine():
 def test_stream_larger_than_allowed():
     stream = P2 + STR(b"a" * 100) + b"."
     limits = Limits(pickle_nbytes=50)
-    for data in (stream, memoryview(stream)):
-        with pytest.raises(LimitExceeded):
-            interpret(data, PlainTable(), limits=limits)
-        with pytest.raises(LimitExceeded):
-            interpret_whole(data, PlainTable(), limits=limits)
-        assert interpret_whole(data, PlainTable(), limits=limits, max_nbytes=200).value == "a" * 100
+    with pytest.raises(LimitExceeded):
+        interpret(stream, PlainTable(), limits=limits)
+    with pytest.raises(LimitExceeded):
+        interpret_whole(stream, PlainTable(), limits=limits)
+    assert interpret_whole(stream, PlainTable(), limits=limits, max_nbytes=200).value == "a" * 100
 
 
 def test_offsets_point_at_the_opcode():
     with pytest.raises(PickleError) as caught:
-        interpret(memoryview(b"....." + P2 + b"NNNs."), PlainTable(), limits=Limits(), start=5)
+        interpret(b"....." + P2 + b"NNNs.", PlainTable(), limits=Limits(), start=5)
     assert caught.value.offset == 10
 
 

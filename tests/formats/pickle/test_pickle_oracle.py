@@ -174,7 +174,7 @@ def test_streams_back_to_back():
     table = PlainTable()
     stream = b"junk" + pickle.dumps([1], 2) + pickle.dumps({"a": 2}, 4) + b"tail"
     first = interpret(stream, table, limits=LIMITS, start=4)
-    second = interpret(memoryview(stream), table, limits=LIMITS, start=first.stop)
+    second = interpret(stream, table, limits=LIMITS, start=first.stop)
     assert (first.value, second.value) == ([1], {"a": 2})
     assert stream[second.stop :] == b"tail"
     assert first.opcodes == 6

@@ -1,8 +1,8 @@
 """A closed pickle interpreter: opcodes become inert data; nothing is imported and nothing is called.
 
 machine     the loop over the opcodes                state       what the loop works on: stack, marks, memo, place
-rare        the opcodes that are seldom met          text        numbers and strings written as text
-tolerant    the opcodes as CPython reads them        recording   what a pickle would do, for a scan
+rare        the opcodes that are seldom met, and as a scan reads them
+text        numbers and strings written as text      recording   what a pickle would do, for a scan
 table       what a global, a call, a BUILD becomes; Python 2 names
 tensor_templates   ordinary tensors by their bytes, many at once
 plain       rows for plain Python                    arrays      rows for numpy

@@ -237,11 +237,8 @@ def array_over(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fort
         return NotImplemented
     nbytes = math.prod(sizes) * dtype.itemsize
     if nbytes != len(data):
-        raise PickleError(
-            f"an array of shape {tuple(sizes)} and type {dtype} needs {nbytes:,} bytes, and has {len(data):,}",
-            expected=nbytes,
-            found=len(data),
-        )
+        message = f"an array of shape {tuple(sizes)} and type {dtype} needs {nbytes:,} bytes, and has {len(data):,}"
+        raise PickleError(message, expected=nbytes, found=len(data))
     try:
         made = np.ndarray(sizes, dtype, buffer=data, order="F" if fortran else "C")
     except (TypeError, ValueError, OverflowError) as error:

@@ -16,7 +16,7 @@ Nesting is not limited here, because nothing here follows it: whoever walks the 
 Speed: a checkpoint of 100,000 tensors is 3.2 million opcodes, and takes 1.0 to 1.4 seconds. The opcodes that make it up are a chain
 of comparisons, the most frequent first, on local variables; all others are functions in `rare`. The byte of each opcode stands as a
 number, since CPython compares a local with a constant faster than with anything that has a name. The cyclic garbage collector
-rests meanwhile: new containers by the hundred thousand make it walk all of them again and again (a tenth to a third of the time),
+is paused: new containers by the hundred thousand make it walk all of them again and again (a tenth to a third of the time),
 and none is garbage.
 """
 
@@ -27,14 +27,13 @@ import struct
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Foreign
 from holdfast.core.runtime import gc_paused
-from holdfast.core.value import Value, replace
+from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
-from holdfast.formats.pickle.rare import RARE, REFUSED
+from holdfast.formats.pickle.rare import RARE, REFUSED, TOLERANT
 from holdfast.formats.pickle.state import Settled, State
 from holdfast.formats.pickle.table import Pending, ReducerTable
 from holdfast.formats.pickle.tensor_templates import NEVER, UNKNOWN, Stub
 from holdfast.formats.pickle.text import utf8
-from holdfast.formats.pickle.tolerant import TOLERANT
 
 UINT16, UINT32, INT32, FLOAT64 = (struct.Struct(code).unpack_from for code in ("<H", "<I", "<i", ">d"))
 
@@ -47,44 +46,22 @@ class Interpreted(Value, frozen=True):
 
     value: object
     """The object: plain data, what the table built, and `Opaque` for the rest. It may be deep, shared and cyclic."""
-
     stop: int
     """The position behind STOP, in the data that was given."""
-
     foreign: tuple[Foreign, ...]
     """The globals that were not built."""
-
     opcodes: int
-    """How many there were."""
 
 
 def interpret(
-    data: bytes | memoryview,
-    table: ReducerTable,
-    *,
-    limits: Limits,
-    stream: str = "data.pkl",
-    start: int = 0,
-    max_nbytes: int | None = None,
+    data: bytes, table: ReducerTable, *, limits: Limits, stream: str = "data.pkl", start: int = 0, max_nbytes: int | None = None
 ) -> Interpreted:
     """Interpret the pickle that begins at `start`; what lies behind its STOP is the caller's.
 
-    `max_nbytes` replaces `limits.pickle_nbytes`. Offsets in errors are positions in `data`. A memoryview is copied as far
-    as the limit allows, so give a short one where several streams lie back to back. Raises `PickleError`, `Truncated` or
+    `max_nbytes` replaces `limits.pickle_nbytes`. Offsets in errors are positions in `data`. Raises `PickleError`, `Truncated` or
     `LimitExceeded`.
     """
-    most = limits.pickle_nbytes if max_nbytes is None else max_nbytes
-    if isinstance(data, memoryview):
-        # One byte more, so that a stream that is cut by the limit is told from one that ends.
-        window = bytes(data[start : start + most + 1])
-        try:
-            found = interpret(window, table, limits=limits, stream=stream, max_nbytes=most)
-        except HoldfastError as error:
-            error.offset = None if error.offset is None else error.offset + start
-            raise
-        foreign = tuple(replace(f, offset=f.offset + start) for f in found.foreign)
-        return Interpreted(found.value, start + found.stop, foreign, found.opcodes)
-    end = min(len(data), start + most)
+    end = min(len(data), start + (limits.pickle_nbytes if max_nbytes is None else max_nbytes))
     state = State(data, table, limits, stream=stream, start=start, end=end)
     table.begin(limits, end - start)
     try:
@@ -105,16 +82,13 @@ def interpret(
 
 
 def interpret_whole(
-    data: bytes | memoryview, table: ReducerTable, *, limits: Limits, stream: str = "data.pkl", max_nbytes: int | None = None
+    data: bytes, table: ReducerTable, *, limits: Limits, stream: str = "data.pkl", max_nbytes: int | None = None
 ) -> Interpreted:
     """Interpret a pickle that is all of `data`; bytes behind its STOP are refused."""
     most = limits.pickle_nbytes if max_nbytes is None else max_nbytes
     if len(data) > most:
-        raise LimitExceeded(
-            f"{stream}: a pickle of {len(data):,} bytes, and {most:,} are allowed (Limits.pickle_nbytes)",
-            expected=most,
-            found=len(data),
-        )
+        message = f"{stream}: a pickle of {len(data):,} bytes, and {most:,} are allowed (Limits.pickle_nbytes)"
+        raise LimitExceeded(message, expected=most, found=len(data))
     found = interpret(data, table, limits=limits, stream=stream, max_nbytes=most)
     if found.stop != len(data):
         raise PickleError(f"{stream}: {len(data) - found.stop:,} bytes behind the end of the pickle", offset=found.stop)
@@ -124,10 +98,9 @@ def interpret_whole(
 def _run(state: State) -> object:
     """The value of the stream; `state.pos` is behind its STOP."""
     data, limit, marks = state.data, state.limit, state.limits.marks
-    tolerant = state.table.tolerant
-    rares = TOLERANT if tolerant else RARE
+    tolerant, rares = state.table.tolerant, RARE
     if tolerant:
-        marks = len(data)  # one byte each, so no more than that can be open
+        rares, marks = TOLERANT, len(data)  # a MARK is one byte, so no more than that can be open
     table, memo, marked, watched = state.table, state.memo, state.marked, state.watched
     spending = table.spending
     call, persistent, fill = table.call, table.persistent, spending.fill
@@ -184,11 +157,8 @@ def _run(state: State) -> object:
                             state.watch(stack[-1], len(memo) - 1)
                 elif op == 0x28:  # MARK
                     if len(marked) >= marks:
-                        raise LimitExceeded(
-                            f"{state.stream}: more than Limits(marks={marks}) open MARKs",
-                            offset=pos - 1,
-                            expected=marks,
-                        )
+                        message = f"{state.stream}: more than Limits(marks={marks}) open MARKs"
+                        raise LimitExceeded(message, offset=pos - 1, expected=marks)
                     marked.append(stack)
                     stack = []
                 elif op == 0x58:  # BINUNICODE
@@ -325,17 +295,12 @@ def _run(state: State) -> object:
                 raise state.short()
             limit = state.limit = state.end
             state.framed = False
-    except struct.error as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # as below
-        state.at = pos - 1
-        raise state.short() from None
-    except IndexError as error:
+    except (struct.error, IndexError) as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             # Not from a stack or the data here, but from a table: what the caller allowed to run, or a mistake of ours.
             raise
         state.at = pos - 1
-        if pos >= limit:
+        if isinstance(error, struct.error) or pos >= limit:
             raise state.short() from None
         state.underflow()
     finally:
@@ -343,7 +308,7 @@ def _run(state: State) -> object:
 
 
 def _protocol(state: State) -> int:
-    """Where the first opcode behind PROTO stands."""
+    """The position of the first opcode behind PROTO."""
     start, data = state.start, state.data
     if start < state.end and data[start] != 0x80:
         return start
@@ -356,7 +321,7 @@ def _protocol(state: State) -> int:
 
 
 def _frame(state: State) -> tuple[int, int]:
-    """Enter a frame: where its first opcode stands, and its end."""
+    """Enter a frame: the position of its first opcode, and its end."""
     if state.framed:
         raise state.fail("a frame inside of a frame")
     if state.pos + 8 > state.end:

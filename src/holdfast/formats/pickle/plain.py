@@ -24,16 +24,9 @@ LATIN1 = ("latin1", "latin-1")
 BUILTINS = "builtins"
 
 PLAIN_TYPES: dict[str, Callable[[], object]] = {
-    "list": list,
-    "dict": dict,
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "tuple": tuple,
-    "set": set,
-}
-"""What may fill a `defaultdict`. These are called by whoever uses the dict, so they are what they say and cost nothing."""
+    kind.__name__: kind for kind in (list, dict, int, float, str, bool, tuple, set)
+}  # fmt: skip
+"""Factories that a `defaultdict` may have. Using the dict calls them, so they do what they say and cost nothing."""
 
 MENTIONED = ("object", "type")
 """Further builtins whose mention alone says nothing about a file."""
@@ -58,7 +51,6 @@ class DefaultDict(defaultdict[object, object]):
 
 
 def path_row(kind: type[PurePath]) -> Row:
-    """The row of one kind of path."""
 
     def path(table: ReducerTable, args: Args) -> object:
         table.spending.copy(len(args))
@@ -71,9 +63,12 @@ def path_row(kind: type[PurePath]) -> Row:
     return path
 
 
-def nothing_given(kind: Callable[[], object]) -> Row:
-    """A row that makes an empty container, and keeps a call with arguments as it is."""
+def empty_row(kind: Callable[[], object]) -> Row:
+    """A row that makes an empty container, and leaves a call with arguments as it is."""
     return lambda table, args: NotImplemented if args else kind()
+
+
+EMPTY: dict[Name, Row] = {(BUILTINS, kind.__name__): empty_row(kind) for kind in (dict, list, set)}
 
 
 def complex_number(table: ReducerTable, args: Args) -> object:
@@ -101,11 +96,8 @@ def slice_of(table: ReducerTable, args: Args) -> object:
     return slice(*args) if all(a is None or type(a) is int for a in args) else NotImplemented
 
 
-EMPTY: dict[Name, Row] = {(BUILTINS, kind.__name__): nothing_given(kind) for kind in (dict, list, set)}
-
-
 class PlainTable(ReducerTable):
-    """The inert table with the rows for plain Python and numpy."""
+    """The table with rows for plain Python and numpy."""
 
     def ordered_dict(self, args: Args) -> object:
         """Empty, or of the list of pairs that Python 2 gives."""
@@ -250,7 +242,4 @@ class PlainTable(ReducerTable):
         **{(module, name): path_row(kind) for module in ("pathlib", "pathlib._local") for name, kind in PATHS.items()},
         **NUMPY_CALLS,
     }
-    news: ClassVar[Mapping[Name, Row]] = {
-        ("collections", "OrderedDict"): ordered_dict,
-        **EMPTY,
-    }
+    news: ClassVar[Mapping[Name, Row]] = {("collections", "OrderedDict"): ordered_dict, **EMPTY}

@@ -1,19 +1,35 @@
-"""The opcodes that are seldom met in checkpoints, one small function each; and `RARE`, which finds them by their byte.
+"""The opcodes that are seldom met in checkpoints, one small function each: `RARE` finds them by their byte, `TOLERANT` for a scan.
 
-Each takes the `State`, whose `pos` stands behind the opcode. What is not listed here or in the machine's loop is refused: among
-them EXT1, EXT2, EXT4 (there is no registry of codes) and NEXT_BUFFER, READONLY_BUFFER (a file has no buffers out of band).
+Each takes the `State`, whose `pos` stands behind the opcode. What is not listed here or in the machine's loop is refused.
+
+A scan must see what comes behind an oddity, because a loader would run it. So with a tolerant table every opcode does at least what
+either of CPython's two unpicklers (in C, and in Python, which joblib and dill use) does. What no writer does is noted, and refused
+only where both of them stop. Still nothing is imported or called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 
-from holdfast.errors import LimitExceeded
+from holdfast.errors import LimitExceeded, PickleError
 from holdfast.formats.pickle import text
 from holdfast.formats.pickle.state import NAME_NBYTES, State
 
 INDEX_NBYTES = 20
 """Digits of a memo index in text."""
+
+DIGITS = 40
+"""Longer numbers are not worth knowing to a scan, and `int` of them is quadratic."""
+
+SHOWN = 8
+"""Arguments of one call with keywords that a scan keeps."""
+
+
+class Unread:
+    """A value that a scan does not need to know: a huge integer, a buffer from elsewhere."""
+
+    __slots__ = ()
 
 
 def integer(s: State) -> None:
@@ -27,36 +43,44 @@ def long(s: State) -> None:
     s.stack.append(text.decimal(raw[:-1] if raw[-1:] == b"L" else raw, s.limits.integer_nbytes))
 
 
-def long1(s: State) -> None:
-    binary_long(s, s.number(1))
-
-
-def long4(s: State) -> None:
-    binary_long(s, text.signed(s.take(4)))
+def any_number(s: State) -> None:
+    """INT, LONG, FLOAT in a scan: CPython takes more spellings than any writer uses (`0x10`, `1_000`)."""
+    raw = s.line().strip().rstrip(b"L")
+    if raw in (b"00", b"01"):
+        s.stack.append(raw == b"01")
+    elif len(raw) <= DIGITS and raw.lstrip(b"-").isdigit():
+        s.stack.append(int(raw))
+    else:
+        s.stack.append(Unread())
 
 
 def binary_long(s: State, nbytes: int) -> None:
     if nbytes < 0:
         raise s.fail("an integer of negative length")
+    if s.table.tolerant:
+        raw = s.take(nbytes)
+        s.stack.append(text.signed(raw) if nbytes <= DIGITS else Unread())
+        return
     most = s.limits.integer_nbytes
     # One byte more for the sign: numpy's PCG64 keeps 128-bit numbers without one, which take 17 bytes.
     value = text.signed(s.take(nbytes)) if nbytes <= most + 1 else None
     if value is None or value.bit_length() > 8 * most:
-        raise LimitExceeded(
-            f"{s.stream}: an integer of {nbytes:,} bytes is larger than Limits(integer_nbytes={most})",
-            offset=s.at,
-            expected=most,
-            found=nbytes,
-        )
+        message = f"{s.stream}: an integer of {nbytes:,} bytes is larger than Limits(integer_nbytes={most})"
+        raise LimitExceeded(message, offset=s.at, expected=most, found=nbytes)
     s.stack.append(value)
 
 
-def float_(s: State) -> None:
-    s.stack.append(text.float_text(s.line(most=text.FLOAT_NBYTES)))
-
-
 def string(s: State) -> None:
-    s.stack.append(s.table.string(text.quoted(s.line())))
+    raw = s.line()
+    raw = raw.strip() if s.table.tolerant else raw
+    try:
+        content = text.quoted(raw)
+    except PickleError:
+        if not s.table.tolerant:
+            raise
+        s.table.note("a STRING that Python 2 never wrote")
+        content = raw[1:-1]
+    s.stack.append(s.table.string(content))
 
 
 def binstring(s: State) -> None:
@@ -64,34 +88,6 @@ def binstring(s: State) -> None:
     if nbytes < 0:
         raise s.fail("a string of negative length")
     s.stack.append(s.table.string(s.take(nbytes)))
-
-
-def short_binstring(s: State) -> None:
-    s.stack.append(s.table.string(s.take(s.number(1))))
-
-
-def unicode(s: State) -> None:
-    s.stack.append(text.raw_unicode(s.line()))
-
-
-def binunicode8(s: State) -> None:
-    s.stack.append(text.utf8(s.take(s.number(8))))
-
-
-def short_binbytes(s: State) -> None:
-    s.stack.append(s.take(s.number(1)))
-
-
-def binbytes(s: State) -> None:
-    s.stack.append(s.take(s.number(4)))
-
-
-def binbytes8(s: State) -> None:
-    s.stack.append(s.take(s.number(8)))
-
-
-def bytearray8(s: State) -> None:
-    s.stack.append(bytearray(s.take(s.number(8))))
 
 
 def pop(s: State) -> None:
@@ -104,10 +100,6 @@ def pop(s: State) -> None:
 
 def pop_mark(s: State) -> None:
     s.pop_mark()
-
-
-def dup(s: State) -> None:
-    s.stack.append(s.top())
 
 
 def empty_list(s: State) -> None:
@@ -125,7 +117,8 @@ def dict_(s: State) -> None:
     s.table.spending.container()
     above = s.pop_mark()
     if len(above) % 2:
-        raise s.fail("a DICT with a key that has no value")
+        s.odd("a DICT with a key that has no value")
+        above.append(None)
     made: dict[object, object] = {}
     s.table.spending.fill(made, above)
     s.stack.append(made)
@@ -157,9 +150,9 @@ def additems(s: State) -> None:
 
 def frozenset_(s: State) -> None:
     s.table.spending.container()
-    made: set[object] = set()
-    s.table.spending.collect(made, s.pop_mark())
-    s.stack.append(frozenset(made))
+    members: set[object] = set()
+    s.table.spending.collect(members, s.pop_mark())
+    s.stack.append(frozenset(members))
 
 
 def append(s: State) -> None:
@@ -180,73 +173,82 @@ def setitem(s: State) -> None:
         s.table.set_item(target, key, value)
 
 
-def get(s: State) -> None:
-    s.stack.append(s.get(index_text(s)))
-
-
-def put(s: State) -> None:
-    s.put(index_text(s))
-
-
-def index_text(s: State) -> int:
-    raw = s.line(most=INDEX_NBYTES)
-    if not raw.isdigit():
-        raise s.fail(f"{raw!r} is no memo index")
+def memo_index(s: State) -> int:
+    raw = (s.line().strip().lstrip(b"+").lstrip(b"0") or b"0") if s.table.tolerant else s.line(most=INDEX_NBYTES)
+    if len(raw) > DIGITS or not raw.isdigit():
+        raise s.fail(f"{raw[:DIGITS]!r} is no memo index")
     return int(raw)
 
 
-def global_(s: State) -> None:
-    module, name = text.utf8(s.line(most=NAME_NBYTES)), text.utf8(s.line(most=NAME_NBYTES))
-    s.stack.append(s.table.find(module, name))
+def name_line(s: State) -> str:
+    return s.line().decode("utf-8", "replace") if s.table.tolerant else text.utf8(s.line(most=NAME_NBYTES))
+
+
+def find(s: State, module: object, name: object) -> object:
+    """The global of two values, which are text unless the stream computed them."""
+    # Exact types: a subclass of str (numpy has one) is not what a writer puts here.
+    if type(module) is not str or type(name) is not str:
+        s.odd("a global whose name the stream computes")
+        module = name = "<computed>"
+    if len(module) > NAME_NBYTES or len(name) > NAME_NBYTES:
+        s.odd(f"a global with a name of more than {NAME_NBYTES} characters")
+    found = s.table.find(module[: NAME_NBYTES + 1], name[: NAME_NBYTES + 1])
     s.named()
+    return found
+
+
+def global_(s: State) -> None:
+    module, name = name_line(s), name_line(s)
+    s.stack.append(find(s, module, name))
 
 
 def stack_global(s: State) -> None:
     name, module = s.pop(), s.pop()
-    # Exact types: a subclass of str (numpy has one) is not what a writer puts here.
-    if type(name) is not str or type(module) is not str:
-        raise s.fail("a STACK_GLOBAL whose module or name is no text")
-    if len(name) > NAME_NBYTES or len(module) > NAME_NBYTES:
-        raise s.fail(f"a global with a name of more than {NAME_NBYTES} characters")
-    s.stack.append(s.table.find(module, name))
-    s.named()
+    s.stack.append(find(s, module, name))
 
 
 def inst(s: State) -> None:
-    module, name = text.utf8(s.line(most=NAME_NBYTES)), text.utf8(s.line(most=NAME_NBYTES))
+    module, name = name_line(s), name_line(s)
     args = tuple(s.pop_mark())
-    made(s, s.table.instance(s.table.find(module, name), args))
+    push_made(s, s.table.instance(find(s, module, name), args))
 
 
 def obj(s: State) -> None:
     above = s.pop_mark()
     if not above:
         s.underflow()
-    made(s, s.table.instance(above[0], tuple(above[1:])))
+    push_made(s, s.table.instance(above[0], tuple(above[1:])))
 
 
 def newobj(s: State) -> None:
     args, cls = s.pop(), s.pop()
-    made(s, s.table.new(cls, arguments(s, args), None))
+    push_made(s, s.table.new(cls, arguments(s, args), None))
 
 
 def newobj_ex(s: State) -> None:
     kwargs, args, cls = s.pop(), s.pop(), s.pop()
     if type(kwargs) is not dict:
-        raise s.fail("a NEWOBJ_EX whose keywords are no dict")
+        s.odd("a NEWOBJ_EX whose keywords are no dict")
+        kwargs = {}
+    if s.table.tolerant:
+        given = arguments(s, args)
+        # As arguments, and a few of them: one dict of keywords may be named in a million calls.
+        s.stack.append(s.table.new(cls, (*given[:SHOWN], *islice(kwargs.values(), SHOWN)) if kwargs else given, None))
+        return
     s.table.spending.copy(len(kwargs))
     if not all(type(key) is str for key in kwargs):
         raise s.fail("a NEWOBJ_EX with a keyword that is no text")
-    made(s, s.table.new(cls, arguments(s, args), kwargs))
+    push_made(s, s.table.new(cls, arguments(s, args), kwargs))
 
 
 def arguments(s: State, args: object) -> tuple[object, ...]:
-    if type(args) is not tuple:
-        raise s.fail("arguments that are no tuple")
-    return args
+    if type(args) is tuple:
+        return args
+    s.odd("arguments that are no tuple")
+    return (args,)
 
 
-def made(s: State, value: object) -> None:
+def push_made(s: State, value: object) -> None:
     s.announce(value)
     s.stack.append(value)
 
@@ -258,30 +260,59 @@ def build(s: State) -> None:
     if value is not target:
         s.stack[-1] = value
         s.replace(target, value)
+    s.pos += s.table.behind(s.data, s.pos, s.limit)
 
 
 def persid(s: State) -> None:
-    s.stack.append(s.table.persistent(text.utf8(s.line())))
+    pid = s.line()
+    s.stack.append(s.table.persistent(pid.decode("utf-8", "replace") if s.table.tolerant else text.utf8(pid)))
+
+
+def extension(nbytes: int) -> Callable[[State], None]:
+    """EXT1, EXT2, EXT4: a global by a number that a module may have given it."""
+
+    def run(s: State) -> None:
+        code = s.number(nbytes)
+        s.odd("EXT: a global by a number that only the loading process knows")
+        s.stack.append(s.table.find("<copyreg extension>", str(code)))
+
+    return run
+
+
+def frame(s: State) -> None:
+    # Skipped: a frame says how to read, not what, and the C unpickler does not keep to it.
+    s.take(8)
+
+
+def protocol(s: State) -> None:
+    s.odd("PROTO anywhere but at the start")
+    if s.number(1) > 5:
+        raise s.fail("a protocol above the highest")
+
+
+def next_buffer(s: State) -> None:
+    s.odd("NEXT_BUFFER: data that was never in this file")
+    s.stack.append(Unread())
 
 
 RARE: dict[int, Callable[[State], None]] = {
     ord("I"): integer,
     ord("L"): long,
-    0x8A: long1,
-    0x8B: long4,
-    ord("F"): float_,
+    0x8A: lambda s: binary_long(s, s.number(1)),  # LONG1
+    0x8B: lambda s: binary_long(s, text.signed(s.take(4))),  # LONG4
+    ord("F"): lambda s: s.stack.append(text.float_text(s.line(most=text.FLOAT_NBYTES))),  # FLOAT
     ord("S"): string,
     ord("T"): binstring,
-    ord("U"): short_binstring,
-    ord("V"): unicode,
-    0x8D: binunicode8,
-    ord("C"): short_binbytes,
-    ord("B"): binbytes,
-    0x8E: binbytes8,
-    0x96: bytearray8,
+    ord("U"): lambda s: s.stack.append(s.table.string(s.take(s.number(1)))),  # SHORT_BINSTRING
+    ord("V"): lambda s: s.stack.append(text.raw_unicode(s.line())),  # UNICODE
+    0x8D: lambda s: s.stack.append(text.utf8(s.take(s.number(8)))),  # BINUNICODE8
+    ord("C"): lambda s: s.stack.append(s.take(s.number(1))),  # SHORT_BINBYTES
+    ord("B"): lambda s: s.stack.append(s.take(s.number(4))),  # BINBYTES
+    0x8E: lambda s: s.stack.append(s.take(s.number(8))),  # BINBYTES8
+    0x96: lambda s: s.stack.append(bytearray(s.take(s.number(8)))),  # BYTEARRAY8
     ord("0"): pop,
     ord("1"): pop_mark,
-    ord("2"): dup,
+    ord("2"): lambda s: s.stack.append(s.top()),  # DUP
     ord("]"): empty_list,
     ord("l"): list_,
     ord("d"): dict_,
@@ -292,8 +323,8 @@ RARE: dict[int, Callable[[State], None]] = {
     0x91: frozenset_,
     ord("a"): append,
     ord("s"): setitem,
-    ord("g"): get,
-    ord("p"): put,
+    ord("g"): lambda s: s.stack.append(s.get(memo_index(s))),  # GET
+    ord("p"): lambda s: s.put(memo_index(s)),  # PUT
     ord("c"): global_,
     0x93: stack_global,
     ord("i"): inst,
@@ -304,12 +335,22 @@ RARE: dict[int, Callable[[State], None]] = {
     ord("P"): persid,
 }
 
+TOLERANT: dict[int, Callable[[State], None]] = {
+    **RARE,
+    **dict.fromkeys(b"ILF", any_number),
+    0x80: protocol,
+    0x82: extension(1),
+    0x83: extension(2),
+    0x84: extension(4),
+    0x95: frame,
+    0x97: next_buffer,
+    0x98: lambda s: s.odd("READONLY_BUFFER: data that was never in this file"),
+}
+
 REFUSED = {
     0x80: "PROTO anywhere but at the start",
-    0x82: "EXT1: an object by a number that only the writer's process knew",
-    0x83: "EXT2: an object by a number that only the writer's process knew",
-    0x84: "EXT4: an object by a number that only the writer's process knew",
+    **{0x82 + i: f"EXT{1 << i}: an object by a number that only the writer's process knew" for i in range(3)},
     0x97: "NEXT_BUFFER: data that was never in this file",
     0x98: "READONLY_BUFFER: data that was never in this file",
 }
-"""Opcodes that are known and have no place in a file."""
+"""Opcodes that are known and have no place in a file: no registry of codes, no buffers out of band."""

@@ -1,6 +1,6 @@
 """`record`: run a pickle through the machine for what it *would do*, not for its value.
 
-The table of a scan builds nothing. It notes each global with everything that the stream does with it and with what comes out of it:
+The table of a scan builds nothing. It records each global with everything that the stream does with it and with its results:
 
     mention      it is named, so a loader imports its module        append, setitem, additem
     call         REDUCE, INST, OBJ: it is called                                 methods of what came out of it are called
@@ -8,8 +8,8 @@ The table of a scan builds nothing. It notes each global with everything that th
     build        its state is set, or handed to `__setstate__`      result       what came out of a call is called
     resolved     `getattr` of a class: as if the dotted name stood there
 
-What is popped again, or stands before a break, is noted like anything else. Time and memory are linear in the bytes: a global keeps
-three calls to show, and whatever else comes out of it is one shared object.
+What is popped again, or stands before a break, is recorded like anything else. Time and memory are linear in the bytes: three calls
+of a global are stored, and the results of all others are one shared object.
 
 A joblib file has the elements of its arrays between the opcodes. `pickle.load` and `joblib.load` read such a file differently, so
 whoever wants to know what it does records it twice, with `joblib=True` once.
@@ -19,27 +19,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
+
+from msgspec import Struct, field
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated, detached
 from holdfast.formats.pickle.machine import interpret
+from holdfast.formats.pickle.rare import Unread
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.table import ReducerTable, modern
-from holdfast.formats.pickle.tolerant import Unread
 
-KEPT = 3
-"""Calls of one global that are kept: enough to see what it does."""
+STORED_CALLS = 3
+"""Calls of one global that are stored: enough to see what it does."""
 
 GLOBALS = 100_000
 """Different globals in one stream. A large pickle of a large program has some hundreds."""
 
 NOTES = 20
-"""Oddities that are kept."""
+"""Oddities that are stored."""
 
 LONG_KEY = 1024
-"""Keys up to this length are kept as they are; comparing them costs a constant."""
+"""Keys up to this length are stored as they are; comparing them costs a constant."""
 
 GETATTR = ("builtins", "getattr")
 ENCODE = (("_codecs", "encode"), ("codecs", "encode"))
@@ -47,40 +50,27 @@ DTYPE = ("numpy", "dtype")
 WRAPPERS = (("joblib.numpy_pickle", "NumpyArrayWrapper"), ("sklearn.externals.joblib.numpy_pickle", "NumpyArrayWrapper"))
 STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 KEEPERS = {DTYPE, *WRAPPERS, STORAGE_INFO}
-"""Whose state is looked at afterwards."""
+"""Globals whose state is looked at afterwards."""
 
-NESTED = {
-    ("torch.storage", "_load_from_bytes"),
-    ("pickle", "loads"),
-    ("dill", "loads"),
-    ("dill._dill", "loads"),
-    ("cloudpickle", "loads"),
-}
+NESTED = {("torch.storage", "_load_from_bytes"), *((module, "loads") for module in ("pickle", "dill", "dill._dill", "cloudpickle"))}
 """Loaders that take a whole file as bytes."""
 
-CALLERS = {
-    ("torch._tensor", "_rebuild_from_type_v2"),
-    ("torch._tensor", "_rebuild_from_type"),
-    ("torch.tensor", "_rebuild_from_type"),
-}
+CALLERS = {("torch._tensor", "_rebuild_from_type_v2"), *((m, "_rebuild_from_type") for m in ("torch._tensor", "torch.tensor"))}
 """Known functions that call their first argument."""
 
 SIZES = {"?": 1, "b": 1, "B": 1}
 
 
-class Seen:
+class Seen(Struct, eq=False):
     """One global of a stream and all that was done with it."""
 
-    __slots__ = ("calls", "given", "offset", "shared", "uses", "what")
-
-    def __init__(self, what: Global, offset: int) -> None:
-        self.what = what
-        self.offset = offset
-        self.uses: set[str] = {"mention"}
-        self.calls: list[Opaque] = []
-        self.given = False
-        """Whether `__new__` got arguments: then it is called with what the file gives it, as a constructor is."""
-        self.shared: Made | None = None
+    what: Global
+    offset: int
+    uses: set[str] = field(default_factory=lambda: {"mention"})
+    calls: list[Opaque] = field(default_factory=list)
+    given: bool = False
+    """Whether `__new__` got arguments: then it is called with what the file gives it, as a constructor is."""
+    shared: Made | None = None
 
 
 class Made(Opaque):
@@ -120,19 +110,19 @@ class Loose(Spending):
 
 
 class RecordingTable(ReducerTable):
-    """Notes what a stream does."""
+    """Records what a stream does."""
 
     tolerant = True
 
-    def __init__(self, *, joblib: bool = False, parent: RecordingTable | None = None) -> None:
+    def __init__(self, *, joblib: bool = False) -> None:
         self.joblib = joblib
-        self.seen: dict[tuple[str, str], Seen] = {} if parent is None else parent.seen
-        self.notes: list[str] = [] if parent is None else parent.notes
-        self.nested: list[tuple[bytes, Seen, int]] = [] if parent is None else parent.nested
+        self.seen: dict[tuple[str, str], Seen] = {}
+        self.notes: list[str] = []
+        self.nested: list[tuple[bytes, Seen, int]] = []
         """Whole files handed to a loader: the bytes, once for each object, with the loader and the place of the call."""
-        self.unread: list[Seen] = [] if parent is None else parent.unread
+        self.unread: list[Seen] = []
         """Loaders whose argument is not in the file as it stands."""
-        self.items: list[dict[object, object]] = [] if parent is None else parent.items
+        self.items: list[dict[object, object]] = []
         """What a distributed checkpoint says of its items: `relative_path`, `offset`, `length`."""
         self._followed: dict[int, object] = {}
         self._encoded: dict[int, tuple[object, bytes]] = {}
@@ -222,7 +212,7 @@ class RecordingTable(ReducerTable):
         self._method(obj, "additem")
 
     def persistent(self, pid: object) -> object:
-        """A storage or a tensor, which nobody here needs; or a class, named together with its source text."""
+        """A class that comes with its source text; of a storage or a tensor nothing is needed."""
         if type(pid) is tuple:
             if len(pid) == 4 and type(pid[0]) is str and pid[0] == "module":
                 return pid[1]
@@ -237,7 +227,7 @@ class RecordingTable(ReducerTable):
             return 0
         return self._elements(state, data, start, stop=stop)
 
-    # How it is noted.
+    # How it is recorded.
 
     def _named(self, module: str, name: str) -> Seen:
         seen = self.seen.get((module, name))
@@ -258,7 +248,7 @@ class RecordingTable(ReducerTable):
             return Unread()
         root.uses.add(use)
         place = (root.what.module, root.what.name)
-        if len(root.calls) < KEPT:
+        if len(root.calls) < STORED_CALLS:
             made = Made(what, args, root)
             root.calls.append(made)
             return made
@@ -310,11 +300,11 @@ class RecordingTable(ReducerTable):
             raise PickleError("an array of joblib with an odd shape")
         width = _item_nbytes(dtype, 0)
         if width is None:
-            # joblib hands the rest of the file to pickle for one object.
-            inner = interpret(
-                data, RecordingTable(parent=self), limits=self.limits, stream="array", start=start, max_nbytes=stop - start
-            )
-            return inner.stop - start
+            # joblib hands the rest of the file to pickle for one object. What that does is recorded in the same lists.
+            inner = copy(self)
+            inner.joblib = False
+            done = interpret(data, inner, limits=self.limits, stream="array", start=start, max_nbytes=stop - start)
+            return done.stop - start
         padding = 0
         if type(state.get("numpy_array_alignment_bytes")) is int:
             if start >= stop:

@@ -120,10 +120,8 @@ class Spending:
             if isinstance(value, tuple | frozenset):
                 # Checked before the members are put on the list: a tuple of a million members costs nothing.
                 if found + len(waiting) + len(value) > self.key_nodes:
-                    raise LimitExceeded(
-                        f"a dict key or set member holds more than Limits(key_nodes={self.key_nodes}) values",
-                        expected=self.key_nodes,
-                    )
+                    message = f"a dict key or set member holds more than Limits(key_nodes={self.key_nodes}) values"
+                    raise LimitExceeded(message, expected=self.key_nodes)
                 waiting.extend(value)
             elif type(value).__hash__ is None or isinstance(value, np.void):
                 name = type(value).__name__
@@ -138,10 +136,8 @@ class Spending:
     def _probe(self, steps: int) -> None:
         self.probes -= steps
         if self.probes < 0:
-            raise LimitExceeded(
-                "the keys of the dicts in this pickle may all collide: too many large integers, floats or tuples as keys",
-                expected=PROBES,
-            )
+            message = "the keys of the dicts in this pickle may all collide: too many large integers, floats or tuples as keys"
+            raise LimitExceeded(message, expected=PROBES)
 
 
 def _price(value: object) -> int:

@@ -18,11 +18,11 @@ NAME_NBYTES = 1024
 
 
 class Settled(Exception):
-    """Somebody asks for what a template left out of the memo: the stream is read again without any. Nobody outside sees it."""
+    """The stream uses a memo entry that a template left out: `interpret` reads the stream again without templates."""
 
 
 class State:
-    """One interpretation at work. The loop keeps `pos` and `stack` in local variables and writes them back for rare opcodes."""
+    """One interpretation. The loop holds `pos` and `stack` in local variables and writes them back for rare opcodes."""
 
     __slots__ = (
         "at", "count", "counted", "data", "end", "framed", "limit", "limits", "marked", "memo", "opener", "pos", "settled",
@@ -30,12 +30,7 @@ class State:
     )  # fmt: skip
 
     def __init__(self, data: bytes, table: ReducerTable, limits: Limits, *, stream: str, start: int, end: int) -> None:
-        self.data = data
-        self.table = table
-        self.limits = limits
-        self.stream = stream
-        self.start = start
-        self.end = end
+        self.data, self.table, self.limits, self.stream, self.start, self.end = data, table, limits, stream, start, end
         """Where the stream must have stopped: the end of the data, or the end of what the limit allows."""
         self.limit = end
         """The end of the frame at work, or `end` between frames."""
@@ -62,7 +57,7 @@ class State:
         return PickleError(f"{self.stream}: {message}", offset=self.at)
 
     def odd(self, message: str) -> None:
-        """What no writer does and CPython goes on with: refused, or noted by a table that is tolerant."""
+        """Refuse what no writer does and CPython accepts; a tolerant table records it instead."""
         if not self.table.tolerant:
             raise self.fail(message)
         self.table.note(message)
@@ -81,11 +76,9 @@ class State:
         if self.framed:
             return self.fail("an opcode reaches beyond the end of its frame")
         if self.end < len(self.data):
-            return LimitExceeded(
-                f"{self.stream}: the pickle is longer than the {self.end - self.start:,} bytes allowed (Limits.pickle_nbytes)",
-                offset=self.at,
-                expected=self.end - self.start,
-            )
+            most = self.end - self.start
+            message = f"{self.stream}: the pickle is longer than the {most:,} bytes allowed (Limits.pickle_nbytes)"
+            return LimitExceeded(message, offset=self.at, expected=most)
         return Truncated(f"{self.stream} ends before its pickle does", offset=self.end)
 
     def underflow(self) -> NoReturn:
@@ -172,13 +165,13 @@ class State:
             self.opener = self.table.opener
 
     def watch(self, value: object, index: int) -> None:
-        """Note that a memo entry holds `value`, if that is an object which is not finished yet."""
+        """Record that a memo entry holds `value`, if that is an object that is not finished yet."""
         found = self.watched.get(id(value))
         if found is not None:
             found[1].append(index)
 
     def announce(self, value: object) -> None:
-        """Note an object that only BUILD will finish."""
+        """Record an object that only BUILD will finish."""
         if isinstance(value, Pending):
             self.watched[id(value)] = (value, [])
 

@@ -1,4 +1,4 @@
-"""`ReducerTable`: what a pickle's globals, calls and BUILDs become. The machine does the stack work and asks it for the rest.
+"""`ReducerTable`: what a pickle's globals, calls and BUILDs become. The machine does the stack work, and asks for the rest.
 
 The table decides by exact `(module, name)` pairs and never imports:
 
@@ -17,6 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
+from msgspec import Struct
+
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
@@ -29,44 +31,24 @@ if TYPE_CHECKING:
     from holdfast.formats.pickle.state import State
 
 MODULES = {
-    "__builtin__": "builtins",
-    "exceptions": "builtins",
-    "copy_reg": "copyreg",
-    "Queue": "queue",
-    "SocketServer": "socketserver",
-    "ConfigParser": "configparser",
-    "repr": "reprlib",
-    "Tkinter": "tkinter",
-    "cPickle": "pickle",
-    "_pickle": "pickle",
-    "commands": "subprocess",
-    "thread": "_thread",
-    "dummy_thread": "_dummy_thread",
-    "UserList": "collections",
-    "UserDict": "collections",
-    "UserString": "collections",
-    "StringIO": "io",
-    "cStringIO": "io",
-    "urllib2": "urllib.request",
-    "httplib": "http.client",
-    "xmlrpclib": "xmlrpc.client",
-    "_abcoll": "collections.abc",
-}
+    "__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "Queue": "queue", "SocketServer": "socketserver",
+    "ConfigParser": "configparser", "repr": "reprlib", "Tkinter": "tkinter", "cPickle": "pickle", "_pickle": "pickle",
+    "commands": "subprocess", "thread": "_thread", "dummy_thread": "_dummy_thread", "UserList": "collections",
+    "UserDict": "collections", "UserString": "collections", "StringIO": "io", "cStringIO": "io", "urllib2": "urllib.request",
+    "httplib": "http.client", "xmlrpclib": "xmlrpc.client", "_abcoll": "collections.abc",
+}  # fmt: skip
+
+BUILTIN_NAMES = {
+    "xrange": "range", "unicode": "str", "basestring": "str", "long": "int", "unichr": "chr", "raw_input": "input",
+}  # fmt: skip
 
 NAMES = {
-    ("__builtin__", "xrange"): ("builtins", "range"),
-    ("__builtin__", "unicode"): ("builtins", "str"),
-    ("__builtin__", "basestring"): ("builtins", "str"),
-    ("__builtin__", "long"): ("builtins", "int"),
-    ("__builtin__", "unichr"): ("builtins", "chr"),
-    ("__builtin__", "raw_input"): ("builtins", "input"),
+    **{("__builtin__", old): ("builtins", new) for old, new in BUILTIN_NAMES.items()},
     ("__builtin__", "reduce"): ("functools", "reduce"),
     ("__builtin__", "intern"): ("sys", "intern"),
     ("__builtin__", "reload"): ("importlib", "reload"),
     ("exceptions", "StandardError"): ("builtins", "Exception"),
-    ("itertools", "izip"): ("builtins", "zip"),
-    ("itertools", "imap"): ("builtins", "map"),
-    ("itertools", "ifilter"): ("builtins", "filter"),
+    **{("itertools", f"i{name}"): ("builtins", name) for name in ("zip", "map", "filter")},
     ("itertools", "izip_longest"): ("itertools", "zip_longest"),
     ("UserDict", "IterableUserDict"): ("collections", "UserDict"),
     ("socket", "_socketobject"): ("socket", "SocketType"),
@@ -88,7 +70,7 @@ def modern(module: str, name: str) -> tuple[str, str]:
 Name = tuple[str, str]
 Args = tuple[object, ...]
 Row = Callable[[Any, Args], object]
-"""What a call becomes, given the table that asks and the arguments. Which class of tables that is, the row knows."""
+"""What a call becomes, given the table and the arguments. The row knows the class of the table."""
 
 COMPUTED: Final = 8
 """How often what is called may itself be the result of a call: `getattr(getattr(a, 'b'), 'c')()` is 3."""
@@ -97,7 +79,7 @@ METADATA = "_metadata"
 """The one attribute that a pickle sets on an OrderedDict: the versions in torch's `state_dict()`."""
 
 ATTRIBUTES = "_attributes"
-"""Where the state of an OrderedDict is kept when it holds anything else. Names from the file never become attributes."""
+"""Where the state of an OrderedDict is stored when it holds anything else. Names from the file never become attributes."""
 
 
 class Pending(Opaque):
@@ -111,22 +93,19 @@ class Pending(Opaque):
         return self
 
 
-class Mention:
+class Mention(Struct):
     """A global of one stream: where it came first, and what was done with it and not built."""
 
-    __slots__ = ("offset", "uses", "what")
-
-    def __init__(self, what: Global, offset: int) -> None:
-        self.what = what
-        self.offset = offset
-        self.uses: set[str] = set()
+    what: Global
+    offset: int
+    uses: set[str]
 
 
 class ReducerTable:
-    """The inert table: what has no row becomes an `Opaque`."""
+    """The table that builds inert data: what has no row becomes an `Opaque`."""
 
     tolerant = False
-    """Whether the machine goes on where CPython does and strictness would refuse; such a table gets a `note` of it."""
+    """Whether the machine goes on where CPython does, and calls `note`, instead of refusing."""
 
     values: ClassVar[Mapping[Name, object]] = {}
     calls: ClassVar[Mapping[Name, Row]] = {}
@@ -163,10 +142,10 @@ class ReducerTable:
         return TensorTemplates(state)
 
     def declare(self, protocol: int) -> None:
-        """PROTO: what the stream says of itself, before anything else and before the machine has judged it."""
+        """PROTO: the protocol that the stream claims, before the machine has checked it."""
 
     def note(self, oddity: str) -> None:
-        """Something that no writer does, met by a table that is tolerant."""
+        """Record something that no writer does. Only a tolerant table is called."""
 
     def string(self, raw: bytes) -> str | bytes:
         """What a Python 2 `str` becomes (STRING, BINSTRING, SHORT_BINSTRING)."""
@@ -183,17 +162,16 @@ class ReducerTable:
             return self.values[place]
         mention = self._mentions.get(place)
         if mention is None:
-            mention = self._mentions[place] = Mention(Global(*place), self.offset)
-            if place not in self.calls and place not in self.news:
-                mention.uses.add("mention")
+            known = place in self.calls or place in self.news
+            mention = self._mentions[place] = Mention(Global(*place), self.offset, set() if known else {"mention"})
         return mention.what
 
     def kind(self, claim: TensorArguments) -> object:
-        """What makes tensors of one kind, checked as `persistent` and `call` would check each of them; None where these shall."""
+        """What makes tensors of one kind, checked as `persistent` and `call` check each of them; None to leave them to those."""
         return None
 
     def tensors(self, makers: Sequence[object], keys: Sequence[str]) -> Sequence[object]:
-        """Tensors of these kinds over the storages of these keys, up to the first that `persistent` and `call` shall make."""
+        """Tensors of these kinds over the storages of these keys, up to the first that is left to `persistent` and `call`."""
         made: list[object] = []
         for make, key in zip(makers, keys, strict=True):
             tensor = cast("Make", make)(key)
@@ -250,7 +228,7 @@ class ReducerTable:
         raise PickleError(f"a BUILD of a {type(obj).__name__}, which has no state", found=type(obj).__name__)
 
     def behind(self, data: bytes, start: int, stop: int) -> int:
-        """Bytes behind a BUILD that are no opcodes; asked by a machine that is tolerant, and only joblib has any."""
+        """How many bytes behind a BUILD are no opcodes: only joblib writes any."""
         return 0
 
     def append(self, obj: object, values: list[object]) -> None:
@@ -286,13 +264,10 @@ class ReducerTable:
     # For rows and subclasses.
 
     def used(self, what: object, use: str) -> None:
-        """Note a use that was not built. Refuses what could not be called in any pickle."""
+        """Record a use that was not built. Refuses what could not be called in any pickle."""
         if type(what) is Global:
             place = (what.module, what.name)
-            mention = self._mentions.get(place)
-            if mention is None:
-                mention = self._mentions[place] = Mention(what, self.offset)
-            mention.uses.add(use)
+            self._mentions.setdefault(place, Mention(what, self.offset, set())).uses.add(use)
             return
         depth = 0
         while isinstance(what, Opaque) and depth < COMPUTED:
@@ -304,7 +279,7 @@ class ReducerTable:
 
 
 def keep_attributes(target: OrderedDict[object, object], state: dict[object, object]) -> None:
-    """Keep what BUILD gives to an OrderedDict: `_metadata` as torch reads it, and all of it beside where there is more."""
+    """Store what BUILD gives to an OrderedDict: `_metadata` as torch reads it, and the whole state where there is more."""
     metadata = state.get(METADATA)
     inside = vars(target)
     if isinstance(metadata, dict):

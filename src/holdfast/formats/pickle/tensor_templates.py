@@ -123,19 +123,9 @@ class TensorTemplate:
     """Tensors that differ in their keys and memo numbers alone."""
 
     __slots__ = (
-        "arguments",
-        "base",
-        "blank",
-        "entries",
-        "following",
-        "head_nbytes",
-        "heads",
-        "make",
-        "opcodes",
-        "step",
-        "stubs",
+        "arguments", "base", "blank", "entries", "following", "head_nbytes", "heads", "make", "opcodes", "step", "stubs",
         "tail_nbytes",
-    )
+    )  # fmt: skip
 
     def __init__(self, head: bytes, tail: tuple[int, int, int], arguments: TensorArguments, *, make: object, opcodes: int) -> None:
         self.heads = {head + bytes((n, 0, 0, 0)): n for n in range(1, 20)}

@@ -17,18 +17,9 @@ FLOAT_NBYTES = 64
 
 ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|[\\'\"abfnrtv\n])?", re.DOTALL)
 LETTERS = {
-    b"\\": b"\\",
-    b"'": b"'",
-    b'"': b'"',
-    b"a": b"\a",
-    b"b": b"\b",
-    b"f": b"\f",
-    b"n": b"\n",
-    b"r": b"\r",
-    b"t": b"\t",
-    b"v": b"\v",
-    b"\n": b"",
-}
+    b"\\": b"\\", b"'": b"'", b'"': b'"', b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t",
+    b"v": b"\v", b"\n": b"",
+}  # fmt: skip
 
 
 def decimal(text: bytes, most_nbytes: int) -> int:
@@ -40,11 +31,8 @@ def decimal(text: bytes, most_nbytes: int) -> int:
     digits = text[1:] if text[:1] == b"-" else text
     # 8 bits are 2.41 digits. Bounded before int(), whose cost is quadratic.
     if len(digits) > most_nbytes * 8 * 30103 // 100000 + 2:
-        raise LimitExceeded(
-            f"an integer of {len(digits):,} digits is larger than Limits(integer_nbytes={most_nbytes})",
-            expected=most_nbytes,
-            found=len(digits),
-        )
+        message = f"an integer of {len(digits):,} digits is larger than Limits(integer_nbytes={most_nbytes})"
+        raise LimitExceeded(message, expected=most_nbytes, found=len(digits))
     if not digits.isdigit():
         raise PickleError(f"{text[:40]!r} is no decimal integer", found=text[:40])
     value = int(text)

@@ -39,17 +39,11 @@ from holdfast.formats.pickle.table import ATTRIBUTES
 
 BYTE = [bytes([i]) for i in range(256)]
 PUT1, GET1, INT1 = [b"q" + b for b in BYTE], [b"h" + b for b in BYTE], [b"K" + b for b in BYTE]
-WORD = struct.Struct("<cI").pack
 INT2, INT4 = struct.Struct("<cH").pack, struct.Struct("<ci").pack
 
-LONG_PUT = WORD
-"""Packs `r`, LONG_BINPUT, and a number. Of every ten opcodes three are this one, so it is here without a call around it."""
-
-LONG_GET = WORD
-"""Packs `j`, LONG_BINGET, and a number."""
-
-TEXT = WORD
-"""Packs `X`, BINUNICODE, and the length of the text, which follows."""
+LONG_PUT = LONG_GET = TEXT = struct.Struct("<cI").pack
+"""Packs `r` (LONG_BINPUT) or `j` (LONG_BINGET) and a number, or `X` (BINUNICODE) and the length of the text that follows. Of
+every ten opcodes three are LONG_BINPUT, so these are here without a function around them."""
 
 FLOAT = struct.Struct(">cd").pack
 """Packs `G`, BINFLOAT, and the number; the one place where a pickle has the highest byte first."""
@@ -60,12 +54,12 @@ TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 def put(number: int) -> bytes:
     """BINPUT, LONG_BINPUT: remember the top of the stack under a number."""
-    return PUT1[number] if number < 256 else WORD(b"r", number)
+    return PUT1[number] if number < 256 else LONG_PUT(b"r", number)
 
 
 def get(number: int) -> bytes:
     """BINGET, LONG_BINGET: what was remembered under a number."""
-    return GET1[number] if number < 256 else WORD(b"j", number)
+    return GET1[number] if number < 256 else LONG_GET(b"j", number)
 
 
 def integer(value: int) -> bytes:
@@ -87,7 +81,6 @@ def integer(value: int) -> bytes:
 
 NDARRAY = Global("numpy", "ndarray")
 
-
 ENDS_IN_NUL = "text or bytes of numpy that end in NUL, which numpy cuts off when it reads them"
 
 
@@ -108,7 +101,8 @@ def write_scalar(writer: PickleWriter, value: np.generic) -> None:
 
 
 def write_dtype(writer: PickleWriter, dtype: np.dtype[np.generic]) -> None:
-    if writer.known_dtype(dtype):
+    if dtype in writer.dtypes:
+        writer.out.append(writer.dtypes[dtype])
         return
     # numpy's own description of it: numbers, texts, other dtypes, and the class of an element that numpy itself lacks.
     described = dtype.__reduce__()
@@ -121,7 +115,7 @@ def write_dtype(writer: PickleWriter, dtype: np.dtype[np.generic]) -> None:
     writer.name("numpy", "dtype")
     writer.fresh_tuple(named)
     writer.out.append(b"R")
-    writer.remember_dtype(dtype)
+    writer.dtypes[dtype] = get(writer.put())
     writer.fresh_tuple(state)
     writer.out.append(b"b")
 
@@ -155,19 +149,14 @@ MAX_TEXT_NBYTES = 0xFFFFFFFF
 """BINUNICODE has a 32-bit length; its 64-bit sister came with protocol 4."""
 
 OLD_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
-OLD_NAMES = {
-    ("builtins", "range"): "xrange",
-    ("builtins", "str"): "unicode",
-    ("builtins", "int"): "long",
-    ("builtins", "chr"): "unichr",
-}
+OLD_NAMES = {"builtins.range": "xrange", "builtins.str": "unicode", "builtins.int": "long", "builtins.chr": "unichr"}
 """Protocol 2 names things as Python 2 did, whatever writes it."""
 
 FACTORIES: dict[object, Global] = {
     **{kind: Global("builtins", name) for name, kind in PLAIN_TYPES.items()},
     OrderedDict: Global("collections", "OrderedDict"),
 }
-"""What a `defaultdict` may be filled by."""
+"""Factories that a `defaultdict` may have."""
 
 
 @lru_cache(1024)
@@ -176,12 +165,12 @@ def _global_line(module: str, name: str) -> bytes:
     text = module + name
     if "\n" in text or (not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text)):
         return b""
-    old = OLD_MODULES.get(module, module), OLD_NAMES.get((module, name), name)
+    old = OLD_MODULES.get(module, module), OLD_NAMES.get(f"{module}.{name}", name)
     return b"c%b\n%b\n" % (old[0].encode(), old[1].encode())
 
 
 class PickleWriter:
-    """One pickle at work. `write` one value, then take it from `finish`, unless there are `problems`."""
+    """Writes one pickle: `write` a value, then take the bytes from `finish`, unless there are `problems`."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or DEFAULTS
@@ -198,9 +187,10 @@ class PickleWriter:
         self.path: list[object] = []
         self._references: dict[object, bytes] = {}
         """By their names: references to globals that were written before."""
-        self._dtypes: dict[np.dtype[np.generic], bytes] = {}
+        self.dtypes: dict[np.dtype[np.generic], bytes] = {}
+        """References to dtypes that were written before."""
         self._kept: list[object] = []
-        """Values made on the way that are remembered by identity, and must not make room for another with the same."""
+        """Values made while writing. The memo knows them by identity, which must not be given to another."""
         # Functions and not methods of this object, which would keep it alive, and with it all that it wrote.
         self.rows: dict[type, Row] = {**self.written_types()}
 
@@ -209,23 +199,23 @@ class PickleWriter:
     def written_types() -> Mapping[type, Row]:
         """How values of each type are written."""
         return {
-            type(None): PickleWriter._none,
+            type(None): lambda writer, _: writer.out.append(b"N"),
             bool: PickleWriter._bool,
             int: PickleWriter._int,
-            float: PickleWriter._float,
+            float: lambda writer, value: writer.out.append(FLOAT(b"G", value)),
             str: PickleWriter._str,
-            bytes: PickleWriter._bytes,
-            bytearray: PickleWriter._bytearray,
+            bytes: lambda writer, value: writer.call(value, "_codecs.encode", (value.decode("latin1"), "latin1")),
+            bytearray: lambda writer, value: writer.call(value, "builtins.bytearray", (bytes(value),) if value else ()),
             list: PickleWriter._list,
             tuple: PickleWriter._tuple,
             dict: PickleWriter._dict,
             OrderedDict: PickleWriter._ordered_dict,
-            Counter: PickleWriter._counter,
+            Counter: lambda writer, value: writer.call(value, "collections.Counter", (dict(value),)),
             defaultdict: PickleWriter._default_dict,
             DefaultDict: PickleWriter._default_dict,
             set: PickleWriter._set,
             frozenset: PickleWriter._set,
-            complex: PickleWriter._complex,
+            complex: lambda writer, value: writer.call(value, "builtins.complex", (value.real, value.imag)),
             range: PickleWriter._range,
             slice: PickleWriter._range,
             Global: PickleWriter._global,
@@ -245,7 +235,7 @@ class PickleWriter:
         row(self, value)
 
     def refuse(self, what: str) -> None:
-        """Note a problem at the path where the writer is; a None stands in the value's place."""
+        """Record a problem at the path of the value being written; None is written in its place."""
         self.problems.append(f"{self.where()}: {what}")
         self.out.append(b"N")
 
@@ -287,7 +277,7 @@ class PickleWriter:
         self._references[module, name] = get(number)
 
     def fresh_tuple(self, items: tuple[object, ...]) -> None:
-        """A tuple that nobody can meet again."""
+        """A tuple that is written once: its identity is not remembered."""
         if len(items) > 3:
             self.out.append(b"(")
         for item in items:
@@ -300,26 +290,14 @@ class PickleWriter:
         """A value as the call that makes it."""
         if self.known(value):
             return
-        self._kept.append(args)
+        self.keep(args)
         self.name(*what.rsplit(".", 1))
         self.fresh_tuple(args)
         self.out.append(b"R")
         self.memo[id(value)] = self.put()
 
-    def remember_dtype(self, dtype: np.dtype[np.generic]) -> None:
-        """Remember the dtype on the top of the stack, by its value."""
-        number = self.put()
-        self._dtypes[dtype] = get(number)
-
-    def known_dtype(self, dtype: np.dtype[np.generic]) -> bool:
-        """Write a reference to a dtype that was written before, if it was."""
-        found = self._dtypes.get(dtype)
-        if found is not None:
-            self.out.append(found)
-        return found is not None
-
     def keep(self, value: object) -> None:
-        """Keep a value that was made on the way, so that none with the same identity comes after it."""
+        """Hold a value that was made while writing, so that its identity is not given to another."""
         self._kept.append(value)
 
     def _rare(self, value: object) -> Row:
@@ -340,9 +318,6 @@ class PickleWriter:
         else:
             self.refuse(f"a {type(value).__module__}.{type(value).__qualname__}, which is not plain data")
 
-    def _none(self, value: None) -> None:
-        self.out.append(b"N")
-
     def _bool(self, value: bool) -> None:
         self.out.append(b"\x88" if value else b"\x89")
 
@@ -351,9 +326,6 @@ class PickleWriter:
             self.refuse(f"an integer of {value.bit_length():,} bits, above Limits(integer_nbytes={self.limits.integer_nbytes})")
             return
         self.out.append(integer(value))
-
-    def _float(self, value: float) -> None:
-        self.out.append(FLOAT(b"G", value))
 
     def _str(self, value: str) -> None:
         if self.known(value):
@@ -364,15 +336,6 @@ class PickleWriter:
             return
         self.out.append(TEXT(b"X", len(raw)) + raw)
         self.memo[id(value)] = self.put()
-
-    def _bytes(self, value: bytes) -> None:
-        self.call(value, "_codecs.encode", (value.decode("latin1"), "latin1"))
-
-    def _bytearray(self, value: bytearray) -> None:
-        self.call(value, "builtins.bytearray", (bytes(value),) if value else ())
-
-    def _complex(self, value: complex) -> None:
-        self.call(value, "builtins.complex", (value.real, value.imag))
 
     def _range(self, value: range | slice) -> None:
         self.call(value, f"builtins.{type(value).__name__}", (value.start, value.stop, value.step))
@@ -437,7 +400,7 @@ class PickleWriter:
         self.out.append(opcode)
 
     def too_deep(self) -> bool:
-        """Note a problem where containers nest deeper than the limit, which they do without end inside of themselves."""
+        """Record a problem where containers nest deeper than the limit, as those that contain themselves do."""
         if len(self.path) < self.limits.depth:
             return False
         self.problems.append(f"{self.where()}: nested deeper than Limits(depth={self.limits.depth}), or inside of itself")
@@ -477,9 +440,6 @@ class PickleWriter:
     def attributes(self, value: dict[object, object]) -> None:
         """What stands in the attributes of a container."""
         self._dict(value)
-
-    def _counter(self, value: Counter[object]) -> None:
-        self.call(value, "collections.Counter", (dict(value),))
 
     def _default_dict(self, value: defaultdict[object, object]) -> None:
         if self.known(value):

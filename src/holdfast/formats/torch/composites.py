@@ -15,7 +15,7 @@ are looked at when torch puts the parts together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,12 +36,8 @@ NESTED = "torch.nested._internal.nested_tensor"
 UTILS = "torch._utils"
 
 QSCHEMES = (
-    "per_tensor_affine",
-    "per_tensor_symmetric",
-    "per_channel_affine",
-    "per_channel_symmetric",
-    "per_channel_affine_float_qparams",
-)
+    "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric", "per_channel_affine_float_qparams",
+)  # fmt: skip
 
 Parts = Mapping[str, Any]
 """Plain tensors by their names: all lazy, or all torch's."""
@@ -56,7 +52,7 @@ class Apart(NamedTuple):
 
 
 class CompositeKind(Value, frozen=True, eq=False):
-    """One kind of tensors."""
+    """All that is known of a kind of composite tensors without torch."""
 
     name: str
     title: str
@@ -65,9 +61,8 @@ class CompositeKind(Value, frozen=True, eq=False):
     check: Callable[[Apart], None]
     """Raises `MetadataError` where parts and attributes are not those of this kind, or do not fit each other."""
     write: Callable[[TorchPickle, Composite], None]
-    """Writes the call that makes it."""
     keeps_grad: bool = False
-    """Whether that call has a place for `requires_grad`."""
+    """Whether the call that is written has a place for `requires_grad`."""
 
 
 def misfit(kind: str, whole: Apart) -> MetadataError:
@@ -130,11 +125,9 @@ def check_sparse(kind: str, whole: Apart) -> None:
     if kind == "sparse_coo":
         indices = parts["indices"]
         if indices.ndim != 2 or not values.ndim or indices.shape[1] != values.shape[0] or indices.shape[0] > len(shape):
-            found = tuple(indices.shape)
-            raise MetadataError("the indices and values of a sparse tensor do not fit each other", found=found)
+            raise MetadataError("the indices and values of a sparse tensor do not fit each other", found=tuple(indices.shape))
         if values.shape[1:] != shape[indices.shape[0] :]:
-            found = tuple(values.shape)
-            raise MetadataError("the values of a sparse tensor do not fit its size", found=found, expected=shape)
+            raise MetadataError("the values of a sparse tensor do not fit its size", found=tuple(values.shape), expected=shape)
         return
     compressed, plain = (p for n, p in parts.items() if n != "values")
     last = plain.ndim - 1
@@ -143,7 +136,7 @@ def check_sparse(kind: str, whole: Apart) -> None:
 
 
 def write_sparse(writer: TorchPickle, whole: Composite) -> None:
-    writer.name("torch._utils", "_rebuild_sparse_tensor")
+    writer.name(UTILS, "_rebuild_sparse_tensor")
     writer.layout(whole.kind)
     writer.out.append(b"(")
     for part in SPARSE_PARTS[whole.kind]:
@@ -197,8 +190,8 @@ def check_quantized(whole: Apart) -> None:
     if elements is None or elements.dtype.kind != "quantized" or elements.shape != shape or scheme not in QSCHEMES:
         raise misfit("quantized", whole)
     if "scale" in attributes:
-        told = type(attributes["scale"]) is float and type(attributes.get("zero_point")) is int and len(attributes) == 3
-        if not told or len(parts) != 1 or not scheme.startswith("per_tensor"):
+        numbers = type(attributes["scale"]) is float and type(attributes.get("zero_point")) is int and len(attributes) == 3
+        if not numbers or len(parts) != 1 or not scheme.startswith("per_tensor"):
             raise misfit("quantized", whole)
         return
     if tuple(parts) != PER_CHANNEL or attributes.keys() != {"qscheme", "axis"} or not scheme.startswith("per_channel"):
@@ -211,23 +204,23 @@ def check_quantized(whole: Apart) -> None:
 
 
 def write_quantized(writer: TorchPickle, whole: Composite) -> None:
-    told, parts = whole.attributes, whole.parts
-    writer.name("torch._utils", "_rebuild_qtensor")
+    attributes, parts = whole.attributes, whole.parts
+    writer.name(UTILS, "_rebuild_qtensor")
     writer.out.append(b"(")
     writer.view(parts["int_repr"])
     # torch says per_channel_affine for both kinds, and knows them by the dtype of the zero points (2.13).
-    scheme = str(told["qscheme"]).removesuffix("_float_qparams")
-    if "scale" in told:
+    scheme = str(attributes["qscheme"]).removesuffix("_float_qparams")
+    if "scale" in attributes:
         writer.name("torch", scheme)
-        writer.write(told["scale"])
-        writer.write(told["zero_point"])
+        writer.write(attributes["scale"])
+        writer.write(attributes["zero_point"])
         writer.out.append(TUPLES[3])
     else:
         writer.out.append(b"(")
         writer.name("torch", scheme)
         writer.tensor(parts["scales"])
         writer.tensor(parts["zero_points"])
-        writer.write(told["axis"])
+        writer.write(attributes["axis"])
         writer.out.append(b"t")
     writer.put()
     writer.write(whole.traits.requires_grad and not whole.traits.parameter)
@@ -259,7 +252,7 @@ def check_nested(whole: Apart) -> None:
 
 
 def write_nested(writer: TorchPickle, whole: Composite) -> None:
-    writer.name("torch._utils", "_rebuild_nested_tensor")
+    writer.name(UTILS, "_rebuild_nested_tensor")
     writer.out.append(b"(")
     for part in NESTED_PARTS:
         writer.tensor(whole.parts[part])
@@ -305,18 +298,15 @@ def check_jagged(whole: Apart) -> None:
 
 
 def write_jagged(writer: TorchPickle, whole: Composite) -> None:
-    values, told = whole.parts["values"], whole.attributes
-    # torch keeps the shortest and the longest length as the shape of a tensor without elements.
-    cached = {
-        name: LazyTensor("", values.dtype, (length, 0), (), values.source)
-        for name in LENGTHS
-        if isinstance(length := told.get(name), int)
-    }
+    values, attributes = whole.parts["values"], whole.attributes
+    lengths = {name: length for name in LENGTHS if isinstance(length := attributes.get(name), int)}
+    # torch stores the shortest and the longest length as the shape of a tensor without elements.
+    cached = {name: LazyTensor("", values.dtype, (length, 0), (), values.source) for name, length in lengths.items()}
     given = {
         "values": values,
         "offsets": whole.parts["offsets"],
         "lengths": whole.parts.get("lengths"),
-        "_ragged_idx": told["ragged_idx"],
+        "_ragged_idx": attributes["ragged_idx"],
         "_metadata_cache": cached,
         "requires_grad": whole.traits.requires_grad,
     }
@@ -334,18 +324,15 @@ SPARSE_CLASSES = {(m, name): sparse_class(name) for m in ("torch.sparse", "torch
 SPARSE = {(UTILS, "_rebuild_sparse_tensor"): sparse, (UTILS, "_rebuild_sparse_csr_tensor"): sparse, **SPARSE_CLASSES}
 
 
-def _known() -> Iterator[CompositeKind]:
-    for name in SPARSE_PARTS:
-        yield CompositeKind(name, "a sparse tensor", SPARSE, partial(check_sparse, name), write_sparse)
-    calls: dict[Name, Row] = {(UTILS, "_rebuild_qtensor"): quantized}
-    yield CompositeKind("quantized", "a quantised tensor", calls, check_quantized, write_quantized, keeps_grad=True)
-    yield CompositeKind("nested", "a nested tensor", {(UTILS, "_rebuild_nested_tensor"): nested}, check_nested, write_nested)
-    calls = {(NESTED, "_rebuild_njt"): jagged}
-    yield CompositeKind("jagged", "a jagged tensor", calls, check_jagged, write_jagged, keeps_grad=True)
-
-
-KINDS = {kind.name: kind for kind in _known()}
-"""By the name that a `Composite` has."""
+QUANTIZED: dict[Name, Row] = {(UTILS, "_rebuild_qtensor"): quantized}
+JAGGED: dict[Name, Row] = {(NESTED, "_rebuild_njt"): jagged}
+KNOWN = [
+    *(CompositeKind(name, "a sparse tensor", SPARSE, partial(check_sparse, name), write_sparse) for name in SPARSE_PARTS),
+    CompositeKind("quantized", "a quantised tensor", QUANTIZED, check_quantized, write_quantized, keeps_grad=True),
+    CompositeKind("nested", "a nested tensor", {(UTILS, "_rebuild_nested_tensor"): nested}, check_nested, write_nested),
+    CompositeKind("jagged", "a jagged tensor", JAGGED, check_jagged, write_jagged, keeps_grad=True),
+]
+KINDS = {kind.name: kind for kind in KNOWN}
 
 
 def check_composite(kind: str, whole: Apart) -> None:

@@ -39,7 +39,7 @@ USUAL = "pytorch_model.bin"
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.bin")
 
 READERS = ((begins_like_torch, read_torch_zip), (begins_like_legacy, read_legacy), (begins_like_torch_tar, read_torch_tar))
-"""Of each container: whether a file begins like it, and what it holds."""
+"""For each container, a function that recognises it by its first bytes, and one that reads it."""
 
 
 def is_directory(source: Source) -> bool:
@@ -88,7 +88,7 @@ def weight_files(source: Source) -> WeightFiles:
 
 
 def _read_all(source: Source, files: Sequence[str]) -> dict[str, SavedFile]:
-    """What each file holds. Raises where their pickles together are more than one may be."""
+    """Read every file. Raises where their pickles together are longer than the limit for one."""
     saved: dict[str, SavedFile] = {}
     left = source.limits.pickle_nbytes
     for key in files:
@@ -105,7 +105,7 @@ def _read_all(source: Source, files: Sequence[str]) -> dict[str, SavedFile]:
 
 
 def _joined(saved: Mapping[str, SavedFile], chosen: WeightFiles, notes: list[str]) -> dict[object, object]:
-    """One dict of what the dicts of all files have, in the order of the index."""
+    """One dict of the items of all files, in the order of the index."""
     trees: dict[str, dict[object, object]] = {}
     for key, one in saved.items():
         if not isinstance(one.tree, dict):

@@ -35,7 +35,7 @@ WINDOW_NBYTES = 1 << 20
 
 
 def begins_like_legacy(source: Source, key: str) -> bool:
-    """The magic number, whatever protocol wrote it, is among the first bytes."""
+    """Whether the magic number is among the first bytes, whatever protocol wrote it."""
     head = source.first(key, 64)
     return MAGIC_BYTES in head or MAGIC_TEXT in head
 
@@ -78,9 +78,8 @@ class LegacyStream(Value, frozen=True):
     stop: int
     """Where the object begins in the window, and ends."""
     places: Mapping[str, Storage]
-    """Its storages, by their keys."""
     modules: int
-    """How many classes it has the source text of."""
+    """The number of classes whose source text is in the stream."""
     end: int
     """Where the last storage ends in the file."""
 
@@ -106,16 +105,14 @@ class Window:
     """The head of a file, read as far as its pickles reach."""
 
     def __init__(self, source: Source, key: str, *, begin: int = 0) -> None:
-        self._source = source
-        self._key = key
-        self._begin = begin
+        self._source, self._key, self._begin = source, key, begin
         self._size = source.store.size(key) - begin
         self.data = source.bytes(key, begin, begin + min(self._size, WINDOW_NBYTES))
 
     def stream(self, start: int, table: ReducerTable, name: str) -> tuple[Interpreted, int]:
-        """Interpret the stream at `start`, counted from `begin`; grow the window while it ends too early.
+        """Interpret the stream at `start`, counted from `begin`; give also where the next one begins.
 
-        Also where the next one begins.
+        The window grows while it ends too early.
         """
         limit = self._source.limits.pickle_nbytes
         while True:
@@ -134,7 +131,7 @@ class Window:
 
 
 class StorageIds(ReducerTable):
-    """Builds nothing and collects the persistent ids of pickle 4: the first pass."""
+    """The table of the first pass: it builds nothing and collects the persistent ids of pickle 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,28 +160,20 @@ def locate_storages(
     if not isinstance(listed, list) or not all(isinstance(k, str) for k in listed):
         raise PickleError("the list of storage keys is no list of text")
     if len(set(listed)) != len(listed) or set(listed) != set(ids):
-        raise MetadataError(
-            "the list of storage keys is not the set of storages that the object uses", expected=len(ids), found=len(listed)
-        )
+        message = "the list of storage keys is not the set of storages that the object uses"
+        raise MetadataError(message, expected=len(ids), found=len(listed))
     home = source.store
     size = home.size(key)
     places = {}
     for name in listed:
         asked = ids[name]
         if start + 8 + asked.nbytes > size:
-            missing = start + 8 + asked.nbytes - size
-            raise CutShort(
-                f"unexpected EOF, expected {missing} more bytes of storage {name!r}. The file might be corrupted",
-                offset=size,
-            )
+            missing = f"expected {start + 8 + asked.nbytes - size} more bytes of storage {name!r}"
+            raise CutShort(f"unexpected EOF, {missing}. The file might be corrupted", offset=size)
         count = int.from_bytes(source.bytes(key, start, start + 8), "little")
         if count != asked.count:
-            raise MetadataError(
-                f"storage {name!r} has {count:,} elements where it lies and {asked.count:,} where it is used",
-                offset=start,
-                expected=asked.count,
-                found=count,
-            )
+            message = f"storage {name!r} has {count:,} elements where it lies and {asked.count:,} where it is used"
+            raise MetadataError(message, offset=start, expected=asked.count, found=count)
         places[name] = Storage(key, start + 8, asked.nbytes, "little", None, asked.location, f"storage {name}", home=home)
         start += 8 + asked.nbytes
     return places, start
@@ -208,7 +197,7 @@ def describe_tar(source: Source) -> Description:
 
 
 def read_torch_tar(source: Source, key: str) -> SavedFile:
-    """What a tar holds.
+    """The objects in a tar.
 
         storages   pickle(count); for each: pickle((key, location, storage class)), int64 element count, elements;
                    at the end pickle(list of (view key, root key, element offset, element count))
@@ -244,7 +233,7 @@ W = TypeVar("W")
 def read_tar(
     source: Source, key: str, places: dict[str, Storage], *, storages: Storages[W], builder: Builder, begin: int = 0
 ) -> tuple[dict[int, object], tuple[int, int]]:
-    """The storages and tensors of a tar by their keys, and where its pickle begins and ends. `places` gets those of storages."""
+    """The storages and tensors of a tar by their keys, and where its pickle begins and ends. Fills `places` for the storages."""
     members = read_members(source, key, begin)
     missing = [name for name in MEMBERS if name not in members]
     if missing:
@@ -268,9 +257,8 @@ def read_members(source: Source, key: str, at: int = 0) -> dict[str, tuple[int, 
         name = head[:100].split(b"\0", 1)[0].decode("latin-1")
         # '0' and NUL are plain files. Everything else can redirect, rename or resize.
         if head[156:157] not in (b"0", b"\0") or name not in MEMBERS or head[345:346] != b"\0":
-            raise FormatError(
-                f"a tar member {name!r} of type {head[156:157]!r}: torch wrote plain storages, tensors and pickle", offset=at
-            )
+            message = f"a tar member {name!r} of type {head[156:157]!r}: torch wrote plain storages, tensors and pickle"
+            raise FormatError(message, offset=at)
         if name in members:
             raise FormatError(f"the tar has two members called {name!r}", offset=at)
         nbytes = _octal(head[124:136], at)
@@ -312,13 +300,11 @@ def begins_like_tar(head: bytes) -> bool:
 
 
 def refuse_tar(source: Source, key: str, format: str) -> None:
-    """Raise `FormatError` for a file that torch would load as a tar, whatever else it is: a header is told by a checksum alone."""
+    """Raise `FormatError` for a file that torch would load as a tar, whatever else it is: a checksum alone makes a header."""
     if begins_like_tar(source.first(key, BLOCK_NBYTES)):
-        raise FormatError(
-            f"the file is {format} and a tar at once, and torch would load the tar: it was made to show one thing and load "
-            "another; `holdfast scan` shows what both would do",
-            file=key,
-        )
+        both = f"the file is {format} and a tar at once, and torch would load the tar"
+        why = "it was made to show one thing and load another; `holdfast scan` shows what both would do"
+        raise FormatError(f"{both}: {why}", file=key)
 
 
 class Cursor:

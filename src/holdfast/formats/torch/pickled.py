@@ -35,6 +35,7 @@ from holdfast.core.table import Kind
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
 from holdfast.formats.pickle.writer import LONG_PUT, MAX_TEXT_NBYTES, PUT1, TEXT, TUPLES, integer
+from holdfast.formats.torch.composites import UTILS
 
 BYTES = DTYPES.storage("ByteStorage")
 UNTYPED = "ByteStorage"
@@ -42,14 +43,13 @@ UNTYPED = "ByteStorage"
 
 
 class StorageRecord(Struct, eq=False):
-    """One `data/N`."""
+    """The record `data/N`, where N is `number`."""
 
     number: int
-    """N."""
     sample: LazyTensor
     """The first tensor in it: the source, the storage and the dtype of all others."""
     name: str
-    """What a person calls that tensor."""
+    """The name of the first tensor, for messages."""
     low: int
     """First bit of the source storage that a tensor reaches."""
     high: int
@@ -58,8 +58,7 @@ class StorageRecord(Struct, eq=False):
     """Bits of the widest element: tensors begin at multiples of it, counted from `odd`."""
     odd: int
     whole: bool = False
-    """The sample alone, in C order."""
-
+    """Whether the record is the sample alone, in C order."""
     base: int = 0
     """The bit of the source storage where the record begins. This and what follows is set by `close`."""
     nbytes: int = 0
@@ -67,7 +66,7 @@ class StorageRecord(Struct, eq=False):
     """Elements, as torch counts them: bytes for types that are untyped or packed."""
 
     def close(self) -> None:
-        """All tensors were seen."""
+        """Set where the record begins and ends, when all tensors were seen."""
         dtype = self.sample.dtype
         if self.whole:
             self.nbytes = self.sample.nbytes
@@ -77,7 +76,7 @@ class StorageRecord(Struct, eq=False):
         self.count = self.nbytes if dtype.storage is None or dtype.packed else self.nbytes * 8 // dtype.bits
 
     def reached(self) -> tuple[int, int]:
-        """The bits of the source storage that are in it, for tensors of one chunk."""
+        """The range of bits of the source storage that the record holds, for tensors of one chunk."""
         if not self.whole:
             return self.base, self.high
         start, stop = self.sample.chunks[0].extent(self.sample.dtype)
@@ -85,11 +84,10 @@ class StorageRecord(Struct, eq=False):
 
     @property
     def location(self) -> str:
-        """The device that it was on, where that is known."""
         return (self.sample.chunks[0].storage.location if self.sample.chunks else "") or "cpu"
 
     def tensor(self) -> LazyTensor:
-        """What is written."""
+        """The tensor whose bytes are written to the record."""
         if self.whole:
             return replace(self.sample, name=self.name, traits=PLAIN)
         (chunk,) = self.sample.chunks
@@ -175,7 +173,6 @@ class StorageRecords:
         return record, 0, c_strides(tensor.shape, 1)
 
     def close(self) -> None:
-        """All tensors were seen."""
         for record in self.records:
             record.close()
 
@@ -190,7 +187,7 @@ class StorageRecords:
 
 
 def _swapped(storage: Storage, dtype: DType) -> bool:
-    """Whether the bytes of an element change their order on the way."""
+    """Whether the bytes of an element are swapped when they are written."""
     return storage.byteorder != "little" and dtype.swap_nbytes > 1
 
 
@@ -198,44 +195,43 @@ SHORT, MAX32 = 0xFF, 0xFFFFFFFF
 """The last number of the memo that takes one byte, and the last that takes four."""
 
 KEY_TEXTS = [TEXT(b"X", length) for length in range(20)]
-"""How a text of so many bytes begins."""
+"""BINUNICODE and the length, for texts of up to 19 bytes."""
 
 
 class Template(Value, frozen=True, eq=False):
     """The opcodes of tensors of a kind in a pickle.
 
-    What stands behind the key of the storage is one integer, its first byte the lowest. The memo's numbers of a tensor follow each
+    The bytes behind the key of the storage are one integer, its first byte the lowest. The memo's numbers of a tensor follow each
     other, so all of them are right where `step` times the first one is added.
     """
 
     lead: bytes
-    """What stands before the key. Of a new record with the key, for which `%d` stands."""
+    """The bytes before the key; for a new record with `%d` in the place of the key."""
     stop: float
     """The first record whose key has more digits than `lead` says."""
     behind: int
-    """What stands behind the key where the memo's numbers count from 0."""
+    """The bytes behind the key, as an integer, if the memo's numbers count from 0."""
     step: int
-    """A 1 in the place of each number, and 0 elsewhere."""
+    """The integer with a 1 in the place of each number, and 0 elsewhere."""
     nbytes: int
-    """How long that is."""
+    """The length of the bytes behind the key."""
     count: int
     """How many numbers of the memo a tensor takes."""
     last: int
-    """The highest number that a tensor may begin with, so that all of its numbers are as wide as these."""
+    """The highest number that a tensor may begin with, so that all of its numbers have the width of this template."""
 
 
 REMEMBER, RECORD_KEY = object(), object()
 """Where the memo takes the next number; where the key of the record stands."""
 
-UTILS = "torch._utils"
 STORAGE = "storage"
 
 
 @lru_cache(4096)
 def kind_opcodes(kind: Kind) -> tuple[tuple[object, ...], frozenset[object]]:
-    """What is written for a tensor: bytes, names of globals (pairs) and texts that are shared, `REMEMBER` and `RECORD_KEY`.
+    """The opcodes of a tensor, and the set of names and texts in them.
 
-    Also which names and texts there are.
+    They are bytes, names of globals (pairs), texts that are shared, `REMEMBER` and `RECORD_KEY`.
     """
     dtype, traits, bits = kind.dtype, kind.traits, kind.dtype.bits
     shape, strides = integers(kind.shape), integers(tuple([stride // bits for stride in kind.strides]))
@@ -295,21 +291,21 @@ def template_of(
 
 
 def integers(values: tuple[int, ...]) -> bytes:
-    """A tuple of integers."""
+    """The opcodes of a tuple of integers."""
     raw = b"".join(map(integer, values))
     return raw + TUPLES[len(values)] if len(values) < 4 else b"(" + raw + b"t"
 
 
 NEW, WIDE = 1, 2
-"""Of templates: for tensors whose record is new, and for numbers of the memo that have four bytes."""
+"""Flags of templates: for tensors whose record is new, and for numbers of the memo that have four bytes."""
 
 
 class PickledKind(Struct, eq=False):
-    """What the pickle says of all tensors of a kind, where that is known beforehand."""
+    """The opcodes of all tensors of a kind in one pickle, and the templates made of them."""
 
     opcodes: tuple[object, ...]
     refers: frozenset[object]
-    """The globals and texts that they refer to."""
+    """The globals and texts that the opcodes refer to."""
     named: bool = False
     """Whether all of these are in the pickle."""
     made: list[Template | None] = field(default_factory=lambda: [None] * 4)
@@ -317,12 +313,12 @@ class PickledKind(Struct, eq=False):
 
     @classmethod
     def of(cls, kind: Kind) -> PickledKind | None:
-        """None for those of which each is written, or refused, by itself."""
+        """The opcodes of a kind; None for a kind whose tensors are written, or refused, one by one."""
         return cls(*kind_opcodes(kind)) if is_usual(kind) else None
 
 
 def is_usual(kind: Kind) -> bool:
-    """Whether tensors of a kind are torch's, and nothing more than their elements."""
+    """Whether torch has tensors of a kind, and they are nothing beyond their elements."""
     dtype = kind.dtype
     return is_simple(kind.traits) and dtype.torch is not None and not dtype.packed and dtype.kind != "quantized"
 
@@ -339,31 +335,30 @@ class PickledRows(Value, frozen=True, eq=False):
     """The tensors of a tree that are rows of a table: they are written by templates of their kinds."""
 
     values: Sequence[object]
-    """What stands in the tree, in the order in which a pickle meets it."""
+    """The leaves of the tree, in the order in which a pickle meets them."""
     kinds: Sequence[Kind]
     kind: Sequence[int]
-    """Of each, a position in `kinds`."""
+    """For each value, a position in `kinds`."""
     storage: Sequence[int]
-    """Of each, the number of its storage; `ODD` for one that is written by itself."""
+    """For each value, the number of its storage; `ODD` for one that is written by itself."""
     types: frozenset[type]
-    """Of the values."""
+    """The types of the values."""
     view: Callable[[int], object]
-    """What is written for an odd one: a lazy tensor, or a composite."""
+    """The lazy tensor or composite that is written for an odd row."""
     described: Callable[[object], object]
-    """What is written for a value that is no row, and none that a pickle has; others are given back."""
+    """The value that is written in the place of one that is no row: itself where a pickle can hold it."""
     others: frozenset[type] = frozenset()
     """Types of values that are no rows, and of which `described` may make something."""
 
 
 NO_ROWS = PickledRows((), (), (), (), frozenset(), lambda row: row, lambda value: value)
 
-
 PAIRS = DTYPES.name("float4_e2m1fn_x2")
 """torch has 4-bit floats in pairs only: an element of a byte, the first float in the low half."""
 
 
 def as_texts(keys: Sequence[object]) -> list[bytes]:
-    """Texts as opcodes, but for what remembers them; nothing for those that are too long, and for what is no text."""
+    """The opcodes of texts, without BINPUT; empty for a text that is too long, and for what is no text."""
     if {*map(type, keys)} != {str}:
         return [as_texts([key])[0] if type(key) is str else b"" for key in keys]
     texts = cast("Sequence[str]", keys)
@@ -379,7 +374,7 @@ def as_texts(keys: Sequence[object]) -> list[bytes]:
 
 
 def builder_of(tensor: LazyTensor) -> str:
-    """What builds it."""
+    """The name of torch's function that builds a tensor."""
     if tensor.traits.meta:
         return "_rebuild_meta_tensor_no_storage"
     return "_rebuild_tensor_v2" if tensor.dtype.storage else "_rebuild_tensor_v3"
@@ -397,7 +392,7 @@ def problem_of(tensor: LazyTensor) -> str | None:
 
 
 def as_pairs(tensor: LazyTensor) -> LazyTensor:
-    """4-bit floats as the pairs that torch has; given back as they are where they do not lie in pairs."""
+    """4-bit floats as the pairs that torch has; unchanged where they do not lie in pairs."""
     if tensor.dtype.name != "float4_e2m1fn" or PAIRS is None or not tensor.shape or tensor.shape[-1] % 2:
         return tensor
     chunks = []

@@ -57,7 +57,7 @@ class StorageId(Value, frozen=True):
 
 
 def not_a_storage(pid: object) -> str:
-    """What to say of a persistent id that names no storage, in the words that torch has for each."""
+    """The message for a persistent id that names no storage, in torch's words."""
     if not isinstance(pid, tuple):
         return f"persistent_load id must be tuple (saved_id must be a tuple), but got {type(pid)}"
     if not pid or type(pid[0]) is not str:
@@ -107,9 +107,9 @@ class Storages(Generic[W]):
     def __init__(self, lengths: tuple[int, ...] = (5,)) -> None:
         self.lengths = lengths
         self.known: dict[str, StorageId] = {}
-        """What was said first of the storage of each key."""
+        """The first id of each key."""
         self._wholes: dict[tuple[str, str], W] = {}
-        """Storages that were asked for by themselves."""
+        """The storages by their keys and dtypes."""
 
     def persistent(self, pid: object) -> W:
         """The storage behind a persistent id."""
@@ -117,12 +117,9 @@ class Storages(Generic[W]):
         first = self.known.get(asked.key, asked)
         # torch saves an empty storage under as many dtypes as it was used with.
         if (first.count or asked.count) and (first.dtype is not asked.dtype or first.count != asked.count):
-            raise MetadataError(
-                f"storage {asked.key!r} is {first.count:,} × {first.dtype} in one place and "
-                f"{asked.count:,} × {asked.dtype} in another",
-                expected=(first.dtype.name, first.count),
-                found=(asked.dtype.name, asked.count),
-            )
+            one, other = f"{first.count:,} × {first.dtype}", f"{asked.count:,} × {asked.dtype}"
+            message = f"storage {asked.key!r} is {one} in one place and {other} in another"
+            raise MetadataError(message, expected=(first.dtype.name, first.count), found=(asked.dtype.name, asked.count))
         place = asked.key, asked.dtype.name
         whole = self._wholes.get(place)
         if whole is None:
@@ -175,13 +172,13 @@ class RecordStorages(FileStorages):
 
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
         self.archive = archive
-        _, starts, packed, crcs, _ = archive.records.columns
+        starts, packed, crcs, *_ = archive.records.columns
         FileColumns.__init__(self, [FilePlace(source, key, source.store)], np.zeros(len(starts), np.int64), starts, packed, crcs)
 
     @cached_property
-    def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when somebody asks
+    def _labels(self) -> Sequence[str]:  # type: ignore[override]  # made when first used
         labels, cut = [""] * len(self), len(self.archive.below(""))
-        for name, row in self.archive.records.columns.rows.items():
+        for name, row in self.archive.records.rows.items():
             labels[row] = name[cut:]
         return labels
 
@@ -206,8 +203,8 @@ class ArchiveStorages(DescribedStorages):
         (place,) = storages.files
         super().__init__(place.source)
         self._storages, self._folder, self._byteorder = storages, folder, byteorder
-        rows, _, packed, _, methods = storages.archive.records.columns
-        self._records = storages.archive.below(folder), rows, packed, methods
+        _, packed, _, methods, *_ = storages.archive.records.columns
+        self._records = storages.archive.below(folder), storages.archive.records.rows, packed, methods
         """What the names of records in the folder begin with, and where they lie."""
 
     def whole(self, asked: StorageId) -> LazyTensor:

@@ -107,15 +107,10 @@ class LazyBuilder:
         if not isinstance(made, LazyTensor) or not isinstance(kind, Global):
             return made if isinstance(made, Composite) else Opaque(kind, (made,), state=state)
         attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
-        told = attributes if isinstance(attributes, dict) else {}
-        traits = replace(
-            made.traits,
-            subclass=None if kind in OWN_CLASSES else kind,
-            state=state,
-            buffer=told.get("_is_buffer") is True,
-            parameter=made.traits.parameter or told.get("_is_param") is True,
-        )
-        return replace(made, traits=traits)
+        by_name = attributes if isinstance(attributes, dict) else {}
+        parameter, buffer = made.traits.parameter or by_name.get("_is_param") is True, by_name.get("_is_buffer") is True
+        subclass = None if kind in OWN_CLASSES else kind
+        return replace(made, traits=replace(made.traits, subclass=subclass, state=state, buffer=buffer, parameter=parameter))
 
 
 class Blank(Pending):
@@ -136,7 +131,7 @@ class TorchTable(BuildingTable):
     """Plain Python and numpy values, plus torch's. `persistent` is given by the container."""
 
     def __init__(self, source: Source, persistent: Callable[[object], object], storages: ArchiveStorages | None = None) -> None:
-        """`storages` makes ordinary tensors, where it can."""
+        """`storages` makes tensors that come by templates; without it none do."""
         self.builder = LazyBuilder(source)
         super().__init__()
         self._storages = storages
@@ -159,7 +154,7 @@ class TorchTable(BuildingTable):
         return self._persistent(pid)
 
     def build(self, obj: object, state: object) -> object:
-        """As any table; and a tensor may be told whether it requires a gradient, which torch 0.2 and 0.3 did by BUILD."""
+        """As in any table; a tensor also gets its `requires_grad`, which torch 0.2 and 0.3 wrote by BUILD."""
         if not isinstance(obj, LazyTensor):
             return super().build(obj, state)
         match state:

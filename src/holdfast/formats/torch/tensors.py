@@ -19,7 +19,6 @@ from holdfast.formats.pickle.table import Args
 MAX_ELEMENTS = 1 << 62
 """More than any memory; products below it fit the 64-bit integers that numpy and torch count with."""
 
-
 MAX_STRIDE = 1 << 55
 """Elements of 128 bits at this distance are countable in 64 bits."""
 
@@ -35,7 +34,7 @@ def view_traits(requires_grad: bool, conj: bool, neg: bool) -> Traits:
 
 
 def checked_ints(values: object, what: str, rank: int | None = None) -> tuple[int, ...]:
-    """A tuple or list of non-negative ints (no bools), of the given rank where one is given."""
+    """A tuple or list of non-negative ints (no bools), of the given rank, if any."""
     if not isinstance(values, tuple | list) or any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in values):
         raise MetadataError(f"the {what} of a tensor must be non-negative integers", found=brief(values))
     if rank is not None and len(values) != rank:
@@ -86,15 +85,9 @@ def beyond(last: int, room: int) -> MetadataError:
 
 @lru_cache(maxsize=4096)
 def strided_kind(
-    dtype: DType,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    storage_nbytes: int,
-    traits: Traits,
-    byteorder: str,
-    location: str,
-    inside: bool = True,
-) -> Kind:
+    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], storage_nbytes: int, traits: Traits, byteorder: str,
+    location: str, inside: bool = True,
+) -> Kind:  # fmt: skip
     """The kind of a tensor over a storage: one object for all that are alike. Strides are in bits."""
     return Kind.strided(
         dtype, shape, strides, storage_nbytes=storage_nbytes, traits=traits, byteorder=byteorder, location=location, inside=inside
@@ -106,9 +99,9 @@ def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: obj
     shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
     row = storage.position if isinstance(storage.position, FileRow) else None
     chunks = storage.chunks if row is None else ()
-    where = (
-        (row.offset, row.kind.strides) if row is not None else (chunks[0].offset, chunks[0].strides) if len(chunks) == 1 else None
-    )
+    where = None if row is None else (row.offset, row.kind.strides)
+    if len(chunks) == 1:
+        where = chunks[0].offset, chunks[0].strides
     if where is None or storage.ndim != 1 or where[1] != (storage.dtype.bits,):
         # A tensor in the place of a storage: its size says nothing about the bytes that are there.
         raise MetadataError("a tensor over something that is no storage", found=type(storage).__name__)

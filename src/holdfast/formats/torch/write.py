@@ -40,7 +40,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.engine.saves import BATCH, MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment, text_nbytes
 from holdfast.engine.table import NO_TENSORS, lazy_table
 from holdfast.errors import CannotHold
-from holdfast.formats.torch.composites import NESTED, QSCHEMES
+from holdfast.formats.torch.composites import NESTED, QSCHEMES, UTILS
 from holdfast.formats.torch.pickled import UNTYPED, PickledRows, StorageRecord, is_usual
 from holdfast.formats.torch.reducers import REDUCERS
 from holdfast.formats.torch.tensors import TENSOR_CLASSES
@@ -50,7 +50,7 @@ from holdfast.formats.zip.writer import Payload, RecordBytes, RecordFolder, Reco
 Words = npt.NDArray[np.uint64]
 
 NBYTES = 40
-"""Two numbers of 64 bits, 20 digits each."""
+"""The length of a serialization id: two numbers of 64 bits, 20 digits each."""
 
 BUCKETS = (
     13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933, 351061, 712697, 1447153, 2938679, 5967347,
@@ -65,52 +65,14 @@ SEED = np.uint64(0xC70F6907)
 SHIFT = np.uint64(47)
 
 
-def serialization_id(names: Sequence[str], crcs: Iterable[int]) -> bytes:
-    """The 40 digits, for all records but the id's own.
-
-    `names` are those of all records in the order of writing, without the archive's prefix; `crcs` the checksums of those that are
-    not empty (0 where checksums are off), with a `mistaken_crc` before the record's own.
-
-    `.data/serialization_id`: the 40 digits that torch's zip writer computes over what it wrote.
-
-        │ 20 digits: a fold over the names of the records │ 20 digits: a fold over their CRC-32s │
-
-    Both fold with seed ← seed xor (value + 0x9E3779B9 + (seed << 6) + (seed >> 2)), modulo 2^64, from 0.
-
-    The checksums are folded as they were written. The names come in the order in which a libstdc++ `unordered_set` gives them back,
-    each as libstdc++'s hash of the text (MurmurHash2, 64 bits, variant A). Hence the work:
-
-    1. Hash all names. Names of one length are the rows of a matrix, and one column of 8 bytes is mixed into all of them at once.
-    2. Find the order. The set is one linked list: an element goes to the front of its bucket, which is a stretch of the list, or
-    to the
-       front of the whole list where its bucket is empty. So, for a fixed number of buckets, the list is: buckets in reverse order
-       of their first element, and elements in reverse order inside each. When the set grows it puts its elements, in the order of
-       the list, into more buckets by the same rule, and goes on with new ones: each growth is one stable sort.
-
-    torch on another C++ library orders its set differently. No reader compares the id; it is reported and kept.
-    """
-    return b"%020d%020d" % (_fold_names(names), fold(crcs))
-
-
-def _fold_names(names: Sequence[str]) -> int:
-    hashes = hash_texts([name.encode("utf-8") for name in names])
-    return fold(hashes[set_order(hashes)].tolist())
-
-
 @lru_cache(32)
-def _fold_numbered(names: tuple[str | tuple[str, int], ...]) -> int:
-    """The same of names among which stand a folder and how many numbers are in it: a state is saved again and again."""
-    texts = [name for name in names if isinstance(name, str)]
-    if len(texts) == len(names):
-        return _fold_names(texts)
-    hashes = np.concatenate(
-        [hash_texts([name.encode("utf-8")]) if isinstance(name, str) else _hash_numbered(*name) for name in names]
-    )
+def fold_names(names: tuple[str | tuple[str, int], ...]) -> int:
+    """The first half of a serialization id. A folder and its length stand for numbered names. Cached: a state is saved often."""
+    hashes = hash_texts([name.encode("utf-8") for name in names if isinstance(name, str)])
+    if len(hashes) < len(names):
+        each = iter(hashes[:, None])
+        hashes = np.concatenate([next(each) if isinstance(name, str) else _hash_numbered(*name) for name in names])
     return fold(hashes[set_order(hashes)].tolist())
-
-
-SIGNED = ord("P")
-"""How the signature of a descriptor begins."""
 
 
 def mistaken_crc(head: bytes) -> int | None:
@@ -145,23 +107,18 @@ def hash_texts(texts: Sequence[bytes]) -> Words:
 
 
 def _hash_numbered(folder: str, count: int) -> Words:
-    """The same of `folder/0`, `folder/1` and so on, whose texts are never made."""
+    """libstdc++'s hash of `folder/0`, `folder/1` and so on, whose texts are never made."""
     before = np.frombuffer(folder.encode("utf-8") + b"/", np.uint8)
     hashes = np.zeros(count, np.uint64)
     for low, high, digits in by_digits(0, count):
         length = len(before) + digits
         for first in range(low, high, BATCH):
             padded = np.zeros((min(first + BATCH, high) - first, -(-length // 8) * 8), np.uint8)
-            fill_names(padded, before, first, digits=digits)
+            padded[:, : len(before)] = before
+            powers = 10 ** np.arange(digits - 1, -1, -1)
+            padded[:, len(before) : length] = np.arange(first, first + len(padded))[:, None] // powers % 10 + ord("0")
             hashes[first : first + len(padded)] = _hash_rows(padded.view("<u8").astype(np.uint64), length)
     return hashes
-
-
-def fill_names(out: np.ndarray, before: np.ndarray, first: int, *, digits: int) -> None:
-    """Write the names of numbers from `first` on, all of so many digits, into the rows of a matrix."""
-    out[:, : len(before)] = before
-    powers = 10 ** np.arange(digits - 1, -1, -1)
-    out[:, len(before) : len(before) + digits] = np.arange(first, first + len(out))[:, None] // powers % 10 + ord("0")
 
 
 def _hash_rows(words: Words, length: int) -> Words:
@@ -195,6 +152,10 @@ ALIGNMENT = 64
 SERIALIZATION_ID = ".data/serialization_id"
 
 
+FORBIDDEN = frozenset("\\:\0")
+"""Characters that names in an archive do not have."""
+
+
 def archive_name(path: str) -> str:
     """The folder in the archive, for a file: its name without the last suffix; `archive` where torch would not take that.
 
@@ -207,44 +168,31 @@ def archive_name(path: str) -> str:
     return stem if stem.isascii() and stem.strip(". ") and FORBIDDEN.isdisjoint(stem) else "archive"
 
 
-FORBIDDEN = frozenset("\\:\0")
-"""Characters that names in an archive do not have."""
-
-
 def lay_out_torch_zip(
-    state: State,
-    *,
-    name: str = "archive",
-    alignment: int = ALIGNMENT,
-    crc: bool = True,
-    trim: bool = True,
+    state: State, *, name: str = "archive", alignment: int = ALIGNMENT, crc: bool = True, trim: bool = True,
     limits: Limits | None = None,
-) -> SavePlan:
+) -> SavePlan:  # fmt: skip
     """The plan of one file, format `torch-zip`. `name` is the folder in the archive: see `archive_name`.
 
     `trim=False` writes whole storages, as torch does, however little of them the tensors reach. Raises
     `CannotHold` with every value that has no place in such a file, by its path.
     """
-    limits = limits or DEFAULTS
     with gc_paused():
-        return _lay_out(state, name, alignment, crc=crc, trim=trim, limits=limits)
-
-
-def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, limits: Limits) -> SavePlan:
-    pickled = TorchPickle(limits, trim=trim, rows=pickled_rows(state))
-    pickled.write(state.tree)
-    if pickled.problems:
-        raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
-    content = pickled.finish()
-    storages = state.tensors.storages
-    folder = record_folder(pickled, storages, reads=None if storages.read_nbytes is storages.nbytes else storages.read_nbytes)
-    files = (FilePlan("", lay_out_container(name, content, [folder], alignment=alignment, crc=crc)),)
-    notes = (*_notes(pickled), *_unkept(without_origin(state.metadata)))
-    return SavePlan("torch-zip", files, notes, near_limits=_near_limits(text_nbytes(files), state.tensors.names))
+        pickled = TorchPickle(limits, trim=trim, rows=pickled_rows(state))
+        pickled.write(state.tree)
+        if pickled.problems:
+            raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
+        content, storages = pickled.finish(), state.tensors.storages
+        records = RecordContents(pickled.sources, pickled.storages.records, storages)
+        reads = None if storages.read_nbytes is storages.nbytes else records.of_records(storages.read_nbytes)
+        folder = RecordFolder("data", records, records.apart, reads)
+        files = (FilePlan("", lay_out_container(name, content, [folder], alignment=alignment, crc=crc)),)
+        notes = (*_notes(pickled), *_unkept(without_origin(state.metadata)))
+        return SavePlan("torch-zip", files, notes, near_limits=_near_limits(text_nbytes(files), state.tensors.names))
 
 
 DIRECTORY_NBYTES = 256
-"""Of a record in the directory of an archive whose name is of usual length."""
+"""The length of a record in the directory of an archive, with a name of usual length."""
 
 
 def _near_limits(text: int, names: Collection[str]) -> bool:
@@ -255,12 +203,12 @@ def _near_limits(text: int, names: Collection[str]) -> bool:
 
 
 def without_origin(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What a safetensors file says about itself, but that it was made of torch's tensors: a torch file need not say so."""
+    """The metadata of a file without safetensors' `format: pt`, which a torch file need not say."""
     return {key: text for key, text in metadata.items() if (key, text) != ("format", "pt")}
 
 
 def pickled_rows(state: State) -> PickledRows:
-    """The rows of a state that a pickle writes by their kinds: all of a storage, of which all have the same class in torch."""
+    """The rows of a state that a pickle writes by their kinds: each is all of its storage, which has one class in torch."""
     leaves, table = state.leaves, state.tensors
     storage, kinds = table.storage, table.kinds
     classes = [kind.dtype.storage or UNTYPED for kind in kinds]
@@ -284,7 +232,7 @@ def pickled_rows(state: State) -> PickledRows:
         found = leaves.described(value)
         if found is not value and isinstance(found, LazyTensor | Composite):
             return found
-        # What stands in the tree is only a place: a lazy tensor there may be of another dtype. One object stays one object.
+        # The value in the tree is only a place: a lazy tensor there may be of another dtype. One object stays one object.
         if id(value) not in made:
             made[id(value)] = table.view(row)
         return made[id(value)]
@@ -296,7 +244,7 @@ class RecordContents:
     """The bytes of the records of a file: storages of a table, and what lazy tensors by themselves reach."""
 
     def __init__(self, numbers: array[int], records: Sequence[StorageRecord], storages: RecordBytes) -> None:
-        """`numbers` has that of a storage for each record of the file, `ODD` for those of `records`."""
+        """`numbers` has the number of a storage for each record of the file, `ODD` for those of `records`."""
         self._numbers, self._storages = numbers, storages
         self._tensors = {record.number: record.tensor() for record in records}
         rest = [*self._tensors]
@@ -307,7 +255,7 @@ class RecordContents:
         self.nbytes = self.of_records(storages.nbytes)
 
     def of_records(self, column: Ints) -> Ints:
-        """For each record what a column says of its storage; the length of one that tensors by themselves reach."""
+        """A column of storages as a column of records; for a record that tensors by themselves reach, its length."""
         numbers = np.asarray(self._numbers, np.int64)
         if not self._tensors:
             return column[numbers]
@@ -336,36 +284,19 @@ class RecordContents:
         return Data(self._tensors[number], label) if self.nbytes[number] else b""
 
 
-def record_folder(pickled: TorchPickle, storages: RecordBytes, *, reads: Ints | None = None) -> RecordFolder:
-    """The records of a pickle, in their order; `storages` are those of its rows, `reads` what is read for each of these."""
-    content = RecordContents(pickled.sources, pickled.storages.records, storages)
-    return RecordFolder("data", content, content.apart, None if reads is None else content.of_records(reads))
-
-
 def lay_out_container(
-    name: str,
-    content: bytes,
-    storages: Records,
-    *,
-    alignment: int = ALIGNMENT,
-    crc: bool = True,
-    order_first: bool = True,
+    name: str, content: bytes, storages: Records, *, alignment: int = ALIGNMENT, crc: bool = True, order_first: bool = True,
     numbered: bool = True,
-) -> tuple[Segment, ...]:
-    """The archive around a pickle and its storages, which are named `data/N`. With `order_first=False` the byte order is said late,
-    where torch's `_disable_byteorder_record` puts it. With `numbered=False` the format and the alignment are not said, as before
-    torch 2.7.
+) -> tuple[Segment, ...]:  # fmt: skip
+    """The archive around a pickle and its storages, which are named `data/N`.
+
+    With `order_first=False` the record of the byte order comes late, where torch's `_disable_byteorder_record` puts it. With
+    `numbered=False` there are no records of the format and the alignment, as before torch 2.7.
     """
-    order: list[tuple[str, Payload]] = [("byteorder", sys.byteorder.encode())]
+    order: tuple[str, Payload] = ("byteorder", sys.byteorder.encode())
     numbers: list[tuple[str, Payload]] = [(".format_version", b"1"), (".storage_alignment", b"%d" % alignment)]
-    records: list[tuple[str, Payload] | RecordFolder] = [
-        ("data.pkl", content),
-        *(numbers if numbered else ()),
-        *(order if order_first else ()),
-        *storages,
-        ("version", b"3\n"),
-        *(() if order_first else order),
-    ]
+    records: list[tuple[str, Payload] | RecordFolder] = [("data.pkl", content), *(numbers if numbered else ())]
+    records += (order, *storages, ("version", b"3\n")) if order_first else (*storages, ("version", b"3\n"), order)
     identity = Identity(records, crc=crc)
     known = all(isinstance(record, tuple) and isinstance(record[1], bytes) for record in storages)
     records.append((SERIALIZATION_ID, identity({}) if known else Late(NBYTES, identity)))
@@ -373,13 +304,28 @@ def lay_out_container(
 
 
 class Identity:
-    """Makes the serialization id from the checksums of the data."""
+    """Makes the 40 digits of `.data/serialization_id` from the checksums of the data, as torch's zip writer computes them.
+
+        │ 20 digits: a fold over the names of the records │ 20 digits: a fold over their CRC-32s │
+
+    Both fold with seed ← seed xor (value + 0x9E3779B9 + (seed << 6) + (seed >> 2)), modulo 2^64, from 0. The names are without the
+    archive's prefix. The checksums are those of all records that are not empty, but for the id's own, as they were written: 0 where
+    checksums are off, and a `mistaken_crc` before the record's own. The names come in the order in which a libstdc++
+    `unordered_set` gives them back, each as libstdc++'s hash of the text (MurmurHash2, 64 bits, variant A). Hence the work:
+
+    1. Hash all names. Names of one length are the rows of a matrix, and one column of 8 bytes is mixed into all of them at once.
+    2. Find the order. The set is one linked list: an element goes to the front of its bucket, which is a stretch of the list, or to
+       the front of the whole list where its bucket is empty. So, for a fixed number of buckets, the list is: buckets in reverse
+       order of their first element, and elements in reverse order inside each. When the set grows it puts its elements, in the
+       order of the list, into more buckets by the same rule, and goes on with new ones: each growth is one stable sort.
+
+    torch on another C++ library orders its set differently. No reader compares the id; it is reported and kept.
+    """
 
     __slots__ = ("crc", "records")
 
     def __init__(self, records: Records, *, crc: bool) -> None:
-        self.records = tuple(records)
-        self.crc = crc
+        self.records, self.crc = tuple(records), crc
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
         found: list[int | None] = []
@@ -393,15 +339,14 @@ class Identity:
             names.append(name)
             if isinstance(payload, bytes):
                 if payload:
-                    mistaken = mistaken_crc(payload) if payload[0] == SIGNED else None
-                    found += mistaken, crc32(payload) if self.crc else 0
+                    found += mistaken_crc(payload), crc32(payload) if self.crc else 0
             elif payload.nbytes:
                 found.append(mistaken_crc(first_bytes(payload)))
                 if not self.crc or isinstance(payload, Hole):
                     found.append(0)
                 elif isinstance(payload, Data | Memory):
                     found.append(crcs[payload.label])
-        return b"%020d%020d" % (_fold_numbered(tuple(names)), fold([crc for crc in found if crc is not None]))
+        return b"%020d%020d" % (fold_names(tuple(names)), fold([crc for crc in found if crc is not None]))
 
     def _numbered(self, records: RecordFolder, crcs: Mapping[str, int]) -> list[int]:
         """The checksums of numbered records, and what is mistaken for one where a record begins like a descriptor."""
@@ -424,7 +369,7 @@ class Identity:
 
 
 def first_bytes(data: Payload) -> bytes:
-    """The first bytes of a payload, where they can be seen without reading: the id is the only use for them."""
+    """The first bytes of a payload, where no read is needed for them; else none. Only the id uses them."""
     match data:
         case bytes():
             return data[:8]
@@ -442,7 +387,7 @@ def first_bytes(data: Payload) -> bytes:
 
 
 def _notes(pickled: TorchPickle) -> list[str]:
-    """What a person should know about the file."""
+    """Notes for people about the file."""
     refused = [f"{what} ({pickled.where(path)})" for what, path in pickled.mentioned.items() if what not in LOADED]
     notes = list(pickled.notes)
     if refused:
@@ -460,21 +405,16 @@ def _unkept(metadata: Mapping[str, str]) -> list[str]:
     return [f"the metadata ({', '.join(sorted(metadata)[:8])}) has no place in a torch file and is not kept"] if metadata else []
 
 
+DTYPE_NAMES = [name for row in DTYPES.rows for name in (row.torch, row.storage) if name]
 LOADED = frozenset(
     [
-        *(Global(module, name) for module, name in REDUCERS if module == "torch._utils"),
-        *(Global("torch", row.torch) for row in DTYPES.rows if row.torch),
-        *(Global("torch", row.storage) for row in DTYPES.rows if row.storage),
-        *(Global("torch", name) for name in (*QSCHEMES, *TENSOR_CLASSES, "Tensor", "Size", "device")),
+        *(Global(module, name) for module, name in REDUCERS if module == UTILS),
+        *(Global("torch", name) for name in (*DTYPE_NAMES, *QSCHEMES, *TENSOR_CLASSES, "Tensor", "Size", "device")),
         *(Global("builtins", name) for name in ("bytearray", "set", "complex")),
         *(Global("collections", name) for name in ("OrderedDict", "Counter")),
-        Global("_codecs", "encode"),
         *(Global(NESTED, name) for name in ("NestedTensor", "_rebuild_njt")),
-        Global("torch._tensor", "_rebuild_from_type_v2"),
-        Global("torch._utils", "_rebuild_meta_tensor_no_storage"),
-        Global("torch.nn.parameter", "Parameter"),
-        Global("torch.serialization", "_get_layout"),
-        Global("torch.storage", "UntypedStorage"),
+        *(Global("torch._tensor", "_rebuild_from_type_v2"), Global("torch.nn.parameter", "Parameter"), Global("_codecs", "encode")),
+        *(Global("torch.serialization", "_get_layout"), Global("torch.storage", "UntypedStorage")),
     ]
 )
 """What torch 2.13 builds with `weights_only=True`, of all that a pickle of ours may name."""

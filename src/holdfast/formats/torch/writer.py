@@ -6,8 +6,8 @@
     attributes   torch._utils._rebuild_parameter_with_state, torch._tensor._rebuild_from_type_v2
     storage      BINPERSID of ('storage', class, key, location, count)
 
-The count of a storage and the offset of a tensor in it are known when all tensors were seen: their places in the pickle are noted,
-and filled in by `finish`.
+The count of a storage and the offset of a tensor in it are known when all tensors were seen: their places in the pickle are
+recorded, and filled in by `finish`.
 
 What torch's pickler makes anew for each tensor (the tuples, the empty OrderedDict, the text 'conj') is made anew here, and what it
 has once ('storage', 'cpu', the key of a storage) is shared, so that the bytes are the same.
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 
 from holdfast.core.chunk import c_strides
@@ -38,44 +38,10 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.table import ODD, Kind
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.formats.pickle.writer import (
-    BATCH_ITEMS,
-    GET1,
-    INT1,
-    LONG_GET,
-    LONG_PUT,
-    PUT1,
-    TUPLES,
-    PickleWriter,
-    Row,
-    get,
-    integer,
-    put,
-)
-from holdfast.formats.torch.composites import KINDS
-from holdfast.formats.torch.pickled import (
-    KEY_TEXTS,
-    NEW,
-    NO_ROWS,
-    RECORD_KEY,
-    REMEMBER,
-    SHORT,
-    STORAGE,
-    UTILS,
-    WIDE,
-    PickledKind,
-    PickledRows,
-    StorageRecord,
-    StorageRecords,
-    Template,
-    as_pairs,
-    as_texts,
-    builder_of,
-    integers,
-    is_simple,
-    problem_of,
-    template_of,
-)
+from holdfast.formats.pickle.writer import BATCH_ITEMS, GET1, INT1, LONG_GET, LONG_PUT, PUT1, TUPLES, PickleWriter, get, integer
+from holdfast.formats.torch import pickled
+from holdfast.formats.torch.composites import KINDS, UTILS
+from holdfast.formats.torch.pickled import NEW, RECORD_KEY, REMEMBER, SHORT, WIDE, PickledKind, PickledRows, StorageRecord, Template
 from holdfast.formats.torch.reducers import LAYOUTS
 
 TENSOR = Global("torch", "Tensor")
@@ -89,7 +55,6 @@ ZERO = integer(0)
 OFFSET = 4
 """From the count of a storage to the offset in it: the tuple's end, its number, BINPERSID."""
 
-
 PIECES = 1024
 """More pieces than this are joined once a batch of items is written: they take memory."""
 
@@ -98,47 +63,47 @@ ONE_DIGIT = 10
 
 
 def width(number: int) -> int:
-    """Of a template: whether the next number of the memo has four bytes."""
+    """`WIDE` where the next number of the memo has four bytes, else 0."""
     return 0 if number <= SHORT else WIDE
 
 
 def _own(record: int) -> int:
-    """How a record is called that is none of a storage of the table: by a number below `ODD`."""
+    """The key in `_records` of a record that is no storage of the table: a number below `ODD`."""
     return ODD - 1 - record
 
 
 class TorchPickle(PickleWriter):
     """The pickle of a torch file, and the records that it points at."""
 
-    def __init__(self, limits: Limits | None = None, *, trim: bool = True, rows: PickledRows = NO_ROWS) -> None:
+    def __init__(self, limits: Limits | None = None, *, trim: bool = True, rows: PickledRows = pickled.NO_ROWS) -> None:
         super().__init__(limits)
-        self.storages = StorageRecords(trim=trim)
+        self.storages = pickled.StorageRecords(trim=trim)
         self._given = rows
         self._plain_rows = {kind: self.rows.get(kind, PickleWriter._problem) for kind in (*rows.types, *rows.others)}
-        """How values of the types of rows are written that are none: in the attributes of a container."""
+        """How values of these types are written where they are no rows: in the attributes of a container."""
         self.rows |= dict.fromkeys(rows.others, TorchPickle._other)
         self.rows |= dict.fromkeys(rows.types, TorchPickle._row)
         self._aside = 0
-        """How many containers there are around, of which the attributes are being written."""
+        """The number of containers around whose attributes are being written."""
         self._come = 0
         """Rows so far: they come in their order."""
         self._places: dict[int, int] | None = None
         """The row of each value, by identity; made when one comes out of its turn."""
         self._records: dict[int, int] = {}
-        """Of each record, in their order: the number of a storage of the table, or `_own` of what tensors by themselves asked for;
-        and the memo's number of its key."""
+        """The records in their order. The key is the number of a storage of the table, or `_own` for a record of tensors by
+        themselves; the value is the memo's number of the record's key."""
         self._kinds: list[PickledKind | None] = [*map(PickledKind.of, rows.kinds)]
         self._alike: dict[tuple[object, ...], PickledKind | None] = {}
         """Kinds of lazy tensors."""
         self._identities, self._stop = [*map(id, rows.values)], len(rows.values)
         self._made: list[Template | None] = [None] * len(self._kinds)
-        """Of each kind, the template of tensors with new records, once there is one and keys have two digits."""
+        """For each kind, the template of tensors with new records, once there is one and keys have two digits."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
         """Where in `out` a count and an offset are left open; the record, the first bit, the bits of an element."""
 
     @staticmethod
     @cache
-    def written_types() -> Mapping[type, Row]:
+    def written_types() -> Mapping[type, Callable[..., None]]:
         return {
             **PickleWriter.written_types(),
             dict: TorchPickle._dict,
@@ -152,7 +117,7 @@ class TorchPickle(PickleWriter):
 
     @property
     def sources(self) -> array[int]:
-        """Of each record: the number of a storage of the table; `ODD` for what tensors by themselves asked for."""
+        """For each record, the number of a storage of the table; `ODD` for what tensors by themselves asked for."""
         found = array("q", self._records)
         for record in self.storages.records:
             found[record.number] = ODD
@@ -171,13 +136,13 @@ class TorchPickle(PickleWriter):
         return b"".join(out)
 
     def attributes(self, value: dict[object, object]) -> None:
-        """What stands in the attributes of a container is nobody's row."""
+        """Write the attributes of a container; values in them are no rows."""
         self._aside += 1
         super().attributes(value)
         self._aside -= 1
 
     def _dict(self, value: dict[object, object]) -> None:
-        """As for all values, in fewer steps."""
+        """As in `PickleWriter`, in fewer steps."""
         identity, number, count = id(value), self.count, len(value)
         if identity in self.memo or not 1 < count < BATCH_ITEMS:
             super()._dict(value)
@@ -189,7 +154,7 @@ class TorchPickle(PickleWriter):
             self._fill(value.items(), b"u")
 
     def _fill(self, items: Collection[tuple[object, object]], opcode: bytes) -> None:
-        """As for all values. No function is called for a row with a new storage, nor for a text that came twice."""
+        """As in `PickleWriter`. No function is called for a row with a new storage, nor for a text that came twice."""
         if self._aside:
             super()._fill(items, opcode)
             return
@@ -219,7 +184,7 @@ class TorchPickle(PickleWriter):
                 out += (GET1[known] if known <= SHORT else LONG_GET(b"j", known),)
             else:
                 if texts is None:
-                    texts = as_texts([key for key, _ in items])
+                    texts = pickled.as_texts([key for key, _ in items])
                 if texts[at]:
                     out += (texts[at], LONG_PUT(b"r", number) if number > SHORT else PUT1[number])
                     memo[identity] = number
@@ -274,7 +239,7 @@ class TorchPickle(PickleWriter):
         return made
 
     def _row(self, value: object) -> None:
-        """A value of the type of a row."""
+        """Write a value of the type of a row."""
         given, row = self._given, self._come
         if self._aside:
             self._plain_rows[type(value)](self, value)
@@ -305,7 +270,7 @@ class TorchPickle(PickleWriter):
             self._made[given.kind[row]] = kind.made[NEW + width(self.count)]
 
     def _other(self, value: object) -> None:
-        """A value for which another is written, where there is one."""
+        """Write a value that is no row, or what stands for it."""
         found = value if self._aside else self._given.described(value)
         if found is value:
             self._plain_rows[type(value)](self, value)
@@ -313,14 +278,14 @@ class TorchPickle(PickleWriter):
             self._by_itself(found)
 
     def _by_itself(self, made: object) -> None:
-        """What was made of a value: no row, whatever its type."""
+        """Write what was made of a value: no row, whatever its type."""
         if isinstance(made, LazyTensor):
             self.tensor(made)
         else:
             self.write(made)
 
     def _alike_tensor(self, value: object, kind: PickledKind, source: int) -> None:
-        """A tensor of which the pickle knows all when it comes; `source` is as in `_records`."""
+        """Write a tensor of a known kind; `source` is as in `_records`."""
         number, known, record = self.count, self._records.get(source), len(self._records)
         made = self._template(kind, width(number) + (NEW if known is None else 0), record)
         key = str(record) if known is None and record < ONE_DIGIT else ""
@@ -338,7 +303,7 @@ class TorchPickle(PickleWriter):
         self.memo[id(value)] = self.count - 1
 
     def _template(self, kind: PickledKind, which: int, record: int) -> Template | None:
-        """The opcodes of a kind in this pickle; None as long as something that they refer to is not in it."""
+        """The template of a kind; None as long as the pickle lacks something that it refers to."""
         made = kind.made[which]
         if made is None or record >= made.stop:
             references = self._references
@@ -347,7 +312,7 @@ class TorchPickle(PickleWriter):
             kind.named = True
             digits = len(str(record)) if which & NEW else 0
             named = tuple([references[one] for one in kind.refers])
-            made = kind.made[which] = template_of(kind.opcodes, kind.refers, named, digits=digits, wide=bool(which & WIDE))
+            made = kind.made[which] = pickled.template_of(kind.opcodes, kind.refers, named, digits=digits, wide=bool(which & WIDE))
         return made
 
     def _by_opcodes(self, kind: PickledKind, source: int) -> None:
@@ -370,15 +335,15 @@ class TorchPickle(PickleWriter):
         kind.named = True
 
     def tensor(self, tensor: LazyTensor) -> None:
-        """A tensor with all that it is beyond its elements."""
+        """Write a tensor with all that it is beyond its elements."""
         if self.known(tensor):
             return
         kind = self._whole_kind(tensor)
         if kind is not None:
             self._alike_tensor(tensor, kind, _own(self._place(tensor)[0].number))
             return
-        whole, tensor = tensor, as_pairs(tensor)
-        problem = problem_of(tensor)
+        whole, tensor = tensor, pickled.as_pairs(tensor)
+        problem = pickled.problem_of(tensor)
         if problem:
             self.refuse(problem)
             return
@@ -386,7 +351,7 @@ class TorchPickle(PickleWriter):
         if traits.subclass is not None or (not traits.parameter and (traits.state is not None or traits.buffer)):
             self.name("torch._tensor", "_rebuild_from_type_v2")
             self.out.append(b"(")
-            self.name(UTILS, builder_of(tensor))
+            self.name(UTILS, pickled.builder_of(tensor))
             self._global(traits.subclass or TENSOR)
             self._args(tensor, traits.requires_grad)
             self.write(BUFFER if traits.state is None and traits.buffer else traits.state)
@@ -400,9 +365,9 @@ class TorchPickle(PickleWriter):
         self.memo[id(whole)] = self.count - 1
 
     def _whole_kind(self, tensor: LazyTensor) -> PickledKind | None:
-        """The kind of a tensor that is all of its storage in C order, and so of its record, whoever shares it; None for others."""
+        """The kind of a tensor that is all of its storage in C order, and so all of its record; None for others."""
         dtype, traits, shape, chunks = tensor.dtype, tensor.traits, tensor.shape, tensor.chunks
-        if len(chunks) != 1 or not is_simple(traits) or problem_of(tensor):
+        if len(chunks) != 1 or not pickled.is_simple(traits) or pickled.problem_of(tensor):
             return None
         (chunk,) = chunks
         storage, bits = chunk.storage, dtype.bits
@@ -433,14 +398,14 @@ class TorchPickle(PickleWriter):
         self.end_call(b"t" if traits.state else TUPLES[3])
 
     def _plain(self, tensor: LazyTensor, requires_grad: bool) -> None:
-        """The tensor without what it is beyond its elements."""
-        self.name(UTILS, builder_of(tensor))
+        """Write a tensor without what it is beyond its elements."""
+        self.name(UTILS, pickled.builder_of(tensor))
         self._args(tensor, requires_grad)
         self.out.append(b"R")
         self.put()
 
     def _args(self, tensor: LazyTensor, requires_grad: bool) -> None:
-        """The tuple of arguments of `_function`."""
+        """Write the tuple of arguments of torch's function that builds a tensor."""
         dtype, traits = tensor.dtype, tensor.traits
         self.out.append(b"(")
         if traits.meta:
@@ -462,8 +427,10 @@ class TorchPickle(PickleWriter):
     def view(self, tensor: LazyTensor) -> None:
         """A storage, an offset, a size and a stride."""
         record, start, strides = self._place(tensor)
-        out = self.out
-        self._begin_storage(tensor.dtype)
+        out, storage_class = self.out, tensor.dtype.storage
+        out.append(b"(")
+        self._shared(pickled.STORAGE)
+        self.name(*("torch", storage_class) if storage_class else ("torch.storage", "UntypedStorage"))
         self._key(_own(record.number))
         self._shared(record.location)
         self._open.append((len(out), record, start, tensor.dtype.bits))
@@ -473,17 +440,8 @@ class TorchPickle(PickleWriter):
         self._ints(tensor.shape)
         self._ints(strides)
 
-    def _begin_storage(self, dtype: DType) -> None:
-        """A storage, up to its key."""
-        self.out.append(b"(")
-        self._shared(STORAGE)
-        if dtype.storage is None:
-            self.name("torch.storage", "UntypedStorage")
-        else:
-            self.name("torch", dtype.storage)
-
     def _key(self, source: int) -> None:
-        """The name of a record: the text at first, then a reference to it. `source` is as in `_records`."""
+        """Write the key of a record: the text at first, then a reference to it. `source` is as in `_records`."""
         known, record = self._records.get(source), len(self._records)
         if known is not None:
             self.out.append(get(known))
@@ -493,16 +451,15 @@ class TorchPickle(PickleWriter):
         if number is not None:
             self.out.append(get(number))
         else:
-            number = self.count
-            self.count = number + 1
-            self.out += (KEY_TEXTS[len(key)], key.encode(), put(number))
+            self.out += (pickled.KEY_TEXTS[len(key)], key.encode())
+            number = self.put()
             if record < ONE_DIGIT:
                 self.keep(key)
                 self.memo[id(key)] = number
         self._records[source] = number
 
     def _shared(self, text: str) -> None:
-        """A text that torch has once, however often it is written."""
+        """Write a text that torch has as one object."""
         found = self._references.get(text)
         if found is None:
             self._str(text)
@@ -511,8 +468,7 @@ class TorchPickle(PickleWriter):
             self.out.append(found)
 
     def _ints(self, values: tuple[int, ...]) -> None:
-        """A tuple of integers, made anew."""
-        self.out.append(integers(values))
+        self.out.append(pickled.integers(values))
         if values:
             self.put()
 
@@ -535,7 +491,7 @@ class TorchPickle(PickleWriter):
         self.out.append(b"u" if len(flags) > 1 else b"s")
 
     def end_call(self, tuple_opcode: bytes) -> None:
-        """The arguments become a tuple, and are called with."""
+        """Make a tuple of the arguments, and call."""
         self.out.append(tuple_opcode)
         self.put()
         self.out.append(b"R")
@@ -563,7 +519,6 @@ class TorchPickle(PickleWriter):
         self.memo[id(whole)] = self.count - 1
 
     def size(self, value: Size) -> None:
-        """A torch.Size."""
         if self.known(value):
             return
         self.name("torch", "Size")
@@ -587,5 +542,5 @@ class TorchPickle(PickleWriter):
             self._global(value)
 
     def layout(self, name: str) -> None:
-        """torch.strided and the like are made by a call, once."""
+        """Write `torch.strided` and the like: a call, made once."""
         self.call(LAYOUT_OF[name], "torch.serialization._get_layout", (f"torch.{name}",))

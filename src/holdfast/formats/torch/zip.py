@@ -38,12 +38,13 @@ TEXT_NBYTES = 64
 VERSIONS = range(1, 11)
 """What torch's reader accepts; `torch.save` writes 3."""
 
+PICKLE, STORAGES = "data.pkl", "data/"
 
 TRAITS = attrgetter("traits")
 
 
 class SavedFile(Value, frozen=True):
-    """What one file of `torch.save` holds; nothing of it was executed, and no tensor read."""
+    """The content of one file of `torch.save`; nothing of it was executed, and no tensor read."""
 
     format: str
     tree: object
@@ -55,7 +56,7 @@ class SavedFile(Value, frozen=True):
 
 
 def describe_saved(source: Source, read: Callable[[Source, str], SavedFile]) -> Description:
-    """What the one file of a store holds, by the function that reads its container."""
+    """Describe the one file of a store, by the function that reads its container."""
     (key,) = source.store.list()
     saved = read(source, key)
     named = name_tensors(saved.tree, source.limits, saved.nbytes)
@@ -65,7 +66,7 @@ def describe_saved(source: Source, read: Callable[[Source, str], SavedFile]) -> 
 
 
 def is_flat(tree: object, tensors: Mapping[str, LazyTensor]) -> bool:
-    """Whether a tree is a plain dict of these tensors under their names, each of which is nothing but a tensor and there once."""
+    """Whether a tree is a plain dict of these tensors under their names, each a plain tensor that is there once."""
     if type(tree) is not dict or len(tree) != len(tensors):
         return False
     if not all(map(eq, tree, tensors)) or not all(map(is_, tree.values(), tensors.values())):
@@ -80,10 +81,10 @@ def describe(source: Source) -> Description:
 
 
 def read_torch_zip(source: Source, key: str) -> SavedFile:
-    """What a file holds. Its tensors lie in the store of the source, under the key of the file."""
+    """Read a file. Its tensors lie in the store of the source, under the key of the file."""
     archive = saved_archive(source, key)
     reader = PickleReader(source, key, archive)
-    tree, nbytes = reader.read("data.pkl", "data/")
+    tree, nbytes = reader.read(PICKLE, STORAGES)
     if archive.get("constants.pkl") is None:
         archive.records.fold()
         return SavedFile("torch-zip", tree, nbytes, reader.foreign(), tuple(reader.notes), reader.metadata)
@@ -101,7 +102,7 @@ def saved_archive(source: Source, key: str) -> Archive:
     if not archive.prefix:
         # torch reads the folder of the first record, whatever lies beside it: what we show would not be what it loads.
         raise ZipError("the records of a checkpoint lie in one top folder; these do not", file=key)
-    if archive.get("data.pkl") is None:
+    if archive.get(PICKLE) is None:
         raise FormatError("a zip archive without data.pkl: not a checkpoint that torch wrote")
     return archive
 
@@ -111,15 +112,12 @@ def record_bytes(source: Source, key: str, record: ZipRecord, most: int | None =
     if record.method != 0:
         raise ZipError(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
     if most is not None and record.nbytes > most:
-        raise LimitExceeded(f"{record.name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={most:,})", found=record.nbytes)
-    data = source.bytes(key, record.start, record.start + record.nbytes)
+        message = f"{record.name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={most:,})"
+        raise LimitExceeded(message, expected=most, found=record.nbytes)
+    data = source.bytes(key, record.start, record.stop)
     if record.crc32 is not None and crc32(data) != record.crc32:
-        raise Corrupted(
-            f"the record {record.name!r} does not have the checksum that the archive records for it",
-            offset=record.start,
-            expected=record.crc32,
-            found=crc32(data),
-        )
+        message = f"the record {record.name!r} does not have the checksum that the archive records for it"
+        raise Corrupted(message, offset=record.start, expected=record.crc32, found=crc32(data))
     return data
 
 
@@ -127,9 +125,7 @@ class PickleReader:
     """Reads the pickles of one archive, and knows where the storages are."""
 
     def __init__(self, source: Source, key: str, archive: Archive) -> None:
-        self._source = source
-        self._key = key
-        self._archive = archive
+        self._source, self._key, self._archive = source, key, archive
         self._foreign: list[Foreign] = []
         self.notes: list[str] = []
         self.metadata = self._texts()
@@ -151,11 +147,8 @@ class PickleReader:
             if record is not None:
                 if record.nbytes > TEXT_NBYTES:
                     raise HeaderError(f"the {name} record is {record.nbytes} bytes long", found=record.nbytes)
-                texts[name] = self._bytes(record).decode("ascii", "backslashreplace")
+                texts[name] = record_bytes(self._source, self._key, record).decode("ascii", "backslashreplace")
         return texts
-
-    def _bytes(self, record: ZipRecord) -> bytes:
-        return record_bytes(self._source, self._key, record)
 
     def read(self, name: str, folder: str) -> tuple[object, int]:
         """One pickle as a tree, and its length. Its storages are the records in `folder`."""
@@ -170,8 +163,8 @@ class PickleReader:
         self._foreign += done.foreign
         value = done.value
         if type(value) is dict and {*map(type, value)} == {str}:
-            # Names lie between the tensors that were made with them. Copied now, while all of that is there, they do not hold its
-            # memory when it goes. It stays the same dict, which may be inside of itself.
+            # Names lie in memory between the tensors that were made with them. Copied now, while the tensors are there, the names
+            # do not hold that memory when the tensors go. The dict stays the same object, because it may contain itself.
             names, values = copied_together([*value]), [*value.values()]
             value.clear()
             value.update(zip(names, values, strict=True))
@@ -179,10 +172,6 @@ class PickleReader:
 
     def foreign(self) -> tuple[Foreign, ...]:
         return tuple(self._foreign)
-
-
-PICKLE = "data.pkl"
-STORAGES = "data/"
 
 
 class Payloads:
@@ -197,16 +186,14 @@ class Payloads:
     """
 
     def __init__(self, source: Source, key: str) -> None:
-        self._source = source
-        self._key = key
+        self._source, self._key = source, key
         self._read: dict[str, object] = {}
         self.foreign: list[Foreign] = []
-        """Globals that were not built, in all of them."""
         self.nbytes = 0
         """Bytes of all pickles."""
 
     def value(self, record: ZipRecord) -> object:
-        """What a record holds. Two names of one record have one value."""
+        """The value in a record, read once."""
         if record.name not in self._read:
             if not record.stored:
                 raise ZipError(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
@@ -240,13 +227,8 @@ class Payloads:
 
     def _bare(self, record: ZipRecord) -> object:
         """A pickle without storages."""
-        most = self._source.limits.pickle_nbytes
-        if record.nbytes > most:
-            raise LimitExceeded(
-                f"{record.name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={most:,})",
-                expected=most, found=record.nbytes,
-            )  # fmt: skip
-        return self._interpret(record_bytes(self._source, self._key, record), TorchTable(self._source, _no_storage), record.name)
+        content = record_bytes(self._source, self._key, record, self._source.limits.pickle_nbytes)
+        return self._interpret(content, TorchTable(self._source, _no_storage), record.name)
 
     def _interpret(self, content: bytes, table: TorchTable, stream: str) -> object:
         done = interpret_whole(content, table, limits=self._source.limits, stream=stream)

@@ -1,7 +1,6 @@
 """The strict zip: archives that every reader sees alike, and archives as torch writes them.
 
-layout       where the fields lie; what is found: `Archive` and `Record`
-directory    the end of an archive and its central directory, with names and sizes
+layout       where the fields lie; the end and the central directory, read; what is found: `Archive` and `ZipRecord`
 reader       the reader: does every record say at its place what the directory says?
 writer       a stored zip, exactly as torch's writer lays it out
 """

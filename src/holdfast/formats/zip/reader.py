@@ -1,6 +1,6 @@
 """The strict zip reader: what it accepts, every reader (torch, CPython, …) sees as the same bytes and names.
 
-    1. tail       the last 22 to 98 bytes   where is the directory, how many records      directory.py
+    1. tail       the last 22 to 98 bytes   where is the directory, how many records      layout.py
     2. directory  one read                  names, sizes, checksums, offsets
     3. records    headers in joined reads   each agrees with the directory, end to end
 
@@ -31,37 +31,11 @@ from holdfast.core.protocols import Source
 from holdfast.core.tensor import NO_CRC
 from holdfast.engine.coalesce import HEADERS, coalesce
 from holdfast.errors import Truncated
-from holdfast.formats.zip.directory import Entries, read_entries, read_tail, unsafe
-from holdfast.formats.zip.layout import (
-    DESCRIBED,
-    DESCRIPTOR_SIGNATURE,
-    LOCAL,
-    LOCAL_BLOCKS,
-    LOCAL_SIGNATURE,
-    MAX16,
-    MAX32,
-    NARROW,
-    WIDE,
-    Archive,
-    FieldOffsets,
-    Records,
-    find_zip64,
-    gather,
-    refused,
-)
-from holdfast.formats.zip.writer import (
-    EMPTY,
-    END,
-    FILLED,
-    LOCATOR,
-    SHORT_DESCRIPTOR,
-    SHORT_ENTRY,
-    ZIP64_END,
-    header,
-    tail,
-)
+from holdfast.formats.zip import layout
+from holdfast.formats.zip.layout import LOCAL, MAX16, MAX32, NARROW, WIDE, Archive, Entries, FieldOffsets, Records, gather, refused
+from holdfast.formats.zip.writer import EMPTY, FILLED, NO_BLOCK, SHORT_DESCRIPTOR, SHORT_ENTRY, SIGNATURE, header, tail
 
-TAIL = ZIP64_END.size + LOCATOR.size + END.size
+TAIL = layout.END64.size + layout.LOCATOR.size + layout.END.size
 TAIL_NBYTES = 4096
 """Bytes from the end that are read at once: the directory of about fifty records."""
 
@@ -69,11 +43,6 @@ WHOLE_NBYTES = 32 << 10
 """An archive up to this size is read with one call."""
 
 ALIGNMENT = 64
-
-BLANK = bytes(12)
-"""The end of an entry but for its offset: no extra field, no comment, no disk, no attributes."""
-
-DESCRIPTOR = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
 
 TOGETHER = 4096
 """Records whose headers are compared together: enough to read neighbours with one call, and little memory."""
@@ -98,7 +67,7 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
         return None
     near = size if size <= WHOLE_NBYTES else TAIL_NBYTES
     last = source.bytes(key, stop - near, stop)
-    *_, count, nbytes, directory = ZIP64_END.unpack_from(last, near - TAIL)
+    *_, count, nbytes, directory = layout.END64.unpack_from(last, near - TAIL)
     if directory + nbytes + TAIL != size or count > limits.zip_records or nbytes > limits.zip_directory_nbytes:
         return None
     if not count or not last.endswith(tail(count, directory, nbytes)):
@@ -111,30 +80,30 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
 
 @lru_cache(maxsize=4096)
 def _frame(name_nbytes: int, at: int, filled: bool) -> tuple[bytes, bytes, int]:
-    """What stands before and behind a name of such a length in the header of a record, and the length of the header."""
-    head, begin = header(bytes(name_nbytes), int(filled), at, alignment=ALIGNMENT)
+    """The bytes before and behind a name of such a length in the header of a record, and the length of the header."""
+    head, begin = header(bytes(name_nbytes), filled, at, alignment=ALIGNMENT)
     return head[: LOCAL.itemsize], head[LOCAL.itemsize + name_nbytes :], begin - at
 
 
 class _Canonical:
-    """The records of an archive that is as torch writes it, as far as it was compared."""
+    """Compares an archive with the one that torch's writer makes, and collects its records."""
 
     def __init__(self, source: Source, key: str, start: int, whole: bytes) -> None:
-        """`whole` are all bytes of the archive, where they were read."""
+        """`whole` are all bytes of the archive; empty where they were not read."""
         self._source, self._key, self._start, self._whole = source, key, start, whole
         self._names: list[bytes] = []
         self._columns: list[Sequence[Sequence[int]]] = []
         """First bytes, lengths, checksums and headers, of the records that were compared together."""
 
     def walk(self, entries: bytes, count: int, directory: int) -> bool:
-        """Compare the entries of the directory, and the records that they tell of; whether all are as they should be."""
+        """Whether the entries of the directory, and the headers of their records, are those of torch's writer."""
         unpack, fixed_nbytes, last = SHORT_ENTRY.unpack_from, SHORT_ENTRY.size, len(entries) - SHORT_ENTRY.size
         at = place = edge = 0
         before = b""
         """The descriptor of the record before, which begins at `edge`."""
         for first in range(0, count, TOGETHER):
             rows: list[tuple[bytes, int, int, int, int, bytes, int]] = []
-            """Of each record: name, first byte, length, checksum, header; what stands before the first byte, and from where on."""
+            """For each record: name, first byte, length, checksum, header, the bytes before the first byte, and their start."""
             # Few functions are called for a record: this is done for each of a million.
             for _ in range(first, min(first + TOGETHER, count)):
                 if at > last:
@@ -144,7 +113,7 @@ class _Canonical:
                 name = entries[behind : behind + length]
                 opening, padding, head_nbytes = _frame(length, place % ALIGNMENT, nbytes > 0)
                 begin = place + head_nbytes
-                if fixed != (FILLED if nbytes else EMPTY) or nbytes != content or blank != BLANK or offset != place:
+                if fixed != (FILLED if nbytes else EMPTY) or nbytes != content or blank != NO_BLOCK or offset != place:
                     return False
                 if begin > directory or (crc and not nbytes):
                     return False
@@ -154,7 +123,7 @@ class _Canonical:
                 before = b""
                 if nbytes:
                     # Checksum and sizes stand there as they do in the entry.
-                    before, place = DESCRIPTOR + entries[at + 16 : at + 28], place + SHORT_DESCRIPTOR.size
+                    before, place = SIGNATURE + entries[at + 16 : at + 28], place + SHORT_DESCRIPTOR.size
                 at = behind + length
             names, starts, packed, crcs, headers, expected, edges = zip(*rows, strict=True)
             ended = first + TOGETHER >= count
@@ -183,7 +152,7 @@ class _Canonical:
         return True
 
     def archive(self) -> Archive | None:
-        """The archive, unless there is anything to be said about the names of its records."""
+        """The archive; None where the names of its records need the strict reader."""
         together, count = b"\0".join(self._names), len(self._names)
         prefix, slash, _ = self._names[0].partition(b"/")
         inside = together.startswith(prefix + slash) and together.count(b"\0" + prefix + slash) == count - 1
@@ -191,7 +160,7 @@ class _Canonical:
             return None
         text = together.decode("ascii")
         names = text.split("\0")
-        if len(names) != count or len({*text.casefold().split("\0")}) != count or unsafe(text):
+        if len(names) != count or len({*text.casefold().split("\0")}) != count or layout.unsafe(text):
             return None
         starts, packed, crcs, headers = self._columns[0]
         if len(self._columns) > 1:
@@ -201,14 +170,11 @@ class _Canonical:
         if self._start:
             starts, headers = (array("q", [self._start + one for one in column]) for column in (starts, headers))
         rows = dict(zip(names, range(count), strict=True))
-        records = Records(rows, starts=starts, packed=packed, crcs=crcs, methods=bytes(count), headers=headers, sizes=packed)
-        return Archive(records, prefix.decode("ascii"))
+        return Archive(Records(rows, starts, packed, crcs, bytes(count), headers, packed), prefix.decode("ascii"))
 
 
 BATCH_NBYTES = 4 << 20
 """Bytes that are checked together: enough to make the cost of a numpy call vanish, and little memory."""
-
-VALUE = np.dtype([("value", "<u8")])
 
 
 def locate_payloads(source: Source, entries: Entries, directory: int, *, key: str, start: int) -> Ints:
@@ -269,7 +235,7 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
 
 
 class _Check:
-    """What is known about all records while the batches go by."""
+    """The checks of all records, batch by batch."""
 
     def __init__(self, entries: Entries, edges: Ints, fixed: Ints, *, rooms: Ints, key: str, start: int) -> None:
         self.entries, self.edges, self.fixed, self.rooms = entries, edges, fixed, rooms
@@ -291,7 +257,7 @@ class _Check:
         headers = FieldOffsets(self.key, offsets + self.start)
         positions = offsets + self.shifts[:-1][rows]
         fields = gather(raw, positions, LOCAL)
-        headers.require(fields["signature"] == LOCAL_SIGNATURE, "no local header where the directory says")
+        headers.require(fields["signature"] == layout.LOCAL_SIGNATURE, "no local header where the directory says")
         headers.require(fields["flags"] == entries.flags[rows], "two different sets of flags for one record")
         headers.require(fields["method"] == entries.methods[rows], "two different methods for one record")
         names = entries.raw_names[rows]
@@ -302,8 +268,8 @@ class _Check:
         extra = fields["extra_nbytes"].astype(np.int64)
         headers.require(extra <= self.rooms[rows], "an extra field that reaches into the payload")
         starts = positions + fixed
-        bodies, nbytes = find_zip64(raw, starts, starts + extra, known=LOCAL_BLOCKS, places=headers)
-        described = entries.flags[rows] & DESCRIBED != 0
+        bodies, nbytes = layout.find_zip64(raw, starts, starts + extra, known=layout.LOCAL_BLOCKS, places=headers)
+        described = entries.flags[rows] & layout.DESCRIBED != 0
         good = _consistent(raw, fields, entries, rows=rows, bodies=bodies, nbytes=nbytes)
         headers.require(good, "two different checksums or sizes for one record")
         widths = np.where(described, np.where(bodies >= 0, WIDE.itemsize, NARROW.itemsize), 0)
@@ -319,7 +285,7 @@ class _Check:
             ends = self.edges[chosen + 1]
             fields = gather(raw, ends + self.shifts[chosen + 1] - dtype.itemsize, dtype)
             good = (
-                (fields["signature"] == DESCRIPTOR_SIGNATURE)
+                (fields["signature"] == layout.DESCRIPTOR_SIGNATURE)
                 & (fields["crc"] == self.entries.crcs[chosen])
                 & (fields["packed"] == self.entries.packed[chosen].astype(np.uint64))
                 & (fields["size"] == self.entries.sizes[chosen].astype(np.uint64))
@@ -331,7 +297,7 @@ class _Check:
 def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice, bodies: Ints, nbytes: Ints) -> Bools:
     """Whether checksum and sizes of local headers are one of the forms in the module's docstring."""
     crcs, sizes, packed, offsets = entries.crcs[rows], entries.sizes[rows], entries.packed[rows], entries.offsets[rows]
-    described = entries.flags[rows] & DESCRIBED != 0
+    described = entries.flags[rows] & layout.DESCRIBED != 0
     wide = bodies >= 0
     zeros = (fields["size"] == 0) & (fields["packed"] == 0)
     equal = (fields["size"] == sizes) & (fields["packed"] == packed)
@@ -342,7 +308,7 @@ def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice
         for column in range(3):
             there = nbytes >= 8 * (column + 1)
             # Past 2^63 these wrap to negative numbers, which equal nothing that they are compared with.
-            values[column, there] = gather(raw, bodies[there] + 8 * column, VALUE)["value"].astype(np.int64)
+            values[column, there] = gather(raw, bodies[there] + 8 * column, layout.VALUE)["value"].astype(np.int64)
         saturated = (fields["size"] == MAX32) & (fields["packed"] == MAX32)
         told = (values[0] == sizes) & (values[1] == packed)
         untold = described & (values[0] == 0) & (values[1] == 0)
@@ -374,29 +340,23 @@ def read_archive(source: Source, key: str, *, start: int = 0, stop: int | None =
     usual = read_canonical(source, key, start=start, stop=stop)
     if usual is not None:
         return usual
-    tail = read_tail(source, key, start=start, stop=stop)
-    raw = source.bytes(key, start + tail.directory, start + tail.directory + tail.nbytes)
-    entries = read_entries(raw, tail, key=key, start=start, fold_case=fold_case)
-    payloads = locate_payloads(source, entries, tail.directory, key=key, start=start)
+    directory, nbytes, count = layout.read_tail(source, key, start=start, stop=stop)
+    raw = source.bytes(key, start + directory, start + directory + nbytes)
+    entries = layout.read_entries(raw, count, directory, key=key, start=start, fold_case=fold_case)
+    payloads = locate_payloads(source, entries, directory, key=key, start=start)
     return _archive(entries, payloads, start)
 
 
 def _archive(entries: Entries, payloads: Ints, start: int) -> Archive:
-    """The answer, without folders, and with positions counted from the start of the file."""
+    """The archive without folders, with positions counted from the start of the file."""
     names = entries.names
     rows: Sequence[int] = range(len(names))
     if entries.folders.any():
         rows = np.flatnonzero(~entries.folders).tolist()
         names = [names[row] for row in rows]
-    records = Records(
-        dict(zip(names, rows, strict=True)),
-        starts=(payloads + start).data,
-        packed=entries.packed.data,
-        crcs=np.where((entries.crcs == 0) & (entries.sizes > 0), NO_CRC, entries.crcs).data,
-        methods=entries.methods.data,
-        headers=(entries.offsets + start).data,
-        sizes=entries.sizes.data,
-    )
+    crcs = np.where((entries.crcs == 0) & (entries.sizes > 0), NO_CRC, entries.crcs)
+    columns = payloads + start, entries.packed, crcs, entries.methods, entries.offsets + start, entries.sizes
+    records = Records(dict(zip(names, rows, strict=True)), *(column.data for column in columns))
     return Archive(records, _prefix(names))
 
 

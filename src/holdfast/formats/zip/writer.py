@@ -45,15 +45,8 @@ from holdfast.core.crc import crc32, crc32_each
 from holdfast.core.value import Value
 from holdfast.engine import saves as blocks
 from holdfast.engine.saves import MISTAKEN_KEY, Data, Gathered, Hole, Late, Literal, Memory, Segment, put_together
-from holdfast.formats.zip.layout import (
-    DESCRIBED,
-    DESCRIPTOR_SIGNATURE,
-    ENTRY_SIGNATURE,
-    LOCAL_SIGNATURE,
-    MAX16,
-    MAX32,
-    UTF8,
-)
+from holdfast.formats.zip import layout as fields
+from holdfast.formats.zip.layout import DESCRIBED, DESCRIPTOR_SIGNATURE, LOCAL_SIGNATURE, MAX16, MAX32, UTF8
 
 Payload = bytes | Data | Memory | Hole | Late
 """What a record holds. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
@@ -74,7 +67,7 @@ class RecordBytes(Protocol):
 
     @property
     def nbytes(self) -> Ints:
-        """Of each record."""
+        """The length of each record."""
 
     def read(self, numbers: Sequence[int]) -> Sequence[bytes | memoryview]:
         """The bytes of records of these numbers, all of them together."""
@@ -93,9 +86,9 @@ class RecordFolder(Value, frozen=True, eq=False):
     reads: Ints | None = None
     """Bytes that are read for each, where these are not its own: of records that are computed."""
     names: Sequence[str] = ()
-    """Of the records, whatever is given."""
+    """The names of the records; set here, whatever is given."""
     alone: Sequence[int] = ()
-    """The numbers of those that are laid out by themselves, whatever is given."""
+    """The numbers of records that are laid out by themselves; set here, whatever is given."""
 
     def __post_init__(self) -> None:
         folder, alone = self.folder, self.content.nbytes > blocks.SMALL_NBYTES
@@ -120,67 +113,53 @@ HEADER = struct.Struct("<I5H3I2H")
 SHORT_ENTRY = struct.Struct("<16s3IH12sI")
 """An entry in few fields: how it begins (`FILLED`, `EMPTY`), checksum, sizes, length of the name, that of its zip64 block, zeros,
 offset."""
-FILLED, EMPTY = (struct.pack("<I6H", ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0) for flags in (UTF8 | DESCRIBED, UTF8))
+FILLED, EMPTY = (struct.pack("<I6H", fields.ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0) for flags in (UTF8 | DESCRIBED, UTF8))
 """What an entry begins with, of a record with content and without."""
 NO_BLOCK = bytes(12)
+"""The end of an entry but for its offset: no extra field, no comment, no disk, no attributes."""
 FIXED = HEADER.size + 4
 """Bytes of a header without name and zip64 block, with how the padding begins."""
 SHORT_DESCRIPTOR = struct.Struct("<IIII")
 LONG_DESCRIPTOR = struct.Struct("<IIQQ")
-ZIP64_END = struct.Struct("<IQ2H2I4Q")
-LOCATOR = struct.Struct("<IIQI")
-END = struct.Struct("<I4H2IH")
 
 MADE_BY, NEEDED = 0x031E, 0x002D
 """Unix, version 3.0; readers need version 4.5, which has zip64. In the end record only: elsewhere torch writes 0."""
 
 
-class Descriptor:
-    """The bytes behind a payload: its data descriptor, then what is known. Called with the checksums, as a `Late` is."""
-
-    __slots__ = ("behind", "label", "nbytes", "pack")
-
-    def __init__(self, label: str, nbytes: int, *, wide: bool, behind: bytes) -> None:
-        self.label = label
-        """The one `Data` segment whose checksum is needed."""
-        self.nbytes = nbytes
-        self.pack = (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack
-        self.behind = behind
-
-    def __call__(self, crcs: Mapping[str, int]) -> bytes:
-        return self.pack(DESCRIPTOR_SIGNATURE, crcs[self.label], self.nbytes, self.nbytes) + self.behind
+def _descriptor(label: str, nbytes: int, wide: bool, behind: bytes, crcs: Mapping[str, int]) -> bytes:
+    """The bytes behind a payload: its data descriptor, then what is known. Its checksum is under a label."""
+    return (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, crcs[label], nbytes, nbytes) + behind
 
 
 class Ending:
     """The bytes from a late last payload, or from the central directory, to the end of the file."""
 
-    __slots__ = ("crc", "directory", "nbytes", "parts", "payload", "wide")
+    __slots__ = ("crc", "late", "nbytes", "parts")
 
-    def __init__(self, parts: Sequence[bytes | str | _Stretch | None], nbytes: int, *, crc: bool) -> None:
+    def __init__(
+        self, parts: Sequence[bytes | str | _Stretch | None], nbytes: int, *, crc: bool, late: tuple[Late, bool] | None
+    ) -> None:
+        """`late` is a payload before the directory, and whether its descriptor is wide."""
         self.parts = parts
-        """The directory and the end records: bytes, entries of stretches, and labels in the place of checksums; None is that of
-        the late payload."""
-        self.directory = self.nbytes = nbytes
-        """How long these are; how long all is."""
+        """The directory and the end records, of `nbytes`: bytes, entries of stretches, and labels in the place of checksums; None
+        for the checksum of the late payload."""
         self.crc = crc
-        self.payload: Late | None = None
-        self.wide = False
-
-    def begin(self, payload: Late, *, wide: bool) -> None:
-        """Have a late payload before the directory."""
-        self.payload, self.wide = payload, wide
-        self.nbytes = self.directory + payload.nbytes + _descriptor_nbytes(payload.nbytes, wide=wide)
+        self.late = late
+        if late is not None:
+            nbytes += late[0].nbytes + _descriptor_nbytes(late[0].nbytes, wide=late[1])
+        self.nbytes = nbytes
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
         return put_together(self._pieces(crcs), self.nbytes)
 
     def _pieces(self, crcs: Mapping[str, int]) -> Iterator[bytes]:
         own = 0
-        if self.payload is not None:
-            before = self.payload.content(crcs)
+        if self.late is not None:
+            payload, wide = self.late
+            before = payload.content(crcs)
             if before:
                 own = crc32(before) if self.crc else 0
-                pack = (LONG_DESCRIPTOR if self.wide else SHORT_DESCRIPTOR).pack
+                pack = (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack
                 yield before
                 yield pack(DESCRIPTOR_SIGNATURE, own, len(before), len(before))
         for part in self.parts:
@@ -214,7 +193,7 @@ def _check_names(names: tuple[str, ...]) -> None:
 
 
 class _Forward:
-    """One layout at work: the position in the file, and what is known since the last data."""
+    """Lays out one archive: the position in the file, and the bytes that are known since the last data."""
 
     def __init__(self, prefix: str, *, alignment: int, crc: bool) -> None:
         self.prefix = prefix.encode("utf-8") + b"/"
@@ -242,9 +221,7 @@ class _Forward:
                 self._record(*record)
         self._flush()
         self.entries.append(end := tail(self.count, self.at, self.directory))
-        ending = Ending(self.entries, self.directory + len(end), crc=self.crc)
-        if self.late is not None:
-            ending.begin(self.late[0], wide=self.late[1])
+        ending = Ending(self.entries, self.directory + len(end), crc=self.crc, late=self.late)
         if self.late is not None or not all(isinstance(part, bytes) for part in self.entries):
             self.segments.append(Late(ending.nbytes, ending))
         else:
@@ -283,26 +260,20 @@ class _Forward:
             if isinstance(payload, bytes):
                 self.known += (payload, behind)
             else:
+                label = None if isinstance(payload, Late | Hole) else payload.label
                 if self.crc and not isinstance(payload, Hole):
-                    label = None if isinstance(payload, Late) else payload.label
                     self.entries += (entry[:CRC_BEGIN], label)
                     entry = entry[CRC_END:]
-                self._later(payload, nbytes, wide, behind)
-        elif isinstance(payload, Late):
-            self.late = payload, wide
-        self.entries.append(entry)
-
-    def _later(self, payload: Data | Memory | Hole | Late, nbytes: int, wide: bool, behind: bytes) -> None:
-        """A payload that is not known yet; `behind` is its descriptor without a checksum."""
+                if not isinstance(payload, Late):
+                    self._flush()
+                    self.segments.append(payload)
+                    if self.crc and label is not None:
+                        self.waiting = label, nbytes, wide
+                    else:
+                        self.known.append(behind)
         if isinstance(payload, Late):
             self.late = payload, wide
-            return
-        self._flush()
-        self.segments.append(payload)
-        if self.crc and not isinstance(payload, Hole):
-            self.waiting = payload.label, nbytes, wide
-        else:
-            self.known.append(behind)
+        self.entries.append(entry)
 
     def _folder(self, records: RecordFolder) -> None:
         """Numbered records: each that stands alone by itself, and those between them together."""
@@ -336,8 +307,8 @@ class _Forward:
             return
         label, nbytes, wide = self.waiting
         self.waiting = None
-        made = Descriptor(label, nbytes, wide=wide, behind=known)
-        self.segments.append(Late(_descriptor_nbytes(nbytes, wide=wide) + len(known), made, made.label))
+        made = partial(_descriptor, label, nbytes, wide, known)
+        self.segments.append(Late(_descriptor_nbytes(nbytes, wide=wide) + len(known), made, label))
 
     def _literal(self, data: bytes) -> None:
         if self.segments and isinstance(self.segments[-1], Literal):
@@ -347,7 +318,7 @@ class _Forward:
 
 
 def by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges of numbers with as many digits, and how many."""
+    """Ranges of numbers that have the same number of digits, and that number."""
     while first < stop:
         digits = len(str(first))
         end = min(10**digits, stop)
@@ -356,17 +327,17 @@ def by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 class _Stretch(Value, frozen=True, eq=False):
-    """Small records that follow each other, laid out: all of them are near or far away."""
+    """Small records that follow each other, laid out: all of them below 4 GiB, or all above (`far`)."""
 
     records: RecordFolder
     first: int
-    """The number of the first of them."""
+    """The number of the first record."""
     far: bool
-    """Whether headers lie where 32 bits cannot say: they have a zip64 block, and 64-bit sizes behind the payload."""
+    """Whether the offsets of headers need 64 bits: they have a zip64 block, and 64-bit sizes behind the payload."""
     before: bytes
-    """What stands before the number in each name."""
+    """The bytes before the number in each name."""
     digits: Sequence[tuple[int, int, int]]
-    """Of their numbers: ranges of these records, the first of which is 0, and how many digits each has."""
+    """Ranges of these records, counted from 0, and how many digits the numbers of each range have."""
     nbytes: array[int]
     filled: bool
     """Whether none of them is empty."""
@@ -380,7 +351,7 @@ class _Stretch(Value, frozen=True, eq=False):
 
     @classmethod
     def lay_out(cls, records: RecordFolder, first: int, stop: int, archive: _Forward) -> _Stretch:
-        """Behind what an archive has so far, as many as are alike."""
+        """Lay out records behind what an archive has so far: as many as one stretch takes."""
         at, alignment, far = archive.at, archive.alignment, archive.at >= MAX32
         before = archive.prefix + records.folder.encode("utf-8") + b"/"
         nbytes: list[int] = records.content.nbytes[first : min(stop, first + AT_ONCE)].tolist()
@@ -411,17 +382,17 @@ class _Stretch(Value, frozen=True, eq=False):
 
     @property
     def entries_nbytes(self) -> int:
-        """Of all entries in the directory."""
+        """The length of all entries in the directory."""
         fixed = SHORT_ENTRY.size + len(self.before) + self.block_nbytes
         return sum([(high - low) * (fixed + digits) for low, high, digits in self.digits])
 
     @property
     def block_nbytes(self) -> int:
-        """Of the zip64 block of each."""
+        """The length of the zip64 block of each."""
         return FAR_BLOCK.size if self.far else 0
 
     def segments(self) -> Iterator[Gathered]:
-        """A few megabytes each, or `BATCH` records."""
+        """Segments of a few megabytes each, or of `BATCH` records."""
         low, count = 0, len(self.nbytes)
         while low < count:
             # Up to the first one that passes the size, and with it.
@@ -430,8 +401,7 @@ class _Stretch(Value, frozen=True, eq=False):
             lengths = self.nbytes[low:high]
             labels = self._names(low, high)
             if not self.filled:
-                # Those that have a checksum.
-                labels = [*compress(labels, lengths)]
+                labels = [*compress(labels, lengths)]  # only these have a checksum
             nbytes = self.stops[high - 1] - begin
             make = partial(self.make, low, high, labels)
             reads = self.records.reads
@@ -443,7 +413,7 @@ class _Stretch(Value, frozen=True, eq=False):
         return self.records.names[self.first + low : self.first + high]
 
     def _numbers(self, low: int, high: int) -> Sequence[int] | list[bytes]:
-        """What stands behind `before` in the names of some, for `_place`: numbers; bytes, where zip64 blocks follow the names."""
+        """The values for `_place` in the names of some: numbers, or bytes where zip64 blocks follow the names."""
         numbers = range(self.first + low, self.first + high)
         if not self.far:
             return numbers
@@ -473,7 +443,7 @@ class _Stretch(Value, frozen=True, eq=False):
                 yield b"".join(made)
 
     def make(self, low: int, high: int, labels: Sequence[str], *, zeros: bool = False) -> tuple[bytes, dict[str, int]]:
-        """The bytes of some and their checksums; of zeros in the place of data, where nothing is to be fetched."""
+        """The bytes of some records and their checksums; with `zeros` the data is not read, and zeros stand in its place."""
         nbytes = self.nbytes[low:high]
         if zeros:
             blank = memoryview(bytes(max(nbytes)))
@@ -495,7 +465,7 @@ class _Stretch(Value, frozen=True, eq=False):
         return content, found | self._mistaken(signed, pieces, self.first + low) if signed else found
 
     def _heads(self, low: int, high: int) -> list[bytes]:
-        """The headers of some, as of records that are not empty."""
+        """The headers of some records, as if none were empty."""
         before, place, block = self.before, self._place, self.block_nbytes
         made: list[bytes] = []
         for begin, end, digits in self.digits:
@@ -505,7 +475,7 @@ class _Stretch(Value, frozen=True, eq=False):
         return made
 
     def _mistaken(self, signed: Sequence[int], pieces: Sequence[bytes | memoryview], first: int) -> dict[str, int]:
-        """What torch takes for a checksum more: what follows the signature of a descriptor where data begins with that."""
+        """The bytes that torch mistakes for a checksum, where data begins with the signature of a descriptor."""
         begins = {number: bytes(pieces[number - first][:8]) for number in signed}
         found = {
             self.records.names[number] + MISTAKEN_KEY: int.from_bytes(begin[4:], "little")
@@ -516,19 +486,19 @@ class _Stretch(Value, frozen=True, eq=False):
 
 
 FAR_BLOCK = struct.Struct("<HHQ")
-"""The zip64 block of a short record that is far away."""
+"""The zip64 block of a short record above 4 GiB."""
 
 
 def padding(pad: int) -> bytes:
-    """The block that makes a payload begin at a multiple of the alignment."""
+    """The block that moves a payload to a multiple of the alignment."""
     return b"FB" + pad.to_bytes(2, "little") + b"Z" * pad
 
 
-def header(raw: bytes, nbytes: int, at: int, *, alignment: int, block: bytes = b"") -> tuple[bytes, int]:
-    """The local header at `at` of a record named `raw`, with its padding; and where the payload begins. `block` is for zip64."""
-    begin = at + FIXED + len(raw) + len(block)
+def header(raw: bytes, filled: bool, at: int, *, alignment: int) -> tuple[bytes, int]:
+    """The local header at `at` of a record named `raw`, with its padding; and where the payload begins."""
+    begin = at + FIXED + len(raw)
     pad = -begin % alignment
-    return _padded(raw, bool(nbytes), pad, block), begin + pad
+    return _padded(raw, filled, pad, b""), begin + pad
 
 
 @lru_cache(256)
@@ -559,8 +529,8 @@ def tail(count: int, start: int, nbytes: int) -> bytes:
     few = min(count, MAX16)
     return b"".join(
         (
-            ZIP64_END.pack(0x06064B50, ZIP64_END.size - 12, MADE_BY, NEEDED, 0, 0, count, count, nbytes, start),
-            LOCATOR.pack(0x07064B50, 0, start + nbytes, 1),
-            END.pack(0x06054B50, 0, 0, few, few, min(nbytes, MAX32), min(start, MAX32), 0),
+            fields.END64.pack(fields.END64_SIGNATURE, fields.END64.size - 12, MADE_BY, NEEDED, 0, 0, count, count, nbytes, start),
+            fields.LOCATOR.pack(fields.LOCATOR_SIGNATURE, 0, start + nbytes, 1),
+            fields.END.pack(fields.END_SIGNATURE, 0, 0, few, few, min(nbytes, MAX32), min(start, MAX32), 0),
         )
     )

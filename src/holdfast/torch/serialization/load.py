@@ -33,8 +33,7 @@ from holdfast.errors import Corrupted, HoldfastError, MetadataError, Refused, Re
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.storages import StorageId
 from holdfast.formats.torch.zip import PICKLE, describe, record_bytes
-from holdfast.formats.zip.directory import END
-from holdfast.formats.zip.layout import Archive, ZipRecord
+from holdfast.formats.zip.layout import END, Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.platform import MAP_SHARED
 from holdfast.torch.serialization.legacy_load import load_legacy, load_tar, looks_like_tar
