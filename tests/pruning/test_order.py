@@ -13,7 +13,7 @@ from holdfast.numeric import threshold as order
 from holdfast.pruning import select as of_files
 from holdfast.pruning.select import KeySearch, Magnitudes
 from holdfast.pruning.select import select as select_in_files
-from holdfast.torch.sparsity import order as of_tensors
+from holdfast.torch.sparsity import masks as of_tensors
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0**-14, np.inf, -np.inf, np.nan, -np.nan, 1.5, -1.5, 65504.0]
 CPU = torch.device("cpu")

@@ -1,17 +1,14 @@
-"""The torch adapter: a drop-in for `torch.save` and `torch.load`, and what goes beyond them.
+"""The torch adapter: a drop-in for `torch.save` and `torch.load`, and more.
 
     from holdfast.torch import save, load          the same calls, the same bytes
     holdfast.torch.install()                       for programs that call torch.save and torch.load themselves
     holdfast.torch.load_into(model, path)          fill a model from any format, without a second copy
-    holdfast.torch.open(path)                      tensors when they are asked for, shared where the file shares them
-
-    holdfast.torch.save_sharded(path, state)       from any number of ranks, for any other number to load (load_sharded);
-                                                   while training goes on: async_save_sharded
-    holdfast.torch.Run(folder, keep=[…])           the steps of a training run: saved, found again, kept from filling the disk
+    holdfast.torch.open(path)                      tensors that are read when they are used, shared where the file shares them
+    holdfast.torch.save_sharded(path, state)       from any number of ranks, for any other number to load (load_sharded)
+    holdfast.torch.Run(folder, keep=[…])           the steps of a training run
     holdfast.torch.sparsity                        masks on models: a drop-in for torch.ao.pruning
 
-This package, and nothing else in Holdfast, imports torch: 2.4 to 2.15, whose differences `versions` knows. What needs
-`torch.distributed` is imported when it is first asked for.
+Nothing else in Holdfast imports torch. `versions` knows the differences between torch 2.4 and 2.15.
 """
 
 from __future__ import annotations
@@ -82,66 +79,17 @@ if TYPE_CHECKING:
     from holdfast.torch.ranks.sharding_metadata import metadata_from_torch, metadata_to_torch
 
 __all__ = [
-    "DEFAULT_PROTOCOL",
-    "MAGIC_NUMBER",
-    "PROTOCOL_VERSION",
-    "STORAGE_KEY_SEPARATOR",
-    "LoadEndianness",
-    "Loaded",
-    "LoadedShards",
-    "LocalShardsWrapper",
-    "Run",
-    "SaveHandle",
-    "SavedShards",
-    "Slices",
-    "SourceChangeWarning",
-    "StorageType",
-    "TensorProperties",
-    "TorchCheckpoint",
-    "Weights",
-    "add_safe_globals",
-    "async_save_sharded",
-    "check_module_version_greater_or_equal",
-    "clear_safe_globals",
-    "default_restore_location",
-    "free_host_memory",
-    "get_complete",
-    "get_crc32_options",
-    "get_default_load_endianness",
-    "get_default_mmap_options",
-    "get_safe_globals",
-    "get_unsafe_globals_in_checkpoint",
-    "group_weights",
-    "install",
-    "load",
-    "load_full",
-    "load_into",
-    "load_sharded",
-    "location_tag",
-    "metadata_from_torch",
-    "metadata_to_torch",
-    "mkdtemp",
-    "normalize_storage_type",
-    "open",
-    "package_program",
-    "register_package",
-    "safe_globals",
-    "save",
-    "save_sharded",
-    "set_crc32_options",
-    "set_default_load_endianness",
-    "set_default_mmap_options",
-    "skip_data",
-    "slices",
-    "sparsity",
-    "storage_to_tensor_type",
-    "tensor_from_composite",
-    "tensor_from_lazy",
-    "torch_dtype",
-    "uninstall",
-    "validate_cuda_device",
-    "validate_hpu_device",
-]
+    "DEFAULT_PROTOCOL", "MAGIC_NUMBER", "PROTOCOL_VERSION", "STORAGE_KEY_SEPARATOR", "LoadEndianness", "Loaded", "LoadedShards",
+    "LocalShardsWrapper", "Run", "SaveHandle", "SavedShards", "Slices", "SourceChangeWarning", "StorageType", "TensorProperties",
+    "TorchCheckpoint", "Weights", "add_safe_globals", "async_save_sharded", "check_module_version_greater_or_equal",
+    "clear_safe_globals", "default_restore_location", "free_host_memory", "get_complete", "get_crc32_options",
+    "get_default_load_endianness", "get_default_mmap_options", "get_safe_globals", "get_unsafe_globals_in_checkpoint",
+    "group_weights", "install", "load", "load_full", "load_into", "load_sharded", "location_tag", "metadata_from_torch",
+    "metadata_to_torch", "mkdtemp", "normalize_storage_type", "open", "package_program", "register_package", "safe_globals",
+    "save", "save_sharded", "set_crc32_options", "set_default_load_endianness", "set_default_mmap_options", "skip_data", "slices",
+    "sparsity", "storage_to_tensor_type", "tensor_from_composite", "tensor_from_lazy", "torch_dtype", "uninstall",
+    "validate_cuda_device", "validate_hpu_device",
+]  # fmt: skip
 
 _WHERE = {
     "LoadedShards": "ranks.load_sharded",
@@ -161,7 +109,7 @@ _WHERE = {
     "package_program": "export.packaging",
     "save_sharded": "ranks.save_sharded",
 }
-"""Names whose modules import `torch.distributed` or `torch.export`, which take as long as all the rest."""
+"""Modules that import `torch.distributed` or `torch.export`, which takes as long as all other imports."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""What callers give to the verbs of this package that only torch knows: devices and dtypes (see `holdfast.core.arguments`)."""
+"""Arguments of the verbs of this package that only torch knows: devices and dtypes (see `holdfast.core.arguments`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.torch import versions
 
 
 def device(value: object, name: str) -> torch.device:
-    """A device that is there, or what torch makes one of: "cuda:0", 0."""
+    """A device of this machine, from a torch.device, its name or its number."""
     if not isinstance(value, torch.device | str | int) or isinstance(value, bool):
         raise BadArgumentType(f"{name} takes a torch.device or its name ('cpu', 'cuda:0'), not {shown(value)}", found=value)
     try:
@@ -27,7 +27,7 @@ def device(value: object, name: str) -> torch.device:
 
 
 def dtype(value: object, name: str) -> torch.dtype:
-    """What floating-point tensors shall be: torch's dtype, numpy's, or a name."""
+    """A floating-point dtype of torch, from torch's, numpy's, or a name."""
     given = value if isinstance(value, torch.dtype) else any_dtype(value, name)
     found: object = versions.dtype(given.torch or "") if isinstance(given, DType) else given
     if not isinstance(found, torch.dtype) or not found.is_floating_point:

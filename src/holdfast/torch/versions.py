@@ -1,13 +1,12 @@
-"""Which torch this is, and what differs between those that Holdfast works with: 2.4 to 2.15.
+"""The differences between the versions of torch that Holdfast works with: 2.4 to 2.15.
 
-Nothing else in Holdfast compares versions of torch or looks whether torch has a name. A difference is a `Change`: what it is, and
-the first version that has it. It is true where this torch has it, and otherwise says why not:
+Nothing else in Holdfast compares versions of torch. A difference is a `Change`. It is true where this torch has it:
 
     if versions.STRIDES: ...
     @pytest.mark.skipif(not versions.PT2_ARCHIVE, reason=versions.PT2_ARCHIVE.reason)
 
-What has moved between versions, or is missing in some of them, is given here under one name: `config`, `local`, `dtype` and the
-other functions. With a torch that is older than the range, `import holdfast.torch` raises `Unsupported`; with a newer one it warns.
+Functions here give under one name what versions have at different places, or lack. With an older torch, `import holdfast.torch`
+raises `Unsupported`; with a newer one it warns.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,13 +37,13 @@ def parsed(text: str) -> Version:
 
 
 def check_version(text: str) -> None:
-    """One sentence for a torch outside of the range: `Unsupported` for an older one, a warning for a newer one."""
+    """Raise `Unsupported` for a torch that is too old, and warn of one that is newer than the range."""
     version = parsed(text)
-    said = f"holdfast.torch works with torch {_text(OLDEST)} to {_text(NEWEST)}, and this is torch {text}"
+    supported = f"holdfast.torch works with torch {_text(OLDEST)} to {_text(NEWEST)}, and this is torch {text}"
     if version < OLDEST:
-        raise Unsupported(f"{said}: install a newer torch, or use `holdfast` alone, which needs none", found=text)
+        raise Unsupported(f"{supported}: install a newer torch, or use `holdfast` alone, which needs none", found=text)
     if version > NEWEST:
-        warnings.warn(f"{said}: it was not tried with it, and a newer Holdfast may be there", HoldfastWarning, stacklevel=2)
+        warnings.warn(f"{supported}: it was not tried with it, and there may be a newer Holdfast", HoldfastWarning, stacklevel=2)
 
 
 def _text(version: Version) -> str:
@@ -52,26 +51,25 @@ def _text(version: Version) -> str:
 
 
 HERE = parsed(torch.__version__)
-"""The version of this torch."""
 
 check_version(torch.__version__)
 
 
 class Change(Value, frozen=True):
-    """Something that torch has, or does, from one version on, or up to another. True where this torch does."""
+    """Something that torch has, or does, since one version, or until another. True where this torch does."""
 
     since: Version
     what: str
     """A sentence about torch, in the present tense."""
     until: Version | None = None
-    """The first version that does not any more."""
+    """The first version that no longer does."""
 
     def __bool__(self) -> bool:
         return self.since <= HERE and (self.until is None or self.until > HERE)
 
     @property
     def reason(self) -> str:
-        """Why something is not to be asked of this torch: it does not have this yet or any more, or no longer does otherwise."""
+        """Why this torch is not used for something."""
         ended = "" if self.until is None else f" and before {_text(self.until)}"
         return f"torch {_text(HERE)}: since {_text(self.since)}{ended}, {self.what}"
 
@@ -144,24 +142,23 @@ SAFETENSORS = Change((2, 13), "torch.load reads files whose name ends in .safete
 STRIDES = Change((2, 15), "the description of a sharded checkpoint has the strides of tensors")
 
 CHANGES = {name: value for name, value in globals().copy().items() if isinstance(value, Change)}
-"""All of them by name."""
 
 
 def dtype(name: str | None) -> torch.dtype | None:
-    """torch's element type of that name; None where this torch has none."""
+    """torch's dtype of that name; None where this torch has none."""
     found = getattr(torch, name, None) if name else None
     return found if isinstance(found, torch.dtype) else None
 
 
 def allowed_globals(known: Iterable[str]) -> frozenset[str]:
-    """Those of the names known here that `torch.load(weights_only=True)` of this torch knows without being told."""
+    """The names among `known` that `torch.load(weights_only=True)` of this torch allows by default."""
     # Private to torch, and in every version of the range. A newer one without it is believed to allow what 2.15 does.
     torchs: Callable[[], Mapping[str, object]] | None = getattr(torch._weights_only_unpickler, "_get_allowed_globals", None)
     return frozenset(known) if torchs is None else frozenset(known) & torchs().keys()
 
 
 def withdrawn_globals() -> frozenset[str]:
-    """Names that `torch.load(weights_only=True)` knew in versions before this one, and has to be told of now."""
+    """Names that `torch.load(weights_only=True)` of earlier versions allowed by default, and this one does not."""
     return frozenset({"torch._utils._rebuild_nested_tensor"} if NESTED_ASKED_FOR else ())
 
 
@@ -188,44 +185,44 @@ def is_custom_object(value: object) -> bool:
     """Whether `torch.export` pickles a constant as an object of a kind that was registered with torch."""
     if not CUSTOM_OBJECTS:
         return False
-    asked = importlib.import_module("torch._library.opaque_object")
-    return bool((asked.is_custom_class_obj if CUSTOM_OBJECTS_RENAMED else asked.is_opaque_value)(value))
+    module = importlib.import_module("torch._library.opaque_object")
+    return bool((module.is_custom_class_obj if CUSTOM_OBJECTS_RENAMED else module.is_opaque_value)(value))
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether this is a fake tensor, of whichever of torch's two kinds."""
-    there = importlib.import_module("torch._subclasses.fake_tensor")
-    return bool(there.is_fake_tensor(tensor)) if FAKE_KINDS else isinstance(tensor, there.FakeTensor)
+    """Whether a tensor is fake, of either of torch's two kinds."""
+    module = importlib.import_module("torch._subclasses.fake_tensor")
+    return bool(module.is_fake_tensor(tensor)) if FAKE_KINDS else isinstance(tensor, module.FakeTensor)
 
 
 def is_faking() -> bool:
-    """Whether tensors that are made now are fake ones."""
-    # To ask torch takes as long as to read a small file, and up to then all that can make it say yes are these two.
+    """Whether tensors that are made now are fake."""
+    # torch's own function takes as long as reading a small file. Without these two it never finds a mode.
     if not FAKE_KINDS and torch._guards.TracingContext.try_get() is None and not torch._C._len_torch_dispatch_stack():
         return False
     return torch._guards.detect_fake_mode(None) is not None
 
 
 def ordered_set() -> type:
-    """The class of the sets in which `torch.export` keeps weights that share a storage; where it keeps none, any class of sets."""
+    """The class of sets in which `torch.export` holds weights that share a storage; before it did, any class of sets."""
     found: type = importlib.import_module("torch.utils._ordered_set").OrderedSet if PT2_ARCHIVE else set
     return found
 
 
 def strides_of(properties: object) -> tuple[int, ...] | None:
-    """What torch's description of a tensor in a sharded checkpoint says of its strides."""
+    """The strides in torch's description of a tensor of a sharded checkpoint; None where it has no such field."""
     found: tuple[int, ...] | None = getattr(properties, "strides", None)
     return found
 
 
 def set_strides(properties: object, strides: tuple[int, ...] | None) -> None:
-    """Note the strides in torch's description of a tensor, where it has a field for them."""
+    """Set the strides in torch's description of a tensor, where it has a field for them."""
     if STRIDES:
         setattr(properties, "strides", strides)  # noqa: B010 (mypy knows the fields of one torch)
 
 
 def mark_changed(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd that the memory of tensors was written behind its back."""
+    """Tell autograd that the memory of tensors was written to directly."""
     if MANY_VERSIONS:
         torch.autograd.graph.increment_version(tensors)
         return
@@ -234,12 +231,11 @@ def mark_changed(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def dtensor_module() -> ModuleType:
-    """The module of DTensor and its placements."""
     return importlib.import_module("torch.distributed.tensor" if DTENSOR else "torch.distributed._tensor")
 
 
 class _Local(threading.local):
-    """What torch 2.4 lacks: what holds for saves and loads of one thread."""
+    """The thread-local of saves and loads, which torch 2.4 does not have."""
 
     def __init__(self) -> None:
         self.map_location: object = None
@@ -248,7 +244,7 @@ class _Local(threading.local):
 
 
 class _InModule:
-    """An attribute whose value is a variable of `torch.serialization`, where torch before 2.7 keeps its switches."""
+    """A switch that torch before 2.7 stores as a variable of `torch.serialization`."""
 
     def __init__(self, variable: str) -> None:
         self._variable = variable
@@ -261,25 +257,13 @@ class _InModule:
 
 
 class _Load:
-    endianness = _InModule("_default_load_endian")
-    mmap_flags = _InModule("_default_mmap_options")
-
-    def __init__(self) -> None:
-        self.mmap = False
+    endianness, mmap_flags = _InModule("_default_load_endian"), _InModule("_default_mmap_options")
+    mmap = False
 
 
 class _Save:
     compute_crc32: Any = _InModule("_compute_crc32") if UNSAFE_GLOBALS else True
-
-    def __init__(self) -> None:
-        self.storage_alignment = 64
-
-
-class _Config:
-    """The switches as `torch.utils.serialization.config` has them; those that torch lacks hold for Holdfast alone."""
-
-    def __init__(self) -> None:
-        self.load, self.save = _Load(), _Save()
+    storage_alignment = 64
 
 
 if TYPE_CHECKING:
@@ -288,5 +272,5 @@ if TYPE_CHECKING:
     config = torch.utils.serialization.config
     local = torch.serialization._serialization_tls
 else:
-    config = importlib.import_module("torch.utils.serialization").config if CONFIG else _Config()
+    config = importlib.import_module("torch.utils.serialization").config if CONFIG else SimpleNamespace(load=_Load(), save=_Save())
     local = torch.serialization._serialization_tls if THREAD_LOCAL else _Local()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import sys
 import weakref
 
 import pytest
@@ -18,8 +17,6 @@ from holdfast.torch.serialization import storages as storages_module
 from holdfast.torch.serialization.locations import cuda_device
 from holdfast.torch.versions import config
 
-loading = sys.modules["holdfast.torch.serialization.load"]
-
 
 @pytest.fixture
 def fills(monkeypatch):
@@ -31,7 +28,7 @@ def fills(monkeypatch):
         seen.append(sum(len(rows.destinations) for rows in groups))
         return before(groups, **more)
 
-    monkeypatch.setattr(loading, "cuda_device", lambda map_location, location: torch.device("cpu"))
+    monkeypatch.setattr(storages_module, "cuda_device", lambda map_location, location: torch.device("cpu"))
     monkeypatch.setattr(storages_module, "load_rows", load_rows)
     return seen
 
@@ -229,7 +226,7 @@ def test_damage_among_many_is_said_as_always(tmp_path, fills, verify):
 
 def test_a_device_is_looked_for_once_a_tag(tmp_path, monkeypatch):
     asked: list[str] = []
-    monkeypatch.setattr(loading, "cuda_device", lambda map_location, location: asked.append(location) or torch.device("cpu"))
+    monkeypatch.setattr(storages_module, "cuda_device", lambda place, location: asked.append(location) or torch.device("cpu"))
     torch.save(state() | bank(), tmp_path / "a.pt")
     load(tmp_path / "a.pt", map_location="cuda")
     assert asked == ["cpu"]
@@ -249,7 +246,7 @@ def test_a_kind_that_is_left_to_the_machine_is_learned_once(tmp_path, monkeypatc
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 def test_a_load_leaves_nothing_to_the_collector(tmp_path, where, monkeypatch):
     if where == "cuda":
-        monkeypatch.setattr(loading, "cuda_device", lambda map_location, location: torch.device("cpu"))
+        monkeypatch.setattr(storages_module, "cuda_device", lambda map_location, location: torch.device("cpu"))
     torch.save({f"t{i}": torch.full((5,), i) for i in range(300)}, tmp_path / "a.pt")
     gc.collect()
     gc.disable()

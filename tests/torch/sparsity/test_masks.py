@@ -10,7 +10,7 @@ import torch
 
 from holdfast.numeric import threshold as pruning_order
 from holdfast.numeric.pack import matrix_shape
-from holdfast.torch.sparsity import masks, order
+from holdfast.torch.sparsity import masks
 from holdfast.torch.sparsity.masks import (
     block_mask,
     checked_level,
@@ -29,7 +29,6 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.flo
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Every tensor is a large one: histograms, several chunks."""
-    monkeypatch.setattr(order, "CHUNK_ELEMENTS", 17)
     monkeypatch.setattr(masks, "CHUNK_ELEMENTS", 7)
     monkeypatch.setattr(pruning_order, "SORTED_KEYS", 3)
 
@@ -271,5 +270,5 @@ def test_chance_is_reproducible_nested_and_even():
 def test_random_keys_are_splitmix64():
     # The first outputs for the seed 1234567, from the reference program of Vigna; without the lowest bit.
     reference = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert order.random_keys(0, 3, seed=1234567, device=torch.device("cpu")).tolist() == [x >> 1 for x in reference]
-    assert order.random_keys(1, 3, seed=1234567 + (1 << 64), device=torch.device("cpu")).tolist() == [x >> 1 for x in reference[1:]]
+    assert masks.random_keys(0, 3, seed=1234567, device=torch.device("cpu")).tolist() == [x >> 1 for x in reference]
+    assert masks.random_keys(1, 3, seed=1234567 + (1 << 64), device=torch.device("cpu")).tolist() == [x >> 1 for x in reference[1:]]

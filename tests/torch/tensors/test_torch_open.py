@@ -385,14 +385,14 @@ def test_nothing_is_kept_of_what_is_not_in_use(path):
     with holdfast.open(path) as checkpoint:
         source = checkpoint["base"].source
         base = checkpoint["base"].torch()
-        assert len(kept._notes[source]) == 1
+        assert len(kept._shared[source]) == 1
         view = base[1:]
         del base
         gc.collect()
         assert one_storage(view, checkpoint["tied"].torch())
         del view
         gc.collect()
-        assert len(kept._notes[source]) == 0
+        assert len(kept._shared[source]) == 0
         assert torch.equal(checkpoint["tied"].torch(), views()["base"])
 
 

@@ -37,9 +37,8 @@ from holdfast.torch.cuda.gather import SHORT_NBYTES, gather
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import CopyEvent
 from holdfast.torch.cuda.streams import CopyStream, Side, copy_streams, refuse_capture
-from holdfast.torch.tensors.from_lazy import torch_dtype, view_dtype
+from holdfast.torch.tensors.from_lazy import BYTES, torch_dtype, view_dtype
 from holdfast.torch.tensors.scratch import flat
-from holdfast.torch.tensors.shared_regions import BYTES
 
 T = TypeVar("T")
 

@@ -3,12 +3,11 @@
     holdfast.torch.package_program(torch.export.export(model, inputs), "model.pt2")
     holdfast.torch.package_program({"classify": first, "embed": second}, "heads.pt2")     one encoder, stored once
 
-torch serialises the programs and their inputs; weights and constants are laid out and written here (formats/pt2/write.py): in
-parallel, checked, published by one rename. torch's own writer shares storages within a model; here models share them, too, and its
-reader does not mind.
+torch serialises the programs and their inputs; weights and constants are laid out and written here (formats/pt2/write.py). torch's
+own writer shares storages within a model; here models share them, too, and torch's reader accepts that.
 
-What differs from torch's writer: a fake tensor, for which torch writes nothing and loads zeros, is refused; and a record holds what
-its views reach, where torch writes all of a storage (`trim=False` does that, and gives torch's bytes for one model).
+Other differences: a fake tensor, for which torch writes nothing and loads zeros, is refused; and a record has what its views reach,
+where torch writes all of a storage (`trim=False` does that, and gives torch's bytes for one model).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from holdfast.stores.paths import local_path
 from holdfast.torch import versions
 
 PROTOCOL = 2
-"""Of the pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
+"""The protocol of pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
 
 
 @validated
@@ -103,7 +102,6 @@ class _Values(Struct):
     pickled: dict[str, Pickled] = field(default_factory=dict)
 
     def merged(self, described: Mapping[str, object]) -> dict[str, LazyTensor | Pickled]:
-        """All of them in their order, the raw ones as lazy tensors."""
         merged: dict[str, LazyTensor | Pickled] = {}
         for name in self.order:
             value = self.pickled.get(name, described.get(name))
@@ -113,7 +111,7 @@ class _Values(Struct):
 
 
 def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: dict[str, int] | None) -> dict[str, ModelWeights]:
-    """The programs as parts of a package. Their tensors are described together, so that they share what they share."""
+    """The programs as parts of a package. Their tensors are described together, so that storages stay shared."""
     problems: list[str] = []
     weights = {model: _sorted(model, program.state_dict, prefix=WEIGHT, problems=problems) for model, program in programs.items()}
     constants = {model: _sorted(model, program.constants, prefix=TENSOR, problems=problems) for model, program in programs.items()}
@@ -142,7 +140,7 @@ def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: 
 
 
 def _sorted(model: str, values: Mapping[str, object], *, prefix: str, problems: list[str]) -> _Values:
-    """What goes where, as torch's writer has it: tensor subclasses and objects are pickled."""
+    """Sort values into raw records and pickles, as torch's writer does: tensor subclasses and objects are pickled."""
     found = _Values()
     last: list[str] = []
     for name, value in values.items():
@@ -170,7 +168,7 @@ def _sorted(model: str, values: Mapping[str, object], *, prefix: str, problems: 
 
 
 def _lacking(model: str, program: ExportedProgram) -> list[str]:
-    """The weights that a program takes and does not have; torch would write it, and fail to load it."""
+    """The weights that a program needs and does not have; torch would write it, and fail to load it."""
     signature = program.graph_signature
     known = {*program.state_dict, *program.constants}
     wanted = (*signature.inputs_to_parameters.values(), *signature.inputs_to_buffers.values())
@@ -178,7 +176,7 @@ def _lacking(model: str, program: ExportedProgram) -> list[str]:
 
 
 def _unmet(model: str, part: ModelWeights) -> list[str]:
-    """Weights that differ from what the serialised program says about them."""
+    """Weights whose dtype is not the one in the serialised program."""
     program = summarise(part.program if isinstance(part.program, bytes) else b"")
     problems = []
     for name, value in program.weights.items():

@@ -1,17 +1,16 @@
-"""Weights of several models that share storage: which belong together, and which of them has all of it.
+"""Weights of several models that share storage: which belong together, and which of them covers all of it.
 
 The calls of `torch.export.pt2_archive` (and of `torch._inductor` before), by which a package of weights stores each storage once:
 
     weights = {"base": Weights({"emb": (emb, TensorProperties(emb)), "head": (head, TensorProperties(head))})}
     for group in group_weights(weights):            [("base", "emb"), ("base", "head")]: one storage, one dtype
         get_complete(group, weights)                ("base", "emb"): the first that covers the storage
-        get_complete_tensor(group, weights)         the same as a tensor; where none covers it, one is made that does
+        get_complete_tensor(group, weights)         its tensor; where none covers the storage, one is made that does
 
-A tensor covers its storage ("is complete") when it is contiguous and begins and ends where the storage does. Where a tensor lies is
-known of contiguous ones only; a fake tensor lies nowhere, and counts as complete. `TensorProperties` here is not the one of
-`holdfast.metadata`, which is what a distributed checkpoint says of a tensor.
-
-Without torch, and for files as well as for tensors in memory, `holdfast.alias_graph` does the same and more.
+A tensor covers its storage ("is complete") when it is contiguous and begins and ends where the storage does. A fake tensor counts
+as
+complete. `TensorProperties` here is not the one of `holdfast.metadata`. `holdfast.alias_graph` does the same without torch, and for
+files.
 """
 
 from __future__ import annotations

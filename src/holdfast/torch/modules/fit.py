@@ -1,12 +1,11 @@
-"""The places in a module, or in a nested mapping, that a checkpoint fills; and does it fit them?
+"""The places in a module, or in a nested mapping, that a checkpoint fills; and everything that does not fit them.
 
 A place (`Slot`) is what `state_dict()` would list. A module that has its own way of loading (an overridden `_load_from_state_dict`,
-hooks that run before it) is not looked into: it is handed its part of the checkpoint as a state dict, so that nothing it does there
-is left out. Those of `torch.nn` that only bring old state dicts up to date are looked into as long as what they would be handed is
-up to date.
+hooks that run before it) loads itself: it is given its part of the checkpoint as a state dict. The overrides of `torch.nn` that
+only
+update old state dicts are not called where the state is up to date.
 
-Slots are matched with what a checkpoint has (`match`). A slot is filled, or replaced where the caller asked for that or there is
-nothing to fill; what that takes is judged here.
+A slot is filled, or replaced where the caller wants that or it is on the meta device.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, opaque_inside
 
 EXTRA = "_extra_state"
-"""What `state_dict()` calls the value of `get_extra_state()`."""
+"""The name of `get_extra_state()` in `state_dict()`."""
 
 OWN = "torch.nn.modules."
-"""Where overrides of `_load_from_state_dict` live that only bring old state dicts up to date: batch and instance norm."""
+"""The modules of overrides of `_load_from_state_dict` that only update old state dicts: batch and instance norm."""
 
 IsCurrent = Callable[[str, nn.Module], bool]
 
@@ -58,10 +57,9 @@ class Slot(Value, frozen=True, eq=False):
         return isinstance(self.owner, nn.Module | MutableMapping | list)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in its place."""
         match self.owner:
             case nn.Module():
-                # Not into `_parameters`: recurrent modules keep lists of their weights and hear of it this way.
+                # Not into `_parameters`: recurrent modules update their lists of weights this way.
                 setattr(self.owner, str(self.key), tensor)
             case MutableMapping():
                 self.owner[self.key] = tensor
@@ -74,7 +72,7 @@ class Targets(Struct):
 
     slots: list[Slot] = field(default_factory=list)
     extras: dict[str, nn.Module] = field(default_factory=dict)
-    """Modules with a state beside their tensors, by the name of that state."""
+    """Modules with an extra state, by its name."""
     selves: dict[str, nn.Module] = field(default_factory=dict)
     """Modules that load themselves, by prefix."""
     listeners: list[nn.Module] = field(default_factory=list)
@@ -86,9 +84,9 @@ class Targets(Struct):
 
 
 def find_targets(into: nn.Module | Mapping[str, object], is_current: IsCurrent, there: Container[str]) -> Targets:
-    """List what is to be filled. `is_current(prefix, module)` says whether a versioned module of torch's needs no update.
+    """List the places to fill. `is_current(prefix, module)` tells whether a versioned module of torch's needs no update.
 
-    `there` are the names of the checkpoint: what DDP or `torch.compile` puts in front of a name is left out where they are without.
+    `there` are the names of the checkpoint. The prefixes of DDP and `torch.compile` are left out where it has none.
     """
     targets = Targets()
     if isinstance(into, nn.Module):
@@ -126,7 +124,7 @@ def all_slots(module: nn.Module) -> Iterator[Slot]:
 
 
 def _walk_module(module: nn.Module, raw: str, prefix: str, *, targets: Targets, is_current: IsCurrent) -> None:
-    """`raw` is what stands before the names of the module in the target, `prefix` without the names of wrappers."""
+    """Add the places of a module. `raw` is the prefix of its names in the target, `prefix` that without the names of wrappers."""
     if _loads_itself(module, prefix, is_current):
         targets.selves[prefix] = module
         return
@@ -151,7 +149,7 @@ def _loads_itself(module: nn.Module, prefix: str, is_current: IsCurrent) -> bool
 
 
 def _slots_in(value: object, way: Way, found: list[Slot], above: set[int]) -> Unrolled[None]:
-    """Add the tensors in mappings, lists and tuples, each with the place to put another."""
+    """Add the tensors in mappings, lists and tuples."""
     if id(value) in above:
         raise ValueError(f"{name_at(way)} contains itself")
     above.add(id(value))
@@ -164,18 +162,17 @@ def _slots_in(value: object, way: Way, found: list[Slot], above: set[int]) -> Un
 
 
 class Choice(Value, frozen=True):
-    """What the caller said about the tensors that are to be."""
+    """The caller's choice of device and dtype, and whether tensors are replaced."""
 
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     assign: bool = False
 
     def fresh(self, target: torch.Tensor) -> bool:
-        """Whether the target is replaced, and not filled."""
+        """Whether the target is replaced by a fresh tensor."""
         return self.assign or target.is_meta
 
     def dtype_for(self, target: torch.Tensor, found: torch.dtype) -> torch.dtype:
-        """What the loaded tensor shall be."""
         if not self.fresh(target):
             return target.dtype
         if self.dtype is not None and target.is_floating_point():
@@ -183,7 +180,6 @@ class Choice(Value, frozen=True):
         return found if self.assign else target.dtype
 
     def device_for(self, target: torch.Tensor) -> torch.device:
-        """Where the loaded tensor shall be."""
         if not self.fresh(target):
             return target.device
         return self.device or (CPU if target.is_meta else target.device)
@@ -193,14 +189,14 @@ class Fit(Outcome):
     matches: list[Match[Slot]] = field(default_factory=list)
     extras: dict[nn.Module, object] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
-    """As the checkpoint calls them."""
+    """By the checkpoint's names."""
     followers: list[Slot] = field(default_factory=list)
-    """Not in the checkpoint themselves, and tied to a tensor of a submodule that loads itself."""
+    """Slots that are not in the checkpoint, and tied to a tensor of a submodule that loads itself."""
     casts: dict[str, str] = field(default_factory=dict)
 
 
 class SlotRules:
-    """How slots are filled; what has no counterpart is in `found`."""
+    """The rules of slots. Slots that the checkpoint does not have are added to `found`."""
 
     def __init__(self, targets: Targets, names: Names, choice: Choice, found: Fit) -> None:
         self._names, self._choice, self._found = names, choice, found
@@ -241,7 +237,7 @@ class SlotRules:
             self._found.notes.append(tied_note(names, owner))
 
     def memory(self, slot: Slot) -> object:
-        # Of a state dict, tied tensors are different objects over one memory. What is replaced is known by its object.
+        # Tied tensors of a state dict are different objects over one memory. What is replaced is known by its object.
         return id(slot.tensor) if self._choice.fresh(slot.tensor) else memory_of(slot.tensor)
 
     def parts(self, slot: Slot) -> list[tuple[Box, torch.Tensor]]:
@@ -278,7 +274,7 @@ def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
 
 
 def _casts(match: Match[Slot], table: Table, choice: Choice) -> dict[str, str]:
-    """The slots whose dtype is another one in the checkpoint, and what is cast to what."""
+    """What is cast to what, by the names of slots whose dtype is another one in the checkpoint."""
     if isinstance(match.other, Composite):
         return {}
     own = torch_dtype(table.kind_of(match.row).dtype if match.other is None else match.other.dtype)
@@ -289,7 +285,7 @@ def _casts(match: Match[Slot], table: Table, choice: Choice) -> dict[str, str]:
 
 
 def wrapped_problem(tensor: torch.Tensor) -> str | None:
-    """Why a tensor that is none of torch's plain ones is not filled."""
+    """Why a tensor of a subclass is not filled."""
     kind = type(tensor)
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return None
@@ -299,7 +295,7 @@ def wrapped_problem(tensor: torch.Tensor) -> str | None:
 
 
 def _problem(slot: Slot, offer: Kind | Composite, choice: Choice) -> str | None:
-    """Why the slot cannot have a tensor of a kind, or a composite."""
+    """Why the slot cannot take a tensor of a kind, or a composite."""
     target = slot.tensor
     if (wrapped := wrapped_problem(target)) is not None:
         return wrapped
@@ -318,7 +314,7 @@ def _problem(slot: Slot, offer: Kind | Composite, choice: Choice) -> str | None:
 
 
 def _fixed(target: torch.Tensor, choice: Choice) -> str | None:
-    """Why a tensor that is filled in place cannot be what the caller asks for."""
+    """Why a tensor that is filled in place cannot be what the caller wants."""
     if target.layout is torch.strided and not target.is_nested and repeats(target.shape, target.stride()):
         return "its elements share memory (an expanded tensor): there is no room for those of the checkpoint; clone it first"
     if choice.dtype is not None and target.is_floating_point() and target.dtype != choice.dtype:

@@ -2,15 +2,10 @@
 
 1. The places to fill are listed: what `state_dict()` of the module would name (`fit`).
 2. Names, shapes and dtypes are compared, and everything that does not fit is reported at once, before anything changes.
-3. Submodules with their own way of loading get their part as a state dict (`load_self`).
+3. Submodules with their own way of loading get their part as a state dict. Only their tensors are in memory twice, one submodule at
+   a time. They also get the versions that the checkpoint records (`_metadata`).
 4. Bytes are read straight into the memory of the tensors that are there, or of fresh ones for those on the meta device.
 5. When all of them are filled, fresh tensors take their places.
-
-    model = Transformer(config)                      or: with torch.device("meta")
-    print(load_into(model, "model.safetensors"))
-
-Only for submodules that load themselves tensors are in memory twice, one submodule at a time. The versions that the checkpoint
-records (`_metadata`) come along, so that hooks and overrides see what they would have seen.
 """
 
 from __future__ import annotations
@@ -19,10 +14,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from functools import cached_property
+from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import c_strides
@@ -64,13 +61,6 @@ COUNTER = "num_batches_tracked"
 
 LISTED = 20
 """Names of a kind that a printed report lists."""
-
-
-class Incompatible(NamedTuple):
-    """What torch hands to hooks that run after loading."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +148,14 @@ class Load:
         choice: Choice,
         max_host_memory: int | None,
     ) -> None:
-        self._into = into
-        self._checkpoint = checkpoint
+        self._into, self._checkpoint, self._prefix, self._choice = into, checkpoint, prefix, choice
         self._max_host_memory = max_host_memory
-        self._prefix = prefix
-        self._choice = choice
         self._names = Names(checkpoint, prefix)
-        self._versions: Versions | None = None
+        self._names_by_selves: list[str] = []
+        """Names that submodules loaded by themselves; their bytes are in `_nbytes_by_selves`."""
+        self._nbytes_by_selves = 0
+        self._replaced: dict[int, torch.Tensor] = {}
+        """New tensors by the identity of those that were there before: tied slots take them, too."""
         self._targets = find_targets(into, self._is_current, self._names)
 
     def run(self, *, strict: bool, progress: Progress | None) -> Loaded:
@@ -175,47 +166,103 @@ class Load:
         table = self._names.table
         built = {match.number: (match, match.source(table).torch()) for match in found.matches if _is_built(match, table)}
         extras = self._read_extras(found)
-        selves = [
-            load_self(module, prefix, self._checkpoint, checkpoint_prefix=self._prefix, choice=self._choice, progress=progress)
-            for prefix, module in self._targets.selves.items()
-        ]
-        found.missing += [name for own in selves for name in own.missing]
-        found.unexpected += [name for own in selves for name in own.unexpected]
-        if selves:
+        for prefix, module in self._targets.selves.items():
+            self._load_self(prefix, module, found, progress)
+        if self._targets.selves:
             changed = "only submodules that load themselves were"
             found.check(self._names, found.unexpected, wanted, strict=strict, changed=changed)
-        replaced = {old: new for own in selves for old, new in own.replaced.items()}
-        self._fill([match for match in found.matches if match.number not in built], found, replaced, progress)
+        self._fill([match for match in found.matches if match.number not in built], found, progress)
         for one in built.values():
             self._place(*one)
         for module, extra in extras.items():
             module.set_extra_state(extra)
-        self._tell(found)
-        return self._report(found, selves)
+        for module in self._targets.listeners:
+            for hook in module._load_state_dict_post_hooks.values():
+                hook(module, _IncompatibleKeys(list(found.missing), list(found.unexpected)))
+        return self._report(found)
+
+    @cached_property
+    def _versions(self) -> Versions:
+        return Versions(self._checkpoint, self._prefix)
 
     def _is_current(self, prefix: str, module: nn.Module) -> bool:
-        """Whether the checkpoint has a module's state as its present version writes it."""
-        if self._versions is None:
-            self._versions = Versions(self._checkpoint, self._prefix)
+        """Whether the checkpoint has a module's state in the form of its present version."""
         version = self._versions.of(prefix)
         if version is None:
-            # Nothing recorded. Batch norm did without its counter once, and makes up for that; other names are simply missing.
+            # Nothing is recorded. Batch norm once had no counter, and adds it by itself; other names are missing.
             return [slot.name for slot in module_slots(module, prefix) if slot.name not in self._names] != [prefix + COUNTER]
         return version == module._version
 
     def _read_extras(self, found: Fit) -> dict[nn.Module, object]:
         made = read_lazies([*found.extras.values()])
+        return {
+            module: torch_tree(value, lambda one: one.torch() if isinstance(one, Composite) else made[id(one)])
+            for module, value in found.extras.items()
+        }
 
-        def tensor(value: LazyTensor | Composite) -> torch.Tensor:
-            return value.torch() if isinstance(value, Composite) else made[id(value)]
+    def _load_self(self, prefix: str, module: nn.Module, found: Fit, progress: Progress | None) -> None:
+        """Let a module load its part of a checkpoint; `prefix` is its place in the target, behind the checkpoint's own prefix."""
+        choice, path = self._choice, self._checkpoint.path
+        before = list(all_slots(module))
+        wrapped = {prefix + slot.name: problem for slot in before if (problem := wrapped_problem(slot.tensor)) is not None}
+        if wrapped:
+            names = ", ".join(map(repr, wrapped))
+            message = f"sharded and wrapped tensors are not filled here (sharded ones by load_sharded): {names}"
+            raise DoesNotFit(message, mismatched=wrapped, file=path)
+        state = self._state_under(self._prefix + prefix, progress)
+        back = names_put_back(module, state.__contains__)
+        state = renamed(state, back)
+        vars(state)["_metadata"] = renamed(self._versions.under(prefix), back)
+        assign = choice.assign or any(slot.tensor.is_meta for slot in before)
+        # A parent loads its children without calling their `load_state_dict`; only the outermost may have one of its own.
+        load = module.load_state_dict if not prefix else nn.Module.load_state_dict.__get__(module)
+        try:
+            result = load(state, strict=False, assign=True) if assign else load(state, strict=False)
+        except RuntimeError as error:
+            name = prefix.removesuffix(".")
+            why = f"{name or 'the module'} loads itself, and does not take its part of the checkpoint: {error}; it may have changed"
+            raise DoesNotFit(why, mismatched={name: str(error)}, file=path) from error
+        plain = {raw: name for name, raw in back.items()}
+        missing = {prefix + plain.get(name, name) for name in getattr(result, "missing_keys", ())}
+        found.missing += [prefix + plain.get(name, name) for name in getattr(result, "missing_keys", ())]
+        unexpected = getattr(result, "unexpected_keys", ())
+        found.unexpected += [self._prefix + prefix + plain.get(name, name) for name in unexpected]
+        self._names_by_selves += [name for slot in before if (name := prefix + plain.get(slot.name, slot.name)) not in missing]
+        for slot in before:
+            now = getattr(slot.owner, str(slot.key), None)
+            if now is slot.tensor or not isinstance(now, torch.Tensor):
+                continue
+            if not nn.parameter.is_lazy(slot.tensor) and choice.fresh(slot.tensor):
+                now.data = now.data.to(device=choice.device_for(slot.tensor), dtype=choice.dtype_for(slot.tensor, now.dtype))
+            self._replaced[id(slot.tensor)] = now
 
-        return {module: torch_tree(value, tensor) for module, value in found.extras.items()}
+    def _state_under(self, prefix: str, progress: Progress | None) -> OrderedDict[str, object]:
+        """The state dict of the names under a prefix, read."""
+        checkpoint = self._checkpoint
+        state: OrderedDict[str, object] = OrderedDict(
+            (name[len(prefix) :], checkpoint[name]) for name in checkpoint if name.startswith(prefix)
+        )
+        values, left = dict_under(checkpoint.tree, prefix)
+        for key, value in values.items():
+            if not (isinstance(key, str) and key.startswith(left)) or isinstance(value, LazyTensor):
+                continue
+            name = key[len(left) :]
+            # What a state dict may hold beside tensors: composites, packed parameters (tuples), dtypes, the state of a module.
+            if isinstance(value, Composite | tuple | DType) or name.rpartition(".")[2] == EXTRA:
+                if opaque_inside(value):
+                    why = "holds objects of classes that Holdfast does not build"
+                    raise DoesNotFit(f"{key} {why}", mismatched={key: f"it {why}"}, file=checkpoint.path)
+                for part in [other for other in state if other.startswith(f"{name}.")]:
+                    del state[part]
+                state[name] = value
+        self._nbytes_by_selves += sum(lazy.nbytes for lazy in lazy_tensors(state))
+        made = read_lazies(state, device=self._choice.device, progress=progress)
+        filled = torch_tree(state, lambda value: value.torch() if isinstance(value, Composite) else made[id(value)].detach())
+        return filled if isinstance(filled, OrderedDict) else state
 
-    def _fill(
-        self, matches: Sequence[Match[Slot]], found: Fit, replaced: dict[int, torch.Tensor], progress: Progress | None
-    ) -> None:
+    def _fill(self, matches: Sequence[Match[Slot]], found: Fit, progress: Progress | None) -> None:
         """Fill what is there, and fresh tensors for the rest; these take their places when everything is filled."""
-        choice, names = self._choice, self._names
+        choice, names, replaced = self._choice, self._names, self._replaced
         there = [match for match in matches if id(match.places[0].tensor) not in replaced]
         anew = [match for match in there if choice.fresh(match.places[0].tensor)]
         made = self._make(anew)
@@ -240,7 +287,7 @@ class Load:
                 slot.put(replaced[id(slot.tensor)])
 
     def _make(self, anew: Sequence[Match[Slot]]) -> dict[int, torch.Tensor]:
-        """Fresh tensors that take rows of the checkpoint just as they are, by the numbers of their matches."""
+        """Fresh tensors that take rows of the checkpoint as they are, by the numbers of their matches."""
         table, rows = self._names.table, [match for match in anew if match.other is None]
         devices = [self._choice.device_for(match.places[0].tensor) for match in rows]
         made: dict[int, torch.Tensor] = {}
@@ -280,13 +327,7 @@ class Load:
         for slot in match.places:
             slot.put(made)
 
-    def _tell(self, found: Fit) -> None:
-        """Run the hooks that modules have for the time after loading."""
-        for module in self._targets.listeners:
-            for hook in module._load_state_dict_post_hooks.values():
-                hook(module, Incompatible(list(found.missing), list(found.unexpected)))
-
-    def _report(self, found: Fit, selves: list[Own]) -> Loaded:
+    def _report(self, found: Fit) -> Loaded:
         loaded = {slot.name for match in found.matches for slot in match.places} | {slot.name for slot in found.followers}
         names = [slot.name for slot in self._targets.slots if slot.name in loaded]
         rows = [match.row for match in found.matches if match.other is None]
@@ -297,21 +338,22 @@ class Load:
             notes += [f"{prefix.removesuffix('.') or 'the module'} has its own way of loading, and was handed a state dict"]
         meta = self._still_meta()
         if meta:
-            why = "for the checkpoint does not have them"
-            notes.append(f"{len(meta):,} tensors are still on the meta device, {why}: {_listed(meta)}")
+            notes.append(
+                f"{len(meta):,} tensors are still on the meta device, for the checkpoint does not have them: {_listed(meta)}"
+            )
         return Loaded(
             self._checkpoint.path,
-            (*names, *(name for own in selves for name in own.names)),
+            (*names, *self._names_by_selves),
             tuple(found.missing),
             tuple(found.unexpected),
             tuple(found.casts),
-            sum(lazy.nbytes for lazy in lazies) + nbytes + sum(own.nbytes for own in selves),
+            sum(lazy.nbytes for lazy in lazies) + nbytes + self._nbytes_by_selves,
             tuple(notes),
             tuple(meta),
         )
 
     def _still_meta(self) -> list[str]:
-        """What has no elements yet. Of a module everything is looked at, what a state dict would not list as well."""
+        """Tensors that have no elements yet. In a module all tensors count, also those that a state dict would not list."""
         if not isinstance(self._into, nn.Module):
             return [slot.name for slot in find_targets(self._into, self._is_current, self._names).slots if slot.tensor.is_meta]
         found = []
@@ -328,7 +370,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _is_built(match: Match[Slot], table: Table) -> bool:
-    """Whether a tensor is built by its own `torch()`: of several parts, or of elements that share bytes."""
+    """Whether a tensor is built by its own `torch()`: it has several parts, or elements that share bytes."""
     if isinstance(match.other, Composite):
         return True
     return not match.exact and (match.other or table.kind_of(match.row)).dtype.packed
@@ -350,14 +392,11 @@ def _dense(target: torch.Tensor) -> bool:
 
 
 def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """A fresh tensor as what stood in its place: a parameter, with the same gradients wanted and the same attributes."""
+    """The fresh tensor as a parameter, with the attributes and `requires_grad` of the one that it replaces."""
     grad = old.requires_grad and (new.is_floating_point() or new.is_complex())
     if isinstance(old, nn.Parameter):
-        made = (
-            nn.Parameter(new, requires_grad=grad)
-            if type(old) is nn.Parameter
-            else torch.Tensor._make_subclass(type(old), new, grad)
-        )
+        plain = type(old) is nn.Parameter
+        made = nn.Parameter(new, requires_grad=grad) if plain else torch.Tensor._make_subclass(type(old), new, grad)
         vars(made).update(vars(old))
         return made
     return new.requires_grad_() if grad else new
@@ -377,100 +416,10 @@ class Versions:
         return entry.get("version") if isinstance(entry, Mapping) else None
 
     def under(self, prefix: str) -> OrderedDict[str, dict[str, object]]:
-        """All that is recorded for a module and those below it, under the names that they have in it."""
+        """The versions of a module and those below it, by their names inside of it."""
         root = (self._left + prefix).removesuffix(".")
         found: OrderedDict[str, dict[str, object]] = OrderedDict()
         for key, entry in self._recorded.items():
             if isinstance(key, str) and isinstance(entry, Mapping) and (key == root or not root or key.startswith(f"{root}.")):
                 found[key[len(root) :].removeprefix(".")] = {str(k): v for k, v in entry.items()}
         return found
-
-
-class Own:
-    """What came of a submodule that loaded itself."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.replaced: dict[int, torch.Tensor] = {}
-        """By the identity of what stood there before: tied slots elsewhere take these."""
-        self.nbytes = 0
-
-
-def load_self(
-    module: nn.Module, prefix: str, checkpoint: Checkpoint, *, checkpoint_prefix: str, choice: Choice, progress: Progress | None
-) -> Own:
-    """Let a module load its part of a checkpoint; `prefix` is its place in the target, behind the checkpoint's own prefix."""
-    own = Own()
-    before = list(all_slots(module))
-    _refuse_wrapped(before, prefix, checkpoint)
-    state = _state(checkpoint, checkpoint_prefix + prefix, own=own, choice=choice, progress=progress)
-    back = names_put_back(module, state.__contains__)
-    state = renamed(state, back)
-    vars(state)["_metadata"] = renamed(Versions(checkpoint, checkpoint_prefix).under(prefix), back)
-    assign = choice.assign or any(slot.tensor.is_meta for slot in before)
-    # A parent loads its children without asking for their `load_state_dict`; only the outermost may have one of its own.
-    load = module.load_state_dict if not prefix else nn.Module.load_state_dict.__get__(module)
-    try:
-        result = load(state, strict=False, assign=True) if assign else load(state, strict=False)
-    except RuntimeError as error:
-        name = prefix.removesuffix(".")
-        why = f"{name or 'the module'} loads itself, and does not take its part of the checkpoint: {error}; it may have changed"
-        raise DoesNotFit(why, mismatched={name: str(error)}, file=checkpoint.path) from error
-    plain = {raw: name for name, raw in back.items()}
-    own.missing = [prefix + plain.get(name, name) for name in getattr(result, "missing_keys", ())]
-    own.unexpected = [checkpoint_prefix + prefix + plain.get(name, name) for name in getattr(result, "unexpected_keys", ())]
-    missing = set(own.missing)
-    own.names = [name for slot in before if (name := prefix + plain.get(slot.name, slot.name)) not in missing]
-    for slot in before:
-        _settle(slot, choice, own)
-    return own
-
-
-def _state(checkpoint: Checkpoint, prefix: str, *, own: Own, choice: Choice, progress: Progress | None) -> OrderedDict[str, object]:
-    state: OrderedDict[str, object] = OrderedDict(
-        (name[len(prefix) :], checkpoint[name]) for name in checkpoint if name.startswith(prefix)
-    )
-    values, left = dict_under(checkpoint.tree, prefix)
-    for key, value in values.items():
-        if not (isinstance(key, str) and key.startswith(left)) or isinstance(value, LazyTensor):
-            continue
-        name = key[len(left) :]
-        # What a state dict may hold beside tensors: composites, packed parameters (tuples), dtypes, the state of a module.
-        if isinstance(value, Composite | tuple | DType) or name.rpartition(".")[2] == EXTRA:
-            if opaque_inside(value):
-                raise DoesNotFit(
-                    f"{key} holds objects of classes that Holdfast does not build",
-                    mismatched={key: "it holds objects of classes that Holdfast does not build"},
-                    file=checkpoint.path,
-                )
-            for part in [other for other in state if other.startswith(f"{name}.")]:
-                del state[part]
-            state[name] = value
-    own.nbytes += sum(lazy.nbytes for lazy in lazy_tensors(state))
-    made = read_lazies(state, device=choice.device, progress=progress)
-
-    def tensor(value: LazyTensor | Composite) -> torch.Tensor:
-        return value.torch() if isinstance(value, Composite) else made[id(value)].detach()
-
-    filled = torch_tree(state, tensor)
-    return filled if isinstance(filled, OrderedDict) else state
-
-
-def _refuse_wrapped(slots: list[Slot], prefix: str, checkpoint: Checkpoint) -> None:
-    wrapped = {prefix + slot.name: problem for slot in slots if (problem := wrapped_problem(slot.tensor)) is not None}
-    if wrapped:
-        names = ", ".join(map(repr, wrapped))
-        message = f"sharded and wrapped tensors are not filled here (sharded ones by load_sharded): {names}"
-        raise DoesNotFit(message, mismatched=wrapped, file=checkpoint.path)
-
-
-def _settle(slot: Slot, choice: Choice, own: Own) -> None:
-    """Give what the module put in place of a tensor the dtype and device that were asked for."""
-    now = getattr(slot.owner, str(slot.key), None)
-    if now is slot.tensor or not isinstance(now, torch.Tensor):
-        return
-    if not nn.parameter.is_lazy(slot.tensor) and choice.fresh(slot.tensor):
-        now.data = now.data.to(device=choice.device_for(slot.tensor), dtype=choice.dtype_for(slot.tensor, now.dtype))
-    own.replaced[id(slot.tensor)] = now

@@ -1,17 +1,16 @@
-"""Does a checkpoint fit what it is to fill, a module or the state of a rank? And what is read to where?
+"""Compare a checkpoint with what it fills, a module or the state of a rank; and find what is read to where.
 
     match_places    places and the rows of a table    a `Match` for each memory: its places, and the row that fills it
-    Outcome.check   what speaks against it            raised, all of it, before anything is changed
+    Outcome.check   everything that does not fit      raised, before anything is changed
     meet_places     matches and boxes                 `Fills`: ranges of files and lazy tensors, with the tensor that each fills
 
 1. Places are matched with rows by name, and judged once for each pair of kinds (`core/match.py`). A name that no row has is looked
-   for in the tree: a sparse tensor, a value, what was saved for each rank.
+   up in the tree: a sparse tensor, a value, what was saved for each rank.
 2. Places over one memory (tied weights) need only one name between them; the last one that is there gives its elements.
-3. What is found must have the place's shape, and a dtype that can become the place's (`plain_problem`).
-4. Names on either side that have no counterpart are listed, with those that look like it (`Outcome.check`).
+3. The tensor must have the place's shape, and a dtype that can become the place's (`plain_problem`).
+4. Names on either side that have no counterpart are listed, with similar ones (`Outcome.check`).
 
-What kinds of places there are, and what else one of them asks for, are `Rules`: those of modules are in `fit`, those of the state
-of a rank in `torch/ranks/wanted`.
+`Rules` are those of modules (`fit`), or of the state of a rank (`torch/ranks/wanted`).
 """
 
 from __future__ import annotations
@@ -40,25 +39,24 @@ from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, find_value
 
 SHOWN = 200
-"""Names of each kind that a message lists; all of them are in the error's attributes."""
+"""Names of each kind that a message lists; the error's attributes have all."""
 
 SUGGESTED = 20
-"""Missing names for which similar ones are looked for: each takes a comparison with every name that is left over."""
+"""Missing names for which similar ones are found: each is compared with every name that is left over."""
 
 COMPARED = 10_000
-"""Names that are compared, at the most."""
+"""Most names that are compared."""
 
 
 class Fillable(Protocol):
     """A tensor that a checkpoint fills."""
 
     @property
-    def name(self) -> str:
-        """The dotted name of the tensor."""
+    def name(self) -> str: ...
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Itself; of a tensor of which a rank has parts, what stands for all of it."""
+        """The tensor; where a rank has parts of it, the one that stands for all."""
 
 
 PlaceT = TypeVar("PlaceT", bound=Fillable)
@@ -66,18 +64,17 @@ RuledT = TypeVar("RuledT", bound=Fillable, contravariant=True)
 
 
 class Names:
-    """The names of a checkpoint under a prefix, without it, and which of them were asked for."""
+    """The names of a checkpoint under a prefix, without it, and which of them no place has taken yet."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.checkpoint = checkpoint
         self.prefix = prefix
         self.offered = [name for name in checkpoint if name.startswith(prefix)]
-        """All of them, as the checkpoint calls them."""
+        """The checkpoint's names, with the prefix."""
         self.left = dict.fromkeys(name[len(prefix) :] for name in checkpoint.model_names(prefix))
-        """Those that nobody asked for yet; nobody has to ask for what stands beside a model."""
+        """Names that no place has taken, without those that stand beside a model."""
         self._all = frozenset(name[len(prefix) :] for name in self.offered)
         self.table: Table = checkpoint.stored
-        """The tensors of the checkpoint as rows."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._all
@@ -87,21 +84,21 @@ class Names:
 
     @property
     def unexpected(self) -> list[str]:
-        """Names that nobody asked for, as the checkpoint calls them."""
+        """Names that no place has taken, with the prefix."""
         return [self.prefix + name for name in self.left]
 
     def find(self, name: str, path: Path | None = None) -> object:
-        """The tensor of a name, or whatever else the tree has there; `ABSENT` where there is nothing."""
+        """The tensor of a name, or another value of the tree; `ABSENT` where there is nothing."""
         return self.checkpoint[self.prefix + name] if name in self._all else self.value(name, path)
 
     def value(self, name: str, path: Path | None = None) -> object:
-        """What the tree has under a name; by its path where that is known, since keys may have dots in them."""
+        """The tree's value of a name; by its path where that is known, since keys may have dots in them."""
         tree: object = self.checkpoint.tree
         if self.prefix or path is None:
             return find_value(tree, self.prefix + name)
         for step in path:
             if isinstance(tree, Mapping):
-                # Integer keys of dicts are text in some formats, so either will do.
+                # Integer keys of dicts are text in some formats.
                 other: str | int = str(step) if isinstance(step, int) else int(step) if step.isdecimal() else step
                 tree = tree[step] if step in tree else tree.get(other, ABSENT)
             elif isinstance(tree, list | tuple) and isinstance(step, int) and 0 <= step < len(tree):
@@ -111,24 +108,24 @@ class Names:
         return tree
 
     def take(self, name: str, found: object = None) -> None:
-        """Count a name as asked for, with the parts of a tensor that was found under it."""
+        """Take a name, with the parts of a composite that was found under it."""
         self.left.pop(name, None)
         for part in found.parts if isinstance(found, Composite) else ():
             self.left.pop(f"{name}.{part}", None)
 
     def take_all(self, names: Iterable[str]) -> None:
-        """Count names of plain tensors as asked for."""
+        """Take names of plain tensors."""
         for name in names:
             self.left.pop(name, None)
 
     def take_under(self, prefix: str) -> None:
-        """Count every name that begins so as asked for."""
+        """Take every name that begins so."""
         for name in [name for name in self.left if name.startswith(prefix)]:
             del self.left[name]
 
 
 class Outcome(Struct):
-    """What speaks against a load, and what a person should know of it."""
+    """Everything that does not fit, and notes for people."""
 
     missing: list[str] = field(default_factory=list)
     mismatched: dict[str, str] = field(default_factory=dict)
@@ -137,7 +134,7 @@ class Outcome(Struct):
     def check(
         self, names: Names, unexpected: Sequence[str], places: Iterable[str], *, strict: bool, changed: str = "nothing was"
     ) -> None:
-        """Raise `DoesNotFit` with all that is wrong. `places` are all names that were looked for; `changed` begins a sentence."""
+        """Raise `DoesNotFit` with all that is wrong. `places` are the target's names; `changed` begins a sentence."""
         missing, left = (self.missing, unexpected) if strict else ((), ())
         if not (missing or left or self.mismatched):
             return
@@ -158,56 +155,57 @@ class Outcome(Struct):
 
 
 PlaceKind = tuple[torch.dtype, tuple[int, ...], bool, object]
-"""What places have in common that are judged together: dtype, shape, whether they are dense, so that they can take the bytes of a
-tensor just as they are; and whatever else counts, the identity of a place that is judged by itself."""
+"""Dtype, shape, whether a place is dense, so that it can take the bytes of a tensor as they are; and whatever else its rules
+compare.
+Places of one kind are judged together.
+"""
 
 
 class Match(Value, Generic[PlaceT], frozen=True, eq=False):
     """Places of one memory, and what of a checkpoint fills them."""
 
     number: int
-    """Of the first of these places, among all."""
+    """The number of the first of these places among all."""
     places: Sequence[PlaceT]
     name: str
-    """What the checkpoint calls it, without the prefix."""
+    """The checkpoint's name, without the prefix."""
     row: int
-    """In the table of the checkpoint; `ODD` for what stands in the tree alone."""
+    """The row of the checkpoint's table; `ODD` where there is only `other`."""
     exact: bool
-    """Whether the places are dense and take the row just as it is."""
+    """Whether the places are dense and take the row as it is."""
     other: LazyTensor | Composite | None = None
-    """What stands in the tree alone."""
+    """A tensor that is in the tree and not in the table."""
 
     def source(self, table: Table) -> LazyTensor | Composite:
-        """What fills the places."""
         return table.view(self.row) if self.other is None else self.other
 
 
 class Rules(Protocol[RuledT]):
-    """What is to be known of places of one sort."""
+    """The rules for places of one sort."""
 
     def kind(self, place: RuledT) -> PlaceKind:
-        """What it has in common with places that are judged as it is."""
+        """The kind by which a place is judged."""
 
     def problem(self, place: RuledT, kind: Kind) -> str | None:
-        """Why a place cannot have a plain tensor of a kind. Asked once for each pair of kinds."""
+        """Why a place cannot take a plain tensor of a kind. Called once for each pair of kinds."""
 
     def look(self, place: RuledT) -> tuple[str, LazyTensor | Composite] | str | None:
-        """What there is beside the rows of the table, with its name; or why it cannot be taken."""
+        """The tensor that is not in the table, with its name; or why it cannot be taken."""
 
     def absent(self, places: Sequence[RuledT]) -> None:
-        """Told of places of one memory for which there is nothing."""
+        """Called with places of one memory for which there is nothing."""
 
     def memory(self, place: RuledT) -> object:
-        """What places of one memory have in common. Asked of those that are not dense."""
+        """A key that places of one memory share. Called for those that are not dense."""
 
     def parts(self, place: RuledT) -> Sequence[tuple[Box, torch.Tensor]]:
-        """What is filled: boxes of the whole tensor, and the memory of each."""
+        """The boxes of the whole tensor that are filled, and the memory of each."""
 
 
 def match_places(
     places: Sequence[PlaceT], names: Names, rules: Rules[PlaceT], outcome: Outcome, *, strict: bool
 ) -> list[Match[PlaceT]]:
-    """What a checkpoint has for places, in their order; the names that are found are taken. What speaks against it is in `outcome`.
+    """Match places with a checkpoint, in order; the names that are found are taken. `outcome` gets what does not fit.
 
     Reads data only where names offer several tensors for one memory.
     """
@@ -247,7 +245,7 @@ def match_places(
 
 
 def _is_exact(own: PlaceKind, kind: Kind) -> bool:
-    """Whether a place of a kind takes the bytes of a row just as they are."""
+    """Whether a place of a kind takes the bytes of a row as they are."""
     dtype, shape, dense, _ = own
     if not dense or kind.traits.meta or kind.dtype.packed or kind.dtype.kind == "quantized" or kind.shape != shape:
         return False
@@ -258,9 +256,9 @@ def _is_exact(own: PlaceKind, kind: Kind) -> bool:
 
 
 def _ties(places: Sequence[PlaceT], kinds: Sequence[PlaceKind], rules: Rules[PlaceT]) -> list[list[int]]:
-    """Numbers of places over one memory, those of one together; a place that has its own is in none.
+    """Groups of places that share one memory, by their numbers.
 
-    Tensors of one memory begin at one address. So most need not be asked for more than that.
+    Such tensors begin at one address, so for most the address is all that is compared.
     """
     memories: dict[int, object] = {}
     addresses: list[int] = []
@@ -271,7 +269,7 @@ def _ties(places: Sequence[PlaceT], kinds: Sequence[PlaceKind], rules: Rules[Pla
         memory = memories[number] = rules.memory(place)
         match memory:
             case (torch.device(), int(start), int(offset), torch.dtype(itemsize=width), *_):
-                # What `memory_of` says of elements that have an address.
+                # `memory_of` elements that have an address.
                 addresses.append(start + offset * width)
             case _:
                 addresses.append(0)
@@ -291,7 +289,7 @@ def _match_tied(
     outcome: Outcome,
     strict: bool,
 ) -> Match[PlaceT] | None:
-    """Places of one memory: the last name that is there gives its elements, as it would with `load_state_dict`."""
+    """Match places of one memory: the last name that is there gives its elements, as with `load_state_dict`."""
     problems = {place.name: offer for place, offer in zip(places, found, strict=True) if isinstance(offer, str)}
     offers = [offer for offer in found if offer is not None and not isinstance(offer, str)]
     if problems:
@@ -318,9 +316,9 @@ def _match_tied(
 def meet_places(
     names: Names, matches: Sequence[Match[PlaceT]], rules: Rules[PlaceT], fresh: Mapping[int, torch.Tensor] = MappingProxyType({})
 ) -> tuple[Fills, list[int]]:
-    """What is read to where; and of each fill the position of its match. Composites are not filled.
+    """The fills of matches, and the position of each fill's match. Composites are not filled.
 
-    `fresh` tensors, by the numbers of matches, are filled in the place of their places, and take rows just as they are.
+    `fresh` tensors, by the numbers of matches, are filled instead of the places, and take rows as they are.
     """
     table = names.table.located([one.row for one in matches if one.row != ODD])
     given: dict[int, LazyTensor] = {}
@@ -341,7 +339,7 @@ def meet_places(
 def shaped(one: Match[PlaceT], table: Table, shape: tuple[int, ...]) -> LazyTensor:
     """The plain tensor that fills places, in their shape.
 
-    A scalar was a tensor of one element before torch 0.4, and such files are still about.
+    A scalar was a tensor of one element before torch 0.4.
     """
     found = one.source(table)
     assert isinstance(found, LazyTensor)
@@ -361,12 +359,12 @@ def _differ(one: Match[PlaceT], other: Match[PlaceT], table: Table, rules: Rules
 
 
 def tied_note(followers: Sequence[str], name: str) -> str:
-    """What to know of places whose own names are not there."""
+    """A note about places whose own names are not there."""
     return f"not in the checkpoint, and tied to {name!r}: {', '.join(map(repr, followers))}"
 
 
 def plain_problem(offer: Kind, shape: tuple[int, ...], dtype_problem: Callable[[torch.dtype], str | None]) -> str | None:
-    """Why a plain tensor of this shape cannot have elements of a kind; `dtype_problem` judges their dtype."""
+    """Why a plain tensor of this shape cannot take elements of a kind; `dtype_problem` judges their dtype."""
     if offer.traits.meta:
         return "the checkpoint has its shape and no data: it was saved from the meta device"
     try:
@@ -391,17 +389,17 @@ def _shown(lines: list[str]) -> list[str]:
 
 
 def _similar(missing: Sequence[str], left: Sequence[str]) -> dict[str, str]:
-    """For missing names, those among the names that are left over that look like them."""
-    said = {}
+    """For missing names, a question with the similar ones among the names that are left over."""
+    found = {}
     for name in missing[:SUGGESTED]:
         near = difflib.get_close_matches(name, left[:COMPARED], n=3, cutoff=0.6)
         if near:
-            said[name] = f"; did you mean {' or '.join(map(repr, near))}?"
-    return said
+            found[name] = f"; did you mean {' or '.join(map(repr, near))}?"
+    return found
 
 
 def _hints(names: Names, wanted: list[str]) -> list[str]:
-    """What to do where every name is there, with something in front of it on one of the sides."""
+    """A hint where every name is there, with a prefix on one of the sides."""
     if not wanted or any(name in names for name in wanted):
         return []
     everything = set(names.checkpoint)

@@ -4,10 +4,9 @@
     torch.compile(model)                _orig_mod.layers.0.weight       layers.0.weight
     a compiled layer of a model         layers.0._orig_mod.weight       layers.0.weight
 
-What a wrapper puts in front is taken off where a state is saved and put back where it is handed over, as torch's
-`get_model_state_dict` and `set_model_state_dict` do. It is known by the object that wraps and never by its name: a model with a
-child that is called `module` keeps it. A file that has the names of the wrapper, as `torch.save(ddp.state_dict())` writes them, is
-read by those: of the ways to name the state, the one counts of which the checkpoint has the most names.
+The prefix of a wrapper is removed when a state is saved and added again when it is loaded, as torch's `get_model_state_dict` and
+`set_model_state_dict` do. A wrapper is known by its class and never by its name. A file with the names of the wrapper, as
+`torch.save(ddp.state_dict())` writes them, is read by those: the naming of which the checkpoint has the most names counts.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from torch import nn
 from holdfast.saving.state import Stateful
 
 WAYS = (frozenset({"module", "_orig_mod"}), frozenset({"module"}), frozenset({"_orig_mod"}), frozenset[str]())
-"""Which names are taken off; of equally good ways the first."""
+"""The names of wrappers that are removed; of equally good choices the first."""
 
 SILENT = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Names of wrappers that take them off themselves, in `state_dict()`."""
+"""Names of wrappers that remove them in their own `state_dict()`."""
 
 There = Callable[[str], bool]
 """Whether a checkpoint has a name."""
@@ -34,18 +33,18 @@ T = TypeVar("T")
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """What a wrapper calls the module that it wraps; None for any other module."""
+    """The wrapper's name for the module that it wraps; None for any other module."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
-    # It takes a second to import, and is there wherever something was compiled.
+    # It takes a second to import, and is imported wherever something was compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return "_orig_mod" if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
 
 
 def names_taken_off(module: nn.Module, names: Collection[str], there: There | None = None) -> frozenset[str]:
-    """The dotted names of all wrapped modules in a module, as its state dict has them: the last part of each is taken off.
+    """The dotted names of all wrapped modules in a module, as its state dict has them: the last part of each is removed.
 
-    `names` are those of its state dict. Where `there` tells what a checkpoint has, the way of naming them that fits it best.
+    `names` are those of its state dict. Where `there` tells what a checkpoint has, the naming is the one that fits it best.
     """
     found: dict[str, str] = {}
     for path, one in module.named_modules(remove_duplicate=False):
@@ -62,7 +61,7 @@ def names_taken_off(module: nn.Module, names: Collection[str], there: There | No
 
 
 def plain_name(name: str, taken_off: Collection[str]) -> str:
-    """A name without what wrappers put into it.
+    """A name without the names of wrappers.
 
     >>> plain_name("module.layers.0._orig_mod.weight", {"module", "module.layers.0._orig_mod"})
     'layers.0.weight'
@@ -90,7 +89,7 @@ def has_wrappers(module: nn.Module) -> bool:
 def plainly_named(
     value: Stateful, *, ask: Callable[[Stateful], object] = lambda value: value.state_dict(), there: There | None = None
 ) -> Stateful:
-    """An object with a state, whose state dict has the names of what is wrapped in it. What wraps nothing is given back itself."""
+    """An object whose state dict has the names of what is wrapped in it; the object itself where nothing is."""
     if not isinstance(value, nn.Module) or not has_wrappers(value):
         return value
     return PlainlyNamed(value, ask, there)
@@ -104,7 +103,6 @@ class PlainlyNamed:
         self._ask = ask
         self._there = there
         self._raw: dict[str, str] = {}
-        """By the plain name: that of the module's own state dict."""
 
     def state_dict(self) -> object:
         state = self._ask(cast(Stateful, self._module))
@@ -113,22 +111,22 @@ class PlainlyNamed:
         taken_off = names_taken_off(self._module, state, self._there)
         raw = {plain_name(name, taken_off): name for name in state}
         if len(raw) != len(state):
-            return state  # the wrapper has something of its own under the same name: nothing may get lost
+            return state  # the wrapper has a tensor of its own under the same name: nothing may get lost
         self._raw = raw
         made = renamed(state, {name: plain for plain, name in raw.items()})
         versions = getattr(state, "_metadata", None)
         if isinstance(versions, Mapping):
-            # A wrapper says its version as well; that of what it wraps comes after it, and counts.
+            # A wrapper has a version as well; that of the wrapped module comes after it, and counts.
             vars(made)["_metadata"] = OrderedDict((plain_name(str(name), taken_off), version) for name, version in versions.items())
         return made
 
     def load_state_dict(self, state: object, /) -> object:
-        """Hand a state dict with plain names to the module; that of `state_dict`, when it is filled."""
+        """Give a state dict with plain names, such as a filled one of `state_dict`, to the module."""
         return self._module.load_state_dict(renamed(cast("dict[str, object]", state), self._raw))
 
 
 def renamed(state: Mapping[str, T], names: Mapping[str, str]) -> OrderedDict[str, T]:
-    """A state dict under other names, with what else it has."""
+    """A state dict under other names, with its attributes."""
     made = OrderedDict((names.get(name, name), value) for name, value in state.items())
     vars(made).update(getattr(state, "__dict__", {}))
     return made

@@ -1,18 +1,11 @@
-"""What a `weights_only` load may build: the names that torch allows, the list that the user adds to, and what a file asks for.
+"""What a `weights_only` load may build: the names that torch allows, and those that the user allows.
 
-1. The user's list is ours and not torch's. What was registered with torch's own functions counts as well (`user_globals`), but is
-   neither listed nor cleared here: it belongs to those functions.
-2. An item is a class or a function, known by its full name `module.qualname`, or a pair with the name to know it by. It is
-   checked when it is added; torch does so at the next load.
-3. Each `safe_globals` block takes away its own items when it ends and nothing else, so blocks may nest and overlap in threads. In
-   torch 2.13 a block also takes away what was there before it.
-4. `get_unsafe_globals_in_checkpoint` runs the closed interpreter over the pickle with a table that notes every name and builds
-   nothing. What is neither in the list of names that are always allowed nor in the user's is reported.
-
-`default_globals` are the names that torch allows in every such load (2.13: 144 of them); `python3_name` is how its loader takes the
-names of a pickle, and `is_blocked` says of which modules it takes none. Protocols 0 to 2 name things as Python 2 did. torch knows
-fewer of those names than `formats/pickle/table.py` does (2.13, found by trying all that Python ever renamed), and what a user has
-to allow follows from it: `exceptions.KeyError` stays what it is.
+1. An item of the user is a class or a function, known by its full name `module.qualname`, or a pair with the name to know it by. It
+   is checked when it is added. What was registered with torch's own functions counts as well, but is not listed or cleared here.
+2. Each `safe_globals` block removes its own items when it ends and nothing else, so blocks may nest and overlap in threads. In
+   torch 2.13 a block also removes what was there before it.
+3. Protocols 0 to 2 name things as Python 2 did. torch's loader knows fewer of those names than `formats/pickle/table.py` does
+   (2.13, found by trying all that Python ever renamed), and what a user has to allow follows from it.
 """
 
 from __future__ import annotations
@@ -50,13 +43,11 @@ Item = Callable[..., object] | tuple[object, str]
 
 
 class AllowedItem(Value, frozen=True, eq=False):
-    """An item that was added once; equal to itself alone, so that it can be taken away again."""
+    """An item with its full name. Equal to itself alone, so that one that was added twice is removed once."""
 
     name: str
-    """Its full name."""
     found: object
     item: Item
-    """As it was given."""
 
 
 _lock = renewed(threading.Lock())
@@ -110,7 +101,7 @@ class safe_globals:  # noqa: N801 (torch's name)
         for item in self._items:
             _entry(item)
         self._open: list[list[AllowedItem]] = []
-        """One list for each block of this object that is open."""
+        """The items of each block of this object that is open."""
 
     def __enter__(self) -> None:
         entries = [_entry(item) for item in self._items]
@@ -135,14 +126,13 @@ def user_globals() -> dict[str, object]:
 
 
 class Mentions(ReducerTable):
-    """Notes what a stream names, and builds nothing: whatever it makes is one and the same placeholder."""
+    """Records what a stream names, and builds nothing: whatever it makes is one placeholder."""
 
     ANYTHING = Global("", "")
 
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[Name, None] = {}
-        """A set that keeps the order of the first mention."""
 
     def find(self, module: str, name: str) -> object:
         self.names[python3_name(module, name)] = None
@@ -160,10 +150,9 @@ class Mentions(ReducerTable):
     def append(self, obj: object, values: list[object]) -> None:
         pass
 
-    def set_items(self, obj: object, flat: list[object]) -> None:
-        pass
+    add = append
 
-    def add(self, obj: object, values: list[object]) -> None:
+    def set_items(self, obj: object, flat: list[object]) -> None:
         pass
 
     def persistent(self, pid: object) -> object:
@@ -173,24 +162,19 @@ class Mentions(ReducerTable):
 def get_unsafe_globals_in_checkpoint(f: str | os.PathLike[str] | BinaryIO) -> list[str]:
     """The full names that a zip checkpoint mentions and a `weights_only` load would refuse, in the order of first mention.
 
-    Nothing is built. A name that a file would only compute while it is loaded does not show, but what it computes with does.
-    A file object is read from where it stands, and stands there again afterwards. Raises `FormatError`, a ValueError, for what
-    is no checkpoint or a TorchScript archive.
+    Nothing is built. A name that a file computes while it is loaded is not found, but the names that it is computed with are.
+    A file object is read from its position, which is restored. Raises `FormatError`, a ValueError, for what is no checkpoint, or a
+    TorchScript archive.
     """
     with opened(f) as file, located(file=file.path):
         table = Mentions()
         interpret_whole(_pickle(file), table, limits=Limits())
-    allowed = _always_allowed() | user_globals().keys()
-    return [full for module, name in table.names if (full := f"{module}.{name}") not in allowed or is_blocked(module)]
-
-
-def _always_allowed() -> set[str]:
-    """The names that need no allowing. torch is asked each time: a program, and torch's own tests, may have changed its answer."""
-    return set(versions.allowed_globals(default_globals()))
+    # torch gives its list anew each time: a program, and torch's own tests, may have changed it.
+    allowed = versions.allowed_globals(default_globals()) | user_globals().keys()
+    return [full for module, name in table.names if (full := f"{module}.{name}") not in allowed or module in BLOCKED]
 
 
 def _pickle(file: OpenedFile) -> bytes:
-    """The pickle of a zip checkpoint."""
     expected = "Expected input to be a checkpoint returned by torch.save"
     if file.head(4) != b"PK\3\4":
         raise FormatError(f"{expected}: it does not begin like a zip archive", found=file.head(4))
@@ -213,27 +197,27 @@ SINGLE = (
     *("torch.Size", "torch.Tensor", "torch.device", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"),
     *("torch.storage.TypedStorage", "torch.storage.UntypedStorage", "torch._tensor._rebuild_from_type_v2"),
 )
-"""Names that are no part of a family (FORMATS 3.2). Each stands for what Python has under it."""
+"""Names that are no part of a family (FORMATS 3.2)."""
 
 
 def _named(full: str) -> object:
-    """What a name of ours stands for; never one that a file gave."""
+    """The object of a name that stands in this module; never of one that a file gave."""
     module, _, name = full.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 @cache
 def default_globals() -> Mapping[str, object]:
-    """The names that a `weights_only` load knows without being told, each with what it stands for."""
+    """The names that a `weights_only` load allows by default, each with its object."""
     known, withdrawn = known_globals(), versions.withdrawn_globals()
     return MappingProxyType({name: value for name, value in known.items() if name not in withdrawn})
 
 
 @cache
 def known_globals() -> Mapping[str, object]:
-    """The names that some version of torch allows in every such load, as far as this one has them, each with what it stands for.
+    """The names that some version of torch allows by default, as far as this torch has them, each with its object.
 
-    An older torch allows fewer of them. They were added because they do nothing but describe data, so they are allowed with it too.
+    An older torch allows fewer. They do nothing but describe data, so they are allowed with it, too.
     """
     found = {name: _named(name) for name in SINGLE}
     rebuilds = ((name, versions.rebuild(name)) for name in REBUILDS)
@@ -252,7 +236,7 @@ def known_globals() -> Mapping[str, object]:
 
 
 BLOCKED = frozenset({"nt", "os", "posix", "sys"})
-"""Modules of which torch builds nothing, whoever allows it."""
+"""Modules of which nothing is built, even where a user allows it."""
 
 MODULES = {
     "Queue": "queue",
@@ -267,7 +251,6 @@ MODULES = {
     "repr": "reprlib",
     "whichdb": "dbm",
 }
-"""Modules that were renamed."""
 
 NAMES = {
     ("UserDict", "IterableUserDict"): ("collections", "UserDict"),
@@ -285,7 +268,6 @@ NAMES = {
     ("itertools", "izip"): ("builtins", "zip"),
     ("itertools", "izip_longest"): ("itertools", "zip_longest"),
 }
-"""Names that moved, or changed with their module."""
 
 
 def python3_name(module: str, name: str) -> Name:
@@ -295,8 +277,3 @@ def python3_name(module: str, name: str) -> Name:
     (('builtins', 'set'), ('builtins', 'zip'), ('exceptions', 'KeyError'))
     """
     return NAMES.get((module, name)) or (MODULES.get(module, module), name)
-
-
-def is_blocked(module: str) -> bool:
-    """Whether nothing of a module is ever built."""
-    return module in BLOCKED

@@ -1,17 +1,15 @@
 """Rows for what users allow in a `weights_only` load, where a file could break the interpreter by its arguments.
 
 numpy trusts a pickle (2.4): a dtype takes any item size from its state, even a negative one, and an array of objects reads as many
-of them as its shape says from a list of any length. So what a file says is proven first, and numpy makes the rest of it:
+of them as its shape says from a list of any length. So arguments are checked first, and numpy makes the rest:
 
-1. A dtype is announced by its call, and made by numpy's constructor when BUILD brings its state. No code meets it before.
-2. An array is made empty, so that whatever holds it by then holds the finished one, and gets its state once: as many bytes, or
-   objects, as it has elements. What a subclass hands on to numpy is proven as well.
+1. A dtype is announced by its call, and made by numpy's constructor when BUILD brings its state. No code sees it before.
+2. An array is made empty, so that what holds it by then holds the finished one. It gets its state once: as many bytes, or objects,
+   as it has elements. What a subclass passes on to numpy is checked as well.
 3. Arrays are made in no other way: `ndarray(…)` takes bytes for addresses of objects.
 4. What CPython and numpy free recursively, in C, nests at most `DEPTH` deep (arrays of objects, slices) or not at all (a
-   `partial` of one, entries of a `defaultdict`). Honest files have none of it.
-5. What costs more than its bytes in the file is paid for (`formats/pickle/spending.py`).
-
-The results are what numpy and Python give for the files that they write.
+   `partial` of one, entries of a `defaultdict`).
+5. What costs more than its bytes in the file is counted (`formats/pickle/spending.py`).
 """
 
 from __future__ import annotations
@@ -41,24 +39,24 @@ if TYPE_CHECKING:
 REFUSALS = (TypeError, ValueError, OverflowError, RuntimeError, SystemError, MemoryError, KeyError)
 
 DEPTH = 64
-"""How deep arrays of objects may lie in each other."""
+"""Levels of arrays of objects in each other."""
 
 FIELDS = 10_000
-"""Of a dtype, each counted wherever it is repeated. numpy walks through all of them at every turn."""
+"""Fields of a dtype, each counted wherever it is repeated. numpy visits all of them at every use."""
 
 LEVELS = 16
-"""Of a dtype whose fields have fields. numpy walks down recursively."""
+"""Levels of fields in fields. numpy visits them recursively."""
 
 ALIGNED = 0x80
-"""The flag of a dtype whose fields lie as in a struct of C."""
+"""The flag of a dtype whose fields are aligned as in a struct of C."""
 
 PER_OBJECT = 16
-"""Bytes of an element that are free where each comes as an object: a text of any length (`StringDType`) takes as many."""
+"""Bytes of an element that are not counted where each comes as an object: a text of any length (`StringDType`) takes as many."""
 
 PLAIN = frozenset({
     str, bytes, bool, int, float, complex, type(None), datetime.date, datetime.datetime, datetime.timedelta,
 })  # fmt: skip
-"""What numpy takes into an element that is no object. Of anything else it would ask for its text, which may have no end."""
+"""Types that numpy takes for an element that is no object. It would call `str` of anything else, which may not end."""
 
 
 def checked(what: str, function: Callable[..., Any], *args: object, **more: object) -> Any:  # noqa: ANN401  # whatever it makes
@@ -141,13 +139,12 @@ class UnfinishedDType(arrays.PendingDType):
         return checked("a structured dtype", np.dtype, (code, made)) if other else made
 
     def _nbytes(self) -> int:
-        """The size of an element that the call named."""
         named: AnyDType = np.dtype(self.args[0])  # type: ignore[call-overload]  # which knew it
         return named.itemsize
 
 
 def check_fields(made: AnyDType, table: ReducerTable) -> None:
-    """Refuse a dtype of too many fields in fields, and pay for those that there are."""
+    """Refuse a dtype of too many fields in fields, and count those that it has."""
     count, level = 0, [made]
     for _ in range(LEVELS):
         count += len(level)
@@ -182,7 +179,7 @@ def scalar(table: WeightsTable, args: Args) -> object:
 
 
 def reconstruct(table: WeightsTable, args: Args) -> object:
-    """An empty array of a class, which gets everything by BUILD."""
+    """Make an empty array of a class, which gets everything by BUILD."""
     match args:
         case (type() as kind, tuple(), bytes() | str()) if issubclass(kind, np.ndarray) and table.is_allowed(kind):
             made = table.run(kind, lambda: np.ndarray.__new__(kind, (0,), "b"))
@@ -192,7 +189,7 @@ def reconstruct(table: WeightsTable, args: Args) -> object:
 
 
 def give_array_state(table: WeightsTable, array: np.ndarray, state: Any) -> None:  # noqa: ANN401  # until it is proven
-    """BUILD of an array: what numpy will make of its state is proven before, and its memory is never replaced twice."""
+    """BUILD of an array: its state is checked before numpy gets it, and its memory is never replaced twice."""
     own = type(array).__setstate__ is np.ndarray.__setstate__
     if table.blank.pop(id(array), None) is None and (own or id(array) in table.depths):
         raise PickleError("a BUILD of an array that is complete")
@@ -210,7 +207,7 @@ def give_array_state(table: WeightsTable, array: np.ndarray, state: Any) -> None
 
 
 def prove(table: WeightsTable, array: np.ndarray, state: object) -> tuple[object, ...]:
-    """A state that numpy can be given."""
+    """Check the state of an array, and give it back as numpy takes it."""
     shape, dtype, fortran, data = arrays.array_state(state)
     if not isinstance(dtype, np.dtype):
         raise PickleError("an array without a finished dtype", found=type(dtype).__name__)
@@ -233,7 +230,7 @@ def prove(table: WeightsTable, array: np.ndarray, state: object) -> tuple[object
 
 
 def held(table: WeightsTable, item: object, dtype: AnyDType) -> Iterator[object]:
-    """The objects that an element will hold. Raises for anything in the place of a number that is not plain."""
+    """The objects that an element will hold. Raises where a number is not plain."""
     if dtype.kind == "O":
         yield item
     elif dtype.names is None or dtype.fields is None:
@@ -263,7 +260,7 @@ def deeper(table: WeightsTable, objects: Iterable[object]) -> int:
 
 
 def no_array(table: WeightsTable, args: Args) -> object:
-    """`ndarray(…)`, or a subclass: no pickle of numpy's calls it, and it would allocate what it is told."""
+    """Refuse `ndarray(…)`, or a subclass: no pickle of numpy's calls it, and it would allocate any size."""
     return NotImplemented
 
 
@@ -279,12 +276,12 @@ def makes_arrays(what: object) -> bool:
 
 
 def empty_default(table: WeightsTable, args: Args) -> object:
-    """A `defaultdict` of a factory alone; its entries would come by SETITEMS, which a load refuses as torch does."""
+    """A `defaultdict` of a factory alone. Its entries would come by SETITEMS, which a load refuses as torch does."""
     return NotImplemented if len(args) > 1 else checked("a defaultdict", defaultdict, *args)
 
 
 def flat_partial(table: WeightsTable, args: Args) -> object:
-    """A `partial` of a function; that of another is one by itself, unless that has attributes."""
+    """A `partial` of a function. Python makes one of a `partial` of a `partial`, unless it has attributes."""
     nested = bool(args) and isinstance(args[0], functools.partial)
     return NotImplemented if nested else checked("a partial", functools.partial, *args)
 
@@ -296,7 +293,7 @@ def counted_slice(table: WeightsTable, args: Args) -> object:
 
 
 def reconstructor(table: WeightsTable, args: Args) -> object:
-    """How protocols 0 and 1 make an object: (class, builtin, what that builtin makes of it), which is copied."""
+    """Make an object as protocols 0 and 1 do: (class, builtin, what that builtin makes of it), which is copied."""
     if len(args) == 3 and isinstance(args[2], list | tuple | dict | set | frozenset | str | bytes):
         table.spending.copy(len(args[2]))
     return table.call_allowed(RECONSTRUCTOR, args)
@@ -319,9 +316,8 @@ ROWS: dict[int, Row] = {
     id(slice): counted_slice,
     **{id(kind): path_row(kind) for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)},
 }
-"""By the identity of what is called: numpy 1 and 2 have these under different names."""
+"""By identity: numpy 1 and 2 have these under different names."""
 
 
 def allowed_row(what: object) -> Row | None:
-    """The row of something that the user allowed, if it has one."""
     return ROWS.get(id(what)) or (no_array if makes_arrays(what) else None)

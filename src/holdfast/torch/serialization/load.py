@@ -1,16 +1,19 @@
 """`load`: what `torch.load` does, on the closed interpreter, with checksums compared and reads in parallel.
 
-1. The arguments and torch's switches say how: `weights_only`, `mmap`, where storages go.
-2. The first bytes say what: a zip (a TorchScript one is refused or left to `torch.jit`), a safetensors file by its name, the tar of
-   torch 0.1, or the stream before 1.6.
-3. The pickle is read: by the closed interpreter with a table of torch's objects (`weights_only=True`), or by the caller's pickle
+1. The first bytes say what the file is: a zip (a TorchScript one is refused or left to `torch.jit`), a safetensors file (by
+   its name), the tar of torch 0.1, or the stream that torch wrote before 1.6: five pickles, and raw storages behind them.
+2. The pickle is read: by the closed interpreter with a table of torch's objects (`weights_only=True`), or by the caller's pickle
    module, which runs what the file says.
-4. Storages are filled at the end, all at once (storages.py), or while the code of the file may look at them.
+3. Storages are filled at the end, all at once (storages.py); before code of the file's choice runs, where it may look at them.
+
+In a stream, the bytes of storages come after the object that uses them. The closed interpreter always reads it first, to find which
+storages there are, and where (formats/torch/legacy.py). They are compared with the file before anything is allocated.
 """
 
 from __future__ import annotations
 
-import io
+import difflib
+import inspect
 import os
 import pickle
 import sys
@@ -21,30 +24,30 @@ from types import ModuleType
 from typing import cast
 
 import torch
-from torch.serialization import LoadEndianness
+from torch.serialization import LoadEndianness, SourceChangeWarning
 
-from holdfast.core.chunk import Extent
+from holdfast.core.chunk import Extent, Storage
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import gc_paused
+from holdfast.core.text import escape
 from holdfast.core.value import replace
-from holdfast.engine.threads import default_threads
 from holdfast.errors import Corrupted, HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.torch.legacy import OBJECT, CutShort, NotTorch, begins_like_tar, read_stream, read_tar
 from holdfast.formats.torch.storages import StorageId
 from holdfast.formats.torch.zip import PICKLE, describe, record_bytes
 from holdfast.formats.zip.layout import END, Archive, ZipRecord
 from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.platform import MAP_SHARED
-from holdfast.torch.serialization.legacy_load import load_legacy, load_tar, looks_like_tar
-from holdfast.torch.serialization.locations import cuda_device, restorer, stays_on_cpu
 from holdfast.torch.serialization.opening import KEY, OpenedFile, opened
-from holdfast.torch.serialization.pickling import check_pickle_module, unpickler
-from holdfast.torch.serialization.rebuild import located_by_caller
-from holdfast.torch.serialization.refusals import printable, refusal
-from holdfast.torch.serialization.storages import LazyStorages, Placement, as_text, untyped_dtypes
+from holdfast.torch.serialization.pickling import check_pickle_module, unpickle
+from holdfast.torch.serialization.rebuild import TorchBuilder
+from holdfast.torch.serialization.refusals import refusal
+from holdfast.torch.serialization.storages import LazyStorages, as_text, untyped_dtypes
 from holdfast.torch.serialization.weights import WeightsTable
-from holdfast.torch.versions import config, is_faking, local
+from holdfast.torch.versions import config, local
 
 MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str] | None
 
@@ -62,7 +65,7 @@ MMAP_ZIP = (
 LIKELY = "there is a high likelihood that your checkpoint file is corrupted: get it or save it again"
 LIMITS = Limits()
 MAX_VERSION = 10
-"""Of the archives that torch up to 2.15 writes and reads."""
+"""The newest version of archives, in torch up to 2.15."""
 
 
 def load(
@@ -92,7 +95,6 @@ def load(
         unknown = next(name for name in arguments if name != "encoding")
         raise TypeError(f"load() got an unexpected keyword argument {unknown!r}: there is no unpickler that would take it")
     with opened(f, verify=verify) as file, _Located(map_location), gc_paused():
-        place = _placement(map_location, weights_only=weights_only)
         if file.head(4) == b"PK\x03\x04":
             if mmap and file.path is None:
                 raise ValueError("f must be a file path in order to use the mmap argument")
@@ -100,13 +102,11 @@ def load(
                 with file.source.store.reading():
                     return _load_zip(
                         file,
-                        place,
+                        map_location,
                         pickle_module=pickle_module,
                         arguments=arguments,
                         weights_only=weights_only,
                         mmap=mmap,
-                        map_location=map_location,
-                        verify=verify,
                         max_host_memory=max_host_memory,
                     )
             except Corrupted as error:
@@ -115,18 +115,18 @@ def load(
             return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify, max_host_memory=max_host_memory)
         if mmap:
             raise Refused(MMAP_ZIP, file=file.path)
-        if looks_like_tar(file):
+        if _is_tar(file.head(512)):
             if weights_only:
                 raise Refused(
                     "Cannot use ``weights_only=True`` with files saved in the legacy .tar format. If you trust the file, pass "
                     "weights_only=False; its tensors alone are read by holdfast.open"
                 )
-            return load_tar(file, place, pickle_module=pickle_module, arguments=arguments)
-        return load_legacy(file, place, pickle_module=pickle_module, arguments=arguments, weights_only=weights_only)
+            return _load_tar(file, map_location, pickle_module=pickle_module, arguments=arguments)
+        return _load_stream(file, map_location, pickle_module=pickle_module, arguments=arguments, weights_only=weights_only)
 
 
 def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[bool, ModuleType]:
-    """Whether to run nothing, and what unpickles otherwise."""
+    """Whether this is a `weights_only` load, and the module that unpickles otherwise."""
     forced, forced_not = (os.environ.get(name, "0").lower() in YES for name in (FORCE, FORCE_NOT))
     if forced and forced_not:
         raise Refused(f"Only one of `{FORCE}` or `{FORCE_NOT}` should be set, but both were set.")
@@ -148,7 +148,7 @@ def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[
 
 
 class _Located:
-    """A block in which torch's wrapper subclasses find, where they look, to which place tensors go."""
+    """A block in which torch's wrapper subclasses see the `map_location` of this load, where they look for it."""
 
     __slots__ = ("_before", "_here")
 
@@ -163,23 +163,6 @@ class _Located:
         local.map_location = self._before
 
 
-def _placement(map_location: MapLocation, *, weights_only: bool) -> Placement:
-    meta = (isinstance(map_location, str) and map_location == "meta") or (
-        isinstance(map_location, torch.device) and map_location.type == "meta"
-    )
-    return Placement(
-        restorer(map_location),
-        lambda location: stays_on_cpu(map_location, location),
-        meta=meta,
-        fake=is_faking(),
-        # torch's own functions, which run otherwise, look at `map_location` themselves.
-        pretend=located_by_caller if weights_only else lambda location: location,
-        skip=local.skip_data,
-        gpu=lambda location: cuda_device(map_location, location),
-        one_place=isinstance(map_location, str | bytes | torch.device),
-    )
-
-
 def _load_safetensors(path: str, map_location: MapLocation, *, mmap: bool, verify: bool, max_host_memory: int | None) -> object:
     from holdfast.torch.tensors.open import open as open_torch
 
@@ -191,14 +174,12 @@ def _load_safetensors(path: str, map_location: MapLocation, *, mmap: bool, verif
 
 def _load_zip(
     file: OpenedFile,
-    place: Placement,
+    map_location: MapLocation,
     *,
     pickle_module: ModuleType,
     arguments: Mapping[str, object],
     weights_only: bool,
     mmap: bool,
-    map_location: MapLocation,
-    verify: bool,
     max_host_memory: int | None,
 ) -> object:
     archive = _archive(file)
@@ -216,28 +197,27 @@ def _load_zip(
     _check_version(file, archive)
     content = _record(file, archive, PICKLE, most=LIMITS.pickle_nbytes if weights_only else None)
     if content is None:
-        said = f"failed locating file {PICKLE}: file not found; torch.save did not write this archive"
-        raise broken_archive(said, file=file.path)
+        reason = f"failed locating file {PICKLE}: file not found; torch.save did not write this archive"
+        raise broken_archive(reason, file=file.path)
     find, everything = archive_storages(archive)
     swap = _swapped(file, archive)
     storages = LazyStorages(
         file.source,
         file.key,
         find,
-        place=place,
-        everything=everything,
+        everything,
+        map_location=map_location,
+        weights_only=weights_only,
         rows=archive.places("data/"),
         ahead=not weights_only,
         swap=swap,
         untyped=untyped_dtypes(content) if swap else None,
         mapped=_mapped(file) if mmap else None,
-        verify=verify,
-        threads=default_threads(),
+        verify=file.verify,
         max_host_memory=max_host_memory,
     )
     if not weights_only:
-        found = unpickler(pickle_module, io.BytesIO(content), lambda pid: storages.persistent(as_text(pid)), arguments=arguments)
-        result = found.load()
+        result = unpickle(pickle_module, content, lambda pid: storages.persistent(as_text(pid)), arguments=arguments)
         storages.fill()
         torch._utils._validate_loaded_sparse_tensors()
         return result
@@ -245,7 +225,7 @@ def _load_zip(
     try:
         result = interpret_whole(content, table, limits=LIMITS).value
     except BrokenArchive:
-        raise  # the pickle is not to blame
+        raise  # the pickle is not the reason
     except (HoldfastError, pickle.UnpicklingError) as error:
         raise refusal(error, protocol=table.protocol) from None
     storages.fill()
@@ -253,7 +233,7 @@ def _load_zip(
 
 
 def _named(error: Corrupted, file: OpenedFile) -> Corrupted:
-    """The error about a damaged storage with the name of a tensor over it: storages are loaded before tensors have names."""
+    """Add the name of a tensor over a damaged storage: storages are loaded before tensors have names."""
     with suppress(HoldfastError):
         for name, tensor in describe(file.source).tensors.items():
             if any(storage.start == error.offset for storage in tensor.storages):
@@ -267,30 +247,29 @@ class BrokenArchive(ZipError, Refused):
 
 
 def broken_archive(message: str, *, file: str | None = None, offset: int | None = None) -> BrokenArchive:
-    """The error for an archive, with what programs look for: whose reader failed, and that the file is likely corrupted."""
+    """An error with the words that programs look for: whose reader failed, and that the file is likely corrupted."""
     return BrokenArchive(f"PytorchStreamReader {message} (an internal miniz error in torch); {LIKELY}", file=file, offset=offset)
 
 
 def check_stored(record: ZipRecord) -> None:
-    """Refuse a compressed record."""
     if not record.stored:
         raise broken_archive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
 
 
 def archive_storages(archive: Archive) -> tuple[Callable[[StorageId], Extent], Callable[[], Mapping[str, Extent]]]:
-    """How the records `data/N` of a zip are found: one by its key, and all of them."""
+    """Two functions that find the records `data/N` of a zip: one by its key, and all of them."""
 
     def found(record: ZipRecord, key: str) -> Extent:
         check_stored(record)
         return Extent(KEY, record.start, record.nbytes, crc32=record.crc32, label=f"data/{key}")
 
-    def find(asked: StorageId) -> Extent:
-        record = archive.get(f"data/{asked.key}")
+    def find(wanted: StorageId) -> Extent:
+        record = archive.get(f"data/{wanted.key}")
         if record is None:
             raise broken_archive(
-                f"failed locating file data/{asked.key}: file not found; the pickle points at it, and it is not in the archive"
+                f"failed locating file data/{wanted.key}: file not found; the pickle points at it, and it is not in the archive"
             )
-        return found(record, asked.key)
+        return found(record, wanted.key)
 
     def everything() -> dict[str, Extent]:
         prefix = f"{archive.prefix}/data/" if archive.prefix else "data/"
@@ -301,12 +280,12 @@ def archive_storages(archive: Archive) -> tuple[Callable[[StorageId], Extent], C
 
 
 def _archive(file: OpenedFile) -> Archive:
-    """The records; an archive that cannot be read is a RuntimeError, as it is in torch."""
+    """Read the directory of an archive. One that cannot be read is a RuntimeError, as in torch."""
     try:
         return read_archive(file.source, file.key, start=file.start)
     except (ZipError, Truncated) as error:
         reason = error.message.removeprefix("zip archive: ")
-        # The words of torch for each, which programs look for.
+        # torch's words for each, which programs look for.
         if not isinstance(error, Truncated):
             words = "invalid header or archive is corrupted"
         else:
@@ -315,7 +294,6 @@ def _archive(file: OpenedFile) -> Archive:
 
 
 def _record(file: OpenedFile, archive: Archive, name: str, *, most: int | None) -> bytes | None:
-    """The content of a record; None where there is no such record."""
     record = archive.get(name)
     if record is None:
         return None
@@ -324,15 +302,13 @@ def _record(file: OpenedFile, archive: Archive, name: str, *, most: int | None) 
 
 
 def _check_version(file: OpenedFile, archive: Archive) -> None:
-    """A later torch may mean something else by what we would read."""
+    """Refuse an archive of a later version: its records may mean something else."""
     text = _record(file, archive, "version", most=64)
     if text is None:
         return
     text = text.strip()
     if not text.isdigit():
-        raise Refused(
-            f"Couldn't parse the version {printable(text.decode('latin-1'))[:16]}: the archive is damaged", file=file.path
-        )
+        raise Refused(f"Couldn't parse the version {escape(text.decode('latin-1'))[:16]}: the archive is damaged", file=file.path)
     if int(text) > MAX_VERSION:
         raise Refused(
             f"Attempted to read a PyTorch file with version {int(text)}, but the maximum supported version for reading is "
@@ -342,13 +318,13 @@ def _check_version(file: OpenedFile, archive: Archive) -> None:
 
 
 def _swapped(file: OpenedFile, archive: Archive) -> bool:
-    """Whether the numbers in the file lie the other way round."""
+    """Whether the file has the other byte order than this machine."""
     native = sys.byteorder
-    said = _record(file, archive, "byteorder", most=16)
-    if said is not None:
-        order = said.decode("ascii", "replace")
+    recorded = _record(file, archive, "byteorder", most=16)
+    if recorded is not None:
+        order = recorded.decode("ascii", "replace")
         if order not in ("little", "big"):
-            raise MetadataError(f"Unknown endianness type: {printable(order[:16])}, in the byteorder record", found=order[:16])
+            raise MetadataError(f"Unknown endianness type: {escape(order[:16])}, in the byteorder record", found=order[:16])
         return order != native
     match config.load.endianness:
         case None | LoadEndianness.LITTLE:
@@ -360,7 +336,7 @@ def _swapped(file: OpenedFile, archive: Archive) -> bool:
 
 
 def _mapped(file: OpenedFile) -> torch.UntypedStorage:
-    """The whole file as one storage. torch maps by path, so the path must mean the file whose records were read."""
+    """Map the whole file as one storage. torch maps by path, so the path must still be the file whose records were read."""
     shared = MAP_SHARED is not None and config.load.mmap_flags == MAP_SHARED
     path = str(file.path)
     # Before, since a shared mapping makes a shorter file longer; and after, since only that tells what was mapped.
@@ -377,3 +353,112 @@ def _check_in_place(file: OpenedFile, path: str) -> None:
         there = False
     if not there:
         raise Replaced("the file was replaced while it was loaded; load it again", file=path)
+
+
+# What torch wrote before 1.6.
+
+
+def _load_stream(
+    file: OpenedFile, map_location: MapLocation, *, pickle_module: ModuleType, arguments: Mapping[str, object], weights_only: bool
+) -> object:
+    """Load a stream. The caller's file object stands behind the last storage afterwards."""
+    if not file.nbytes:
+        raise Truncated("Ran out of input: there is nothing to load here (was the buffer rewound?)", file=file.path)
+    table: WeightsTable | None = None
+    with file.source.store.reading():
+        try:
+            stream = read_stream(file.source, file.key, file.start)
+            storages = _storages(file, stream.places, map_location, lengths=(6,), weights_only=weights_only, ahead=not weights_only)
+            if weights_only:
+                table = WeightsTable(storages, encoding=str(arguments["encoding"]))
+                result = stream.window.stream(stream.begin, table, OBJECT)[0].value
+        except (NotTorch, CutShort):
+            raise
+        except (HoldfastError, pickle.UnpicklingError) as error:
+            raise refusal(error, protocol=2 if table is None else table.protocol) if weights_only else error from None
+        if table is None:
+
+            def persistent(pid: object) -> object:
+                if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], type):
+                    _compare_source(*pid[1:])
+                    return pid[1]
+                return storages.persistent(as_text(pid))
+
+            content = stream.window.data[stream.begin : stream.stop]
+            result = unpickle(pickle_module, content, persistent, arguments=arguments)
+        storages.fill()
+    if table is None:
+        torch._utils._validate_loaded_sparse_tensors()
+    if file.path is None:
+        file.file.seek(stream.end)
+    return result
+
+
+def _storages(
+    file: OpenedFile,
+    places: Mapping[str, Storage],
+    map_location: MapLocation,
+    *,
+    lengths: tuple[int, ...],
+    weights_only: bool = False,
+    ahead: bool = False,
+) -> LazyStorages:
+    return LazyStorages(
+        file.source,
+        file.key,
+        lambda wanted: places[wanted.key],
+        lambda: places,
+        map_location=map_location,
+        weights_only=weights_only,
+        lengths=lengths,
+        swap=sys.byteorder != "little",
+        ahead=ahead,
+    )
+
+
+def _compare_source(kind: type, path: object, text: object) -> None:
+    """Warn where the class's source is not what it was when the file was written."""
+    if not isinstance(text, str) or not isinstance(path, str):
+        return
+    try:
+        lines, _ = inspect.getsourcelines(kind)
+        found = "".join(lines)
+    except Exception:
+        # As in a save: whatever keeps Python from finding the source, the object is good without it.
+        warnings.warn(f"Couldn't retrieve source code for container of type {kind.__name__}.", SourceChangeWarning, stacklevel=2)
+        return
+    if found == text:
+        return
+    changed = sum(line[:1] in "+-" for line in difflib.unified_diff(text.splitlines(), found.splitlines(), lineterm="", n=0))
+    warnings.warn(
+        f"source code of class '{torch.typename(kind)}' has changed: {changed} lines differ from those of {path} when the model "
+        "was saved. If it does not behave as it did, look at the difference, or save state_dict() instead of the model.",
+        SourceChangeWarning,
+        stacklevel=2,
+    )
+
+
+def _is_tar(head: bytes) -> bool:
+    """Whether a file begins like a tar, which only torch 0.1 wrote. torch looks for one in paths and real files only."""
+    return head[257:262] == b"ustar" or begins_like_tar(head)
+
+
+def _load_tar(file: OpenedFile, map_location: MapLocation, *, pickle_module: ModuleType, arguments: Mapping[str, object]) -> object:
+    """Load a tar of torch 0.1. All storages are read before its pickle may run anything."""
+    source, key = file.source, file.key
+    places: dict[str, Storage] = {}
+    with source.store.reading():
+        storages = _storages(file, places, map_location, lengths=(5,))
+        builder = TorchBuilder(storages, lambda what: False)
+        builder.begin(source.limits, Spending(source.limits, file.nbytes))
+        known, (start, stop) = read_tar(source, key, places, storages=storages, builder=builder, begin=file.start)
+        storages.fill()
+        content = source.bytes(key, start, stop)
+
+    def persistent(pid: object) -> object:
+        if isinstance(pid, tuple):
+            _compare_source(*pid)
+            return pid[0]
+        return known[int(str(pid))]
+
+    return unpickle(pickle_module, content, persistent, arguments=arguments)

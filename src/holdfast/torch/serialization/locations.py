@@ -1,20 +1,15 @@
-"""Where a storage lives: the tag that a save writes for its device, and the way from a tag back to a device.
+"""The device of a storage: the tag that a save writes for it, and the way from a tag back to a device.
 
 A package knows one kind of device. It has a priority, a function from a storage to its tag, and one from a storage in CPU memory
-and a tag to the storage on that device; both answer None where the storage or the tag is not theirs.
+and a tag to the storage on that device; both give None where the storage or the tag is not theirs.
 
     10 cpu   20 cuda   21 mps   22 meta   23 the private-use backend   24 hpu   25 xpu   26 mtia
 
-1. The lowest number is asked first, and the first answer holds. Among equal numbers, whoever came first: torch compares the
-   functions then, and fails.
-2. Packages come from here, from `register_package`, and from torch's function of that name: a backend that registered itself with
-   torch works here too. torch's own list is looked at anew in each call, because it may have grown; as long as it is the same,
-   that is a comparison of a dozen pointers.
+1. The lowest number comes first, and the first answer counts; of equal numbers, the one that was registered first. torch compares
+   the functions then, and fails.
+2. Packages come from here, from `register_package`, and from torch's function of that name. torch's own list is compared in each
+   call, because it may have grown.
 3. `map_location` of a load says which tag to use instead of the one in the file; `restorer` turns it into one function.
-
-A tag is the name of a backend, alone or with a number (`cuda`, `cuda:1`). A device is asked for in the order in which a person
-would look for the reason why it is not there: is the backend's module in torch, does it find a device at all, does it have one
-of that number?
 """
 
 from __future__ import annotations
@@ -28,7 +23,8 @@ import torch
 
 from holdfast.core.runtime import renewed
 from holdfast.core.value import Value
-from holdfast.errors import Refused
+from holdfast.errors import PickleError, Refused
+from holdfast.torch.versions import local
 
 AnyStorage = torch.UntypedStorage | torch.storage.TypedStorage
 Tag = Callable[[AnyStorage], str | None]
@@ -36,20 +32,19 @@ Restore = Callable[[AnyStorage, str], AnyStorage | None]
 MapLocation = str | bytes | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], AnyStorage | None] | None
 
 PRIVATE_USE = "privateuse1"
-"""torch's name for the one backend that a program may name itself."""
+"""torch's name for the one backend that a program may rename."""
 
 
 class Package(Value, frozen=True):
-    """One kind of device."""
+    """A kind of device; a lower priority comes first."""
 
     priority: float
-    """The lower, the earlier it is asked."""
     tag: Tag
     restore: Restore
 
 
 class Packages:
-    """The packages in the order in which they are asked."""
+    """The packages, in order of priority."""
 
     def __init__(self, built_in: list[Package]) -> None:
         self._own = built_in
@@ -70,7 +65,7 @@ class Packages:
                 raise
 
     def ordered(self) -> tuple[Package, ...]:
-        """All packages, with those that were registered with torch's own function up to now."""
+        """All packages, also those that were registered with torch's own function up to now."""
         seen, ordered = self._known
         if seen != torch.serialization._package_registry:
             with self._lock:
@@ -90,11 +85,8 @@ def _is_torchs(function: object) -> bool:
     return getattr(inner, "__module__", None) == "torch.serialization"
 
 
-# What a save and a load ask.
-
-
 def register_package(priority: float, tagger: Tag, deserializer: Restore) -> None:
-    """Add a kind of device; a lower `priority` is asked earlier, so that one below 10 may replace what the CPU does."""
+    """Add a kind of device. A lower `priority` comes first, so that one below 10 may replace what the CPU does."""
     if not callable(tagger) or not callable(deserializer):
         raise TypeError("a package is two functions: from a storage to its tag, and from a storage and a tag to a storage")
     PACKAGES.add(Package(priority, tagger, deserializer))
@@ -121,7 +113,7 @@ def default_restore_location(storage: AnyStorage, location: str) -> AnyStorage:
 
 
 def restorer(map_location: MapLocation) -> Callable[[torch.UntypedStorage, str], torch.UntypedStorage]:
-    """The function that brings a storage in CPU memory, and the tag it was saved with, to where `map_location` wants it."""
+    """A function that moves a storage from CPU memory, given the tag it was saved with, to where `map_location` wants it."""
     if map_location is not None and not isinstance(map_location, str | bytes | torch.device | Mapping):
         if not callable(map_location):
             raise TypeError(
@@ -143,29 +135,25 @@ def restorer(map_location: MapLocation) -> Callable[[torch.UntypedStorage, str],
 
 
 def stays_on_cpu(map_location: MapLocation, location: str) -> bool:
-    """Whether restoring a storage surely gives that same storage, so that its bytes may as well come later."""
+    """Whether restoring a storage is sure to give that same storage, so that its bytes may be read later."""
     if callable(map_location) and not isinstance(map_location, Mapping):
         return False
     return _target(map_location, location) == "cpu" and PACKAGES.ordered()[0] is CPU
 
 
-def tags_cuda() -> bool:
-    """Whether nobody else is asked before us about storages on GPUs."""
-    return PACKAGES.ordered()[:2] == (CPU, CUDA)
-
-
 def cuda_device(map_location: MapLocation, location: str) -> torch.device | None:
-    """The GPU that a storage surely goes to, so that its bytes may go there straight from the file; else None."""
+    """The GPU that a storage is sure to go to, so that its bytes may go there straight from the file; else None."""
     if callable(map_location) and not isinstance(map_location, Mapping):
         return None
     target = _target(map_location, location)
-    if not names_backend("cuda", target) or not tags_cuda():
+    # A package that comes before ours may do something else with storages on GPUs.
+    if not names_backend("cuda", target) or PACKAGES.ordered()[:2] != (CPU, CUDA):
         return None
     return present_device(target, "cuda")
 
 
 def _target(map_location: str | bytes | torch.device | Mapping[str, str] | None, location: str) -> str:
-    """The tag that holds instead of the one in the file."""
+    """The tag that is used instead of the one in the file."""
     match map_location:
         case None:
             return location
@@ -180,12 +168,29 @@ def _target(map_location: str | bytes | torch.device | Mapping[str, str] | None,
 
 
 def _untyped(storage: object) -> torch.UntypedStorage:
-    """What a function of the user's gave, if it is a storage."""
+    """The untyped storage of what a function of the user gave."""
     if isinstance(storage, torch.storage.TypedStorage):
         return storage._untyped_storage
     if not isinstance(storage, torch.UntypedStorage):
         raise TypeError(f"map_location or a registered package gave a {type(storage).__name__} where a storage belongs")
     return storage
+
+
+def located_by_caller(device: object) -> torch.device | str:
+    """The device of a tensor that has no storage of its own: the caller's `map_location` decides.
+
+    torch 2.13 looks for the device and not for its name in a dict, so that a wrapper stays behind when its parts move.
+    """
+    if not isinstance(device, str | torch.device):
+        raise PickleError("a device was expected", found=type(device).__name__)
+    wanted: object = getattr(local, "map_location", None)
+    if wanted is None:
+        return device
+    if isinstance(wanted, dict):
+        wanted = wanted.get(str(device), device)
+    if isinstance(wanted, str | torch.device):
+        return wanted
+    raise Refused("Callable map_location not supported with _rebuild_wrapper_subclass or _rebuild_device_tensor_from_numpy")
 
 
 # The devices that are built in.
@@ -195,7 +200,7 @@ def _package(priority: int, backend: str) -> Package:
     """A backend whose tags carry the device's number, and to which a storage moves with `to`."""
 
     def name() -> str:
-        # Asked each time: a program may give the private-use backend its name after we were imported.
+        # Each time: a program may give the private-use backend its name after this import.
         return torch._C._get_privateuse1_backend_name() if backend == PRIVATE_USE else backend
 
     def tag(storage: AnyStorage) -> str | None:
@@ -215,7 +220,7 @@ def _plain(kind: str) -> Tag:
 
 
 def _device(storage: AnyStorage) -> torch.device:
-    # To ask a typed storage itself would warn that its class is on the way out.
+    # The public attribute of a typed storage warns that its class is deprecated.
     return storage._untyped_storage.device if isinstance(storage, torch.storage.TypedStorage) else storage.device
 
 
@@ -261,7 +266,7 @@ def validate_hpu_device(location: str) -> int:
 
 
 def present_device(location: str, backend: str) -> torch.device:
-    """The device that a tag names, with its index, after all the checks that tell why it is not there."""
+    """The device that a tag names, with its index. Raises the reason why it is not there."""
     shown = backend.upper()
     module = getattr(torch, backend, None)
     if module is None:
@@ -288,10 +293,10 @@ def present_device(location: str, backend: str) -> torch.device:
 
 
 def _index(module: object, device: torch.device, location: str) -> int:
-    """The device's number; that of the current device where the tag has none."""
+    """The device's number; the current device's where the tag has none."""
     find = getattr(getattr(module, "_utils", None), "_get_device_index", None)
     if find is not None:
-        # What torch asks of a private-use backend: it may count devices in its own way.
+        # As torch does for a private-use backend, which may count devices in its own way.
         return cast(int, find(location, True))
     if device.index is not None:
         return device.index
@@ -300,7 +305,7 @@ def _index(module: object, device: torch.device, location: str) -> int:
 
 
 NUMBERED = frozenset(("", ":", *"0123456789"))
-"""What may follow the name of a backend in a tag."""
+"""Characters that may follow the name of a backend in a tag."""
 
 
 def names_backend(backend: str, location: str) -> bool:

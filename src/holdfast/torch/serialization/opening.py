@@ -1,4 +1,4 @@
-"""What `load` is given, as a source to read from: a path, an open file, or anything that can be read and sought."""
+"""The argument of `load` as a source: a path, an open file, or anything that can be read and sought."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEKABLE = (
 
 
 class OpenedFile:
-    """A file that is being loaded, as a block: errors that leave it name the file as the caller does, and not by its key here."""
+    """A file that is being loaded, as a context manager. Errors name the file as the caller does, and not by its key here."""
 
     __slots__ = ("_file", "_lent", "_own", "nbytes", "path", "source", "start", "verify")
 
@@ -46,19 +46,16 @@ class OpenedFile:
     ) -> None:
         self.source = OpenSource(store, verify=verify)
         self.start = start
-        """Where the caller's object stood: the file begins here."""
+        """The position of the caller's object, where the file begins."""
         self.nbytes = store.size(KEY) - start
-        """From there on."""
         self.path = path
         self.verify = verify
-        """Whether recorded checksums are compared."""
         self._own = own
         self._file = file
         self._lent: tuple[memoryview, ...] = ()
 
     @property
     def file(self) -> BinaryIO:
-        """For readers that want a file object."""
         if self._file is None and self._own is not None:
             self._file = io.BufferedReader(self._own)
         return cast(BinaryIO, self._file)
@@ -67,7 +64,7 @@ class OpenedFile:
         return self.source.bytes(KEY, self.start, self.start + min(nbytes, self.nbytes))
 
     def lend(self, *views: memoryview) -> None:
-        """Release these at the end whatever holds on to them: a buffer cannot grow while somebody has a view of it."""
+        """Release these views at the end: a buffer cannot grow while there is a view of it."""
         self._lent = views
 
     def __enter__(self) -> Self:
@@ -83,7 +80,7 @@ class OpenedFile:
 
 
 def opened(f: object, *, verify: bool = True) -> OpenedFile:
-    """Open a path, or look at an open file where it stands. A path is closed again; a file object keeps its position."""
+    """Open a path, or take an open file from its position. A path is closed again; a file object keeps its position."""
     if isinstance(f, str | os.PathLike):
         return _at_path(os.fsdecode(f), verify=verify)
     start = _position(f)
@@ -100,12 +97,12 @@ def opened(f: object, *, verify: bool = True) -> OpenedFile:
 
 
 def _at_path(path: str, *, verify: bool) -> OpenedFile:
-    """A file of our own. A short one is read at once: each look at it would cost more than all of its bytes."""
+    """Open a path. A short file is read at once: each later read would cost more than all of its bytes."""
     try:
         own = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by the block that it is for
     except IsADirectoryError as error:
-        said = f"{error.strerror}; holdfast.torch.load_full and load_sharded load checkpoints that are folders"
-        raise IsADirectoryError(error.errno, said, path) from None
+        message = f"{error.strerror}; holdfast.torch.load_full and load_sharded load checkpoints that are folders"
+        raise IsADirectoryError(error.errno, message, path) from None
     try:
         found = os.fstat(own.fileno())
         content = platform.read_block(own.fileno(), SHORT_NBYTES + 1, 0) if 0 < found.st_size <= SHORT_NBYTES else b""
@@ -118,7 +115,7 @@ def _at_path(path: str, *, verify: bool) -> OpenedFile:
 
 
 def _position(f: object) -> int:
-    """Where a file object stands; torch's words for one that cannot be asked."""
+    """The position of a file object. Raises in torch's words where it has none."""
     for name in ("seek", "tell", "read"):
         if not callable(getattr(f, name, None)):
             raise AttributeError(f"'{type(f).__name__}' object has no attribute '{name}'. {SEEKABLE}")
@@ -131,8 +128,8 @@ def _position(f: object) -> int:
 
 
 def _store(file: BinaryIO) -> Store:
-    """The fastest way to the bytes of a file object."""
-    # No other wrapper is looked into: what it reads need not be what its file holds.
+    """The fastest store for a file object."""
+    # No other wrapper is opened up: what it reads need not be what its file holds.
     raw = file.file if isinstance(file, tempfile._TemporaryFileWrapper) else file
     if type(raw) in (io.BufferedReader, io.BufferedRandom, io.FileIO) and not (isinstance(raw, io.BufferedRandom) and _dirty(raw)):
         try:
@@ -145,7 +142,7 @@ def _store(file: BinaryIO) -> Store:
 
 
 def _dirty(file: io.BufferedRandom) -> bool:
-    """Whether what was written could still be on its way; flushing settles it."""
+    """Whether written bytes may still be in a buffer after a flush."""
     try:
         file.flush()
     except (OSError, ValueError):

@@ -1,12 +1,10 @@
-"""`install`: from now on, programs that call `torch.save` and `torch.load` use Holdfast, without a change to them.
+"""`install`: programs that call `torch.save` and `torch.load` use Holdfast, without a change to them.
 
     torch                 save, load
     torch.serialization   every name of its `__all__` that `holdfast.torch` has
 
-Nothing else in torch is touched. What a program took from these modules before (`from torch import load`) stays what it was.
-
-1. Installations are counted; the last `uninstall` puts back what the first `install` found.
-2. What somebody else put in our place in the meantime is theirs: it stays, and a warning says so.
+Nothing else in torch is changed. What a program took from these modules before (`from torch import load`) stays what it was.
+The last `uninstall` restores what the first `install` found. What others replaced in the meantime stays, with a warning.
 """
 
 from __future__ import annotations
@@ -18,38 +16,12 @@ from types import ModuleType, TracebackType
 import torch
 
 from holdfast.core.runtime import renewed
-from holdfast.core.value import Value
 from holdfast.errors import HoldfastWarning
-
-TOP = ("save", "load")
-"""What `torch` itself has of `torch.serialization`."""
-
-
-class PatchedAttribute(Value, frozen=True):
-    """One attribute of one module."""
-
-    module: ModuleType
-    name: str
-    before: object
-    ours: object
-
-    def put(self) -> None:
-        setattr(self.module, self.name, self.ours)
-
-    def put_back(self) -> bool:
-        """Undo `put`; False where somebody else has replaced ours."""
-        if vars(self.module).get(self.name) is not self.ours:
-            return False
-        setattr(self.module, self.name, self.before)
-        return True
-
-    def __str__(self) -> str:
-        return f"{self.module.__name__}.{self.name}"
-
 
 _lock = renewed(threading.Lock())
 _count = 0
-_replaced: tuple[PatchedAttribute, ...] = ()
+_replaced: list[tuple[ModuleType, str, object, object]] = []
+"""Module, name, torch's object and ours."""
 
 
 class Installation:
@@ -60,19 +32,19 @@ class Installation:
 
     def uninstall(self) -> None:
         """Undo this installation, once."""
-        self._undo(stacklevel=4)
+        self._undo()
 
     def __enter__(self) -> Installation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._undo(stacklevel=4)
+        self._undo()
 
-    def _undo(self, *, stacklevel: int) -> None:
+    def _undo(self) -> None:
         with _lock:
             done, self._done = self._done, True
         if not done:
-            _uninstall(stacklevel=stacklevel)
+            _uninstall(stacklevel=4)
 
 
 def install() -> Installation:
@@ -86,9 +58,9 @@ def install() -> Installation:
 
     with _lock:
         if not _count:
-            _replaced = tuple(_replacements(ours))
-            for each in _replaced:
-                each.put()
+            _replaced = _replacements(ours)
+            for module, name, _, mine in _replaced:
+                setattr(module, name, mine)
         _count += 1
     return Installation()
 
@@ -106,8 +78,13 @@ def _uninstall(*, stacklevel: int) -> None:
         _count -= 1
         if _count:
             return
-        replaced, _replaced = _replaced, ()
-        theirs = [str(each) for each in replaced if not each.put_back()]
+        theirs = []
+        for module, name, before, mine in _replaced:
+            if vars(module).get(name) is mine:
+                setattr(module, name, before)
+            else:
+                theirs.append(f"{module.__name__}.{name}")
+        _replaced = []
     if theirs:
         warnings.warn(
             f"{', '.join(theirs)} had been replaced by somebody else after holdfast.torch.install(), and was left as it is; "
@@ -117,17 +94,9 @@ def _uninstall(*, stacklevel: int) -> None:
         )
 
 
-def _replacements(ours: ModuleType) -> list[PatchedAttribute]:
-    """What there is to replace. A name that we share with torch (a class whose identity matters) is not."""
-    found = []
-    places: list[tuple[ModuleType, list[str]]] = [
-        (torch, [name for name in TOP if name in vars(torch)]),
-        (torch.serialization, [name for name in torch.serialization.__all__ if name in vars(torch.serialization)]),
-    ]
-    for module, names in places:
-        for name in names:
-            mine, before = getattr(ours, name, None), vars(module)[name]
-            # Not callable: a module of ours that has the name of the function in it.
-            if callable(mine) and mine is not before:
-                found.append(PatchedAttribute(module, name, before, mine))
-    return found
+def _replacements(ours: ModuleType) -> list[tuple[ModuleType, str, object, object]]:
+    """The attributes to replace. A class that we share with torch, because its identity matters, is none of them."""
+    names = [*((torch, name) for name in ("save", "load")), *((torch.serialization, name) for name in torch.serialization.__all__)]
+    found = [(module, name, vars(module)[name], getattr(ours, name, None)) for module, name in names if name in vars(module)]
+    # Not callable: a module of ours that has the name of the function in it.
+    return [each for each in found if callable(each[3]) and each[3] is not each[2]]

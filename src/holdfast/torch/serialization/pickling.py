@@ -1,14 +1,12 @@
-"""By the caller's own pickle module: any Python object into a torch file and out of one, its storages set apart.
+"""Pickling by the caller's own pickle module: any Python object into a torch file and out of one, without its storages.
 
 The stream is CPython's own, opcode for opcode; what makes it torch's are the persistent ids. A storage becomes
 
     ('storage', storage class, key, location, number of elements)
 
 and its bytes go elsewhere. Keys count from '0' in the order in which storages are first met; two Python objects over one C++
-storage are one. The same Python objects are used for equal parts of those tuples wherever torch uses the same, because the pickler
+storage are one. Equal parts of those tuples are the same Python objects wherever they are in torch, because the pickler
 remembers objects by identity and the bytes of the stream show it.
-
-The way back, `unpickler`, is for `weights_only=False`. It runs what the file says.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType, SimpleNamespace
-from typing import BinaryIO, Protocol, cast
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -39,7 +37,7 @@ CLASH = (
 )
 
 OLDEST_DILL = (0, 3, 1)
-"""Before, dill's pickler could not be subclassed with a persistent id."""
+"""Older versions cannot be subclassed with a persistent id."""
 
 
 class StorageIds:
@@ -47,23 +45,22 @@ class StorageIds:
 
     def __init__(self) -> None:
         self.keys: dict[int, str] = {}
-        """The number of each storage, by its identity. It is the same text at every use, as in torch: the stream shows it."""
+        """The number of each storage, by its identity. The same text object at every use, as in torch: the stream shows it."""
         self.storages: list[torch.UntypedStorage] = []
-        """By their numbers."""
         self.tensors: dict[int, torch.Tensor] = {}
-        """A plain tensor over each storage on a GPU that one was met over, by the identity of the storage."""
+        """By the identity of a storage on a GPU: a plain tensor over it."""
         self._dtypes: list[torch.dtype] = []
-        """Of each storage, the dtype as which it was met first: it may be seen as one only."""
+        """The dtype with which each storage was met first: no other is allowed."""
         self.addresses = array("Q")
-        """Of the data of each; 0 where there is none."""
+        """The address of each storage; 0 where it has none."""
 
     def persistent_id(self, obj: object) -> object:
-        """What stands for a storage; None for all other objects."""
+        """The persistent id of a storage; None for all other objects."""
         kind = type(obj)
         if kind in OTHERS:
             return None
         if issubclass(kind, torch.storage.TypedStorage):
-            # By its private names: the public ones warn that the class is on its way out.
+            # By its private names: the public ones warn that the class is deprecated.
             storage, dtype, saved = obj._untyped_storage, obj.dtype, _storage_class(obj.dtype)  # type: ignore[attr-defined]
         elif issubclass(kind, torch.UntypedStorage):
             storage, dtype, saved = obj, torch.uint8, torch.UntypedStorage
@@ -77,7 +74,7 @@ class StorageIds:
     def id_of(
         self, storage: torch.UntypedStorage, dtype: torch.dtype, saved: type, location: str, address: int
     ) -> tuple[object, ...]:
-        """What stands for a storage at an address that is seen as elements of a dtype, and saved as one of this class."""
+        """The persistent id of a storage at an address, with the dtype of its elements and the class that a file names."""
         identity, elements = storage._cdata, storage.nbytes() // dtype.itemsize
         key = self.keys.get(identity)
         if key is None:
@@ -90,7 +87,7 @@ class StorageIds:
         return STORAGE, saved, key, location, elements
 
     def check_dtypes(self) -> None:
-        """Raise `Refused` where two storages are the same memory and are seen as two dtypes."""
+        """Raise `Refused` where two storages are the same memory with two dtypes."""
         if len({*self.addresses}) == len(self.addresses):
             return
         seen: dict[int, torch.dtype] = {}
@@ -105,7 +102,7 @@ class StorageIds:
 
 
 OTHERS: set[type] = set()
-"""Types that are no storages, each asked once: this is asked about every object of a pickle."""
+"""Types that are no storages. `persistent_id` is called for every object of a pickle."""
 
 
 @cache
@@ -119,7 +116,7 @@ def _storage_class(dtype: torch.dtype) -> type:
 
 
 def pickle_object(obj: object, ids: StorageIds, *, pickle_module: ModuleType, protocol: int) -> bytes:
-    """The stream of `obj`. `ids.persistent_id` is asked about every object in it that is no part of a plain tensor."""
+    """The stream of `obj`. `ids.persistent_id` is called for every object in it that is no part of a plain tensor."""
     pieces: list[bytes] = []
     # CPython's pickler gives all of it at once, and that is not copied. Other modules may want more of a file.
     file = SimpleNamespace(write=pieces.append) if pickle_module is pickle else io.BytesIO()
@@ -131,7 +128,7 @@ def pickle_object(obj: object, ids: StorageIds, *, pickle_module: ModuleType, pr
             pickler.dispatch_table = reducers(pickler, ids, protocol)
         pickler.dump(obj)
     finally:
-        # They have each other: all tensors would stay until the collector comes.
+        # A cycle, which would hold all tensors until the collector runs.
         if pickle_module is pickle:
             pickler.dispatch_table = {}
     ids.check_dtypes()
@@ -139,7 +136,7 @@ def pickle_object(obj: object, ids: StorageIds, *, pickle_module: ModuleType, pr
 
 
 class NoHooks(Struct, eq=False, gc=False):
-    """Pickled as an empty OrderedDict, where torch had backward hooks once. A real one takes long to say what it is."""
+    """Pickled as an empty OrderedDict, where torch once had backward hooks. A real one takes longer."""
 
 
 class ParameterData(Struct, eq=False):
@@ -149,18 +146,18 @@ class ParameterData(Struct, eq=False):
 
 
 class Reducers(dict[type, Callable[..., object]]):
-    """How objects of some classes are pickled; of all others, as Python knows it."""
+    """Reducers of some classes; for all others, Python's."""
 
     def __missing__(self, kind: type) -> Callable[..., object]:
         return copyreg.dispatch_table[kind]
 
 
 def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducers:
-    """What `__reduce_ex__` of plain tensors answers, in a fifth of its time. Of all other tensors torch is asked.
+    """Reducers that give for plain tensors what `__reduce_ex__` gives, in a fifth of its time. Other tensors are left to torch.
 
-    A pickler asks for the persistent id of every object, and a tensor is fifteen. Within a plain one only its storage has an id: it
-    stands in `inside` for as long as the tensor's parts are pickled, the last of which is `NoHooks`. A look into a dict is a third
-    of a call.
+    A pickler calls for the persistent id of every object, and a tensor is fifteen. Within a plain one only its storage has an id:
+    it
+    is in `inside` while the tensor's parts are pickled, the last of which is `NoHooks`. A lookup in a dict takes a third of a call.
     """
     has_names, rebuild, strided = versions.has_names, torch._utils._rebuild_tensor_v2, torch.strided
     everywhere, id_of, tensors, plain_cpu = ids.persistent_id, ids.id_of, ids.tensors, stays_on_cpu(None, "cpu")
@@ -168,13 +165,13 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
     inside: dict[object, object] = {}
 
     def reduce(tensor: torch.Tensor, data: bool = False) -> object:
-        """With `data`, of `parameter.data`, which wants no gradient and has no hooks."""
-        dtype, near, grad = tensor.dtype, tensor.is_cpu, not data and tensor.requires_grad
+        """Reduce a tensor; with `data`, `parameter.data`, which wants no gradient and has no hooks."""
+        dtype, on_cpu, grad = tensor.dtype, tensor.is_cpu, not data and tensor.requires_grad
         saved = PLAIN_DTYPES[dtype]
         if (
             saved is None
             or tensor.layout is not strided
-            or not (near or tensor.is_cuda)
+            or not (on_cpu or tensor.is_cuda)
             or attributes(tensor)
             or tensor.is_nested
             or tensor.is_neg()
@@ -185,9 +182,9 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
             pickler.persistent_id = everywhere  # type: ignore[method-assign]
             return (tensor.data if data else tensor).__reduce_ex__(protocol)
         storage = tensor.untyped_storage()
-        if not near:
+        if not on_cpu:
             tensors.setdefault(storage._cdata, tensor)
-        location = "cpu" if near and plain_cpu else location_tag(storage)
+        location = "cpu" if on_cpu and plain_cpu else location_tag(storage)
         inside[here] = id_of(storage, dtype, saved, location, storage.data_ptr())
         pickler.persistent_id = inside.get  # type: ignore[method-assign]
         return rebuild, (here, tensor.storage_offset(), (*tensor.shape,), tensor.stride(), grad, NoHooks())
@@ -209,7 +206,7 @@ def reducers(pickler: pickle.Pickler, ids: StorageIds, protocol: int) -> Reducer
 
 
 class _PlainDtypes(dict[torch.dtype, type | None]):
-    """The class of the storages of each dtype; None where tensors are more than elements of a storage of a class of its own."""
+    """By dtype: the class of its storages; None where a tensor is more than elements of a storage with a class of its own."""
 
     def __missing__(self, dtype: torch.dtype) -> type | None:
         row = DTYPES.torch(str(dtype).removeprefix("torch."))
@@ -222,22 +219,21 @@ PLAIN_DTYPES = _PlainDtypes()
 
 
 def is_changed() -> bool:
-    """Whether somebody else says how tensors are pickled."""
+    """Whether other code than torch's defines how tensors are pickled."""
     changed = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__) != REDUCED_BY
     return changed or not copyreg.dispatch_table.keys().isdisjoint(TYPES)
 
 
 def is_watched() -> bool:
-    """Whether somebody wants to be asked about everything that is done with tensors."""
+    """Whether a mode is active that sees all operations on tensors."""
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 REDUCED_BY = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
-"""How torch pickles its tensors. Whoever changed that is asked."""
 
 
 def check_pickle_module(pickle_module: ModuleType) -> None:
-    """Refuse a dill that is too old to be asked for persistent ids."""
+    """Refuse a dill that is too old for persistent ids."""
     if getattr(pickle_module, "__name__", "") != "dill":
         return
     version = str(getattr(pickle_module, "__version__", ""))
@@ -248,11 +244,11 @@ def check_pickle_module(pickle_module: ModuleType) -> None:
 
 
 MOVED = {"torch.tensor": "torch._tensor"}
-"""Modules that were renamed since files mention them."""
+"""Modules that were renamed after files were written."""
 
 
 class StorageClass:
-    """Stands for `torch.FloatStorage` and its like while a file is read: a dtype, and no class that warns."""
+    """Stands for `torch.FloatStorage` and the like while a file is read: a dtype, and no class that warns."""
 
     def __init__(self, name: str) -> None:
         row = DTYPES.storage(name)
@@ -265,21 +261,17 @@ class StorageClass:
         return f"StorageType(dtype={self.dtype})"
 
 
-class _Unpickler(Protocol):
-    def load(self) -> object: ...
-
-
-def unpickler(
-    pickle_module: ModuleType, file: BinaryIO, persistent: Callable[[object], object], *, arguments: Mapping[str, object]
-) -> _Unpickler:
-    """An unpickler at the position of `file`, which gives persistent ids to `persistent`."""
-    made = _unpickler_class(pickle_module)(file, **arguments)
+def unpickle(
+    pickle_module: ModuleType, content: bytes, persistent: Callable[[object], object], *, arguments: Mapping[str, object]
+) -> object:
+    """Load a pickle, and run what it says. Persistent ids are given to `persistent`."""
+    made = _unpickler_class(pickle_module)(io.BytesIO(content), **arguments)
     made.ids = persistent
-    return made
+    return made.load()
 
 
 @cache
-def _unpickler_class(pickle_module: ModuleType) -> Callable[..., _UnpicklerWithIds]:
+def _unpickler_class(pickle_module: ModuleType) -> type[Any]:
     stock = pickle_module.Unpickler
 
     def find_class(self: object, module: str, name: str) -> object:
@@ -290,14 +282,7 @@ def _unpickler_class(pickle_module: ModuleType) -> Callable[..., _UnpicklerWithI
                 pass
         return stock.find_class(self, MOVED.get(module, module), name)
 
-    def persistent_load(self: _UnpicklerWithIds, pid: object) -> object:
+    def persistent_load(self: Any, pid: object) -> object:  # noqa: ANN401  # of the class that is made here
         return self.ids(pid)
 
-    made = type("TorchUnpickler", (stock,), {"find_class": find_class, "persistent_load": persistent_load})
-    return cast("Callable[..., _UnpicklerWithIds]", made)
-
-
-class _UnpicklerWithIds(Protocol):
-    ids: Callable[[object], object]
-
-    def load(self) -> object: ...
+    return type("TorchUnpickler", (stock,), {"find_class": find_class, "persistent_load": persistent_load})

@@ -1,10 +1,10 @@
-"""`TorchBuilder`: what the reducers of torch's pickles ask for in a `weights_only` load, as torch's own objects.
+"""`TorchBuilder`: makes torch's own objects for the reducers of torch's pickles, in a `weights_only` load.
 
-1. A tensor is an empty one of the storage's dtype and device, set to view the storage. Sizes, strides and offset are compared
-   with the storage before (`formats/torch/tensors.py`), because `set_` enlarges one that is too small, with what was in memory.
-2. Nothing here looks at an element of a plain tensor, so storages may still be empty: they are filled together when the whole
-   pickle is read. Those of a composite are filled first, because its indices are looked at, and what is looked at is bounded.
-3. What torch itself refuses (a gradient for integers, an unknown device) becomes a `MetadataError` that says it in torch's words.
+1. A tensor is an empty one of the storage's dtype and device, set to view the storage. Sizes, strides and offset are compared with
+   the storage before (`formats/torch/tensors.py`), because `set_` enlarges one that is too small, with what was in memory.
+2. No element of a plain tensor is used here, so storages are filled together when the whole pickle is read. Those of a composite
+   are filled first, because its indices are checked, and how much is checked is bounded.
+3. What torch refuses (a gradient for integers, an unknown device) becomes a `MetadataError` in torch's words.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
+from holdfast.core.text import escape
 from holdfast.errors import HoldfastError, LimitExceeded, MetadataError, PickleError, Refused, Unsupported
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.table import Args, Name
@@ -27,67 +28,52 @@ from holdfast.formats.torch.composites import KINDS as CHECKS
 from holdfast.formats.torch.composites import Apart
 from holdfast.formats.torch.reducers import Claim
 from holdfast.formats.torch.tensors import beyond, brief, flag, reach
-from holdfast.torch.serialization.refusals import label, printable
-from holdfast.torch.serialization.storages import QUANTIZED, LoadedStorages, row_of
+from holdfast.torch.serialization.locations import located_by_caller
+from holdfast.torch.serialization.refusals import label
+from holdfast.torch.serialization.storages import QUANTIZED, LazyStorages, row_of
 from holdfast.torch.tensors.composites import KINDS, Elements, check_room, check_rows
-from holdfast.torch.versions import is_faking, local
+from holdfast.torch.versions import is_faking
 
 TORCH_SAYS_NO = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, AssertionError)
-"""What torch's functions raise for arguments that they do not like."""
+"""What torch's functions raise for bad arguments."""
 
 OWN = frozenset(name for kind in torch.Tensor.__mro__ for name, what in vars(kind).items() if hasattr(type(what), "__set__"))
 """Names of a tensor that are more than an entry in its `__dict__`."""
 
 Make = tuple[Callable[[], torch.Tensor], int]
-"""What makes an empty tensor of one dtype and device, and the bytes of an element."""
+"""A function that makes an empty tensor of one dtype and device, and the bytes of an element."""
 
 INSPECTED_NBYTES = 4 << 30
-"""What may be looked at in all, each tensor counted as often as it is used: two seconds. Masks shared by a few layers are usual."""
+"""Bytes of indices that are checked in all, each tensor counted at every use: two seconds. A few layers often share masks."""
 
 
 class RefusedTensor(MetadataError, Refused):
-    """A tensor whose description torch itself does not take; a RuntimeError as well, which is what torch raises."""
+    """A tensor that torch refuses; a RuntimeError as well, which is what torch raises."""
 
 
 def no(what: str, error: Exception) -> HoldfastError:
-    """The error for something that torch refused to build."""
-    said = str(error).partition("\n")[0]
+    """The error for an object that torch refused to build."""
+    reason = str(error).partition("\n")[0]
     if isinstance(error, NotImplementedError):
-        return Unsupported(f"torch cannot build {what} here: {said}")
-    return RefusedTensor(f"torch refuses {what}: {said}")
+        return Unsupported(f"torch cannot build {what} here: {reason}")
+    return RefusedTensor(f"torch refuses {what}: {reason}")
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """A block in which what torch refuses is a `HoldfastError` about what was to be built."""
+    """Turn what torch raises in a block into a `HoldfastError` about the object that was to be built."""
     try:
         yield
     except TORCH_SAYS_NO as error:
         raise no(what, error) from error
 
 
-def located_by_caller(device: object) -> torch.device | str:
-    """Where a tensor goes that has no storage of its own: the caller's `map_location` decides.
-
-    torch 2.13 looks for the device and not for its name in a dict, so that a wrapper stays behind when its parts move.
-    """
-    if not isinstance(device, str | torch.device):
-        raise PickleError("a device was expected", found=type(device).__name__)
-    wanted: object = getattr(local, "map_location", None)
-    if wanted is None:
-        return device
-    if isinstance(wanted, dict):
-        wanted = wanted.get(str(device), device)
-    if isinstance(wanted, str | torch.device):
-        return wanted
-    raise Refused("Callable map_location not supported with _rebuild_wrapper_subclass or _rebuild_device_tensor_from_numpy")
-
-
 def assign(target: torch.Tensor, state: object, spending: Spending) -> None:
     """Set attributes of a tensor from a dict, or from a pair of dicts (the second for slots), as `copyreg` makes them.
 
-    A name under which torch keeps something of its own (`data`, `requires_grad`, `__class__`) cannot come out of a tensor's
-    `__dict__`, so a file that has one was not written by torch.
+    A name that is torch's own (`data`, `requires_grad`, `__class__`) cannot come out of a tensor's `__dict__`, so torch did not
+    write
+    a file that has one.
     """
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     for part in parts:
@@ -103,16 +89,16 @@ def assign(target: torch.Tensor, state: object, spending: Spending) -> None:
 
 
 def _is_torchs(kind: type, name: str) -> bool:
-    """Whether setting an attribute would do something to the tensor itself; a subclass may have made the name its own."""
+    """Whether setting an attribute changes the tensor itself; a subclass may have made the name its own."""
     return name in OWN and next(each for each in kind.__mro__ if name in vars(each)) in torch.Tensor.__mro__
 
 
 class TorchBuilder:
-    """Makes torch's objects over the storages of one file. `is_allowed` says whether the user allowed a class."""
+    """Makes torch's objects over the storages of one file. `is_allowed` tells whether the user allowed a class."""
 
     storage_class, tensor_class, fewest = TypedStorage, torch.Tensor, 6
 
-    def __init__(self, storages: LoadedStorages, is_allowed: Callable[[object], bool]) -> None:
+    def __init__(self, storages: LazyStorages, is_allowed: Callable[[object], bool]) -> None:
         self._storages, self._is_allowed = storages, is_allowed
 
     def begin(self, limits: Limits, spending: Spending) -> None:
@@ -120,7 +106,7 @@ class TorchBuilder:
         self._fake: bool | None = None
         self._makes: dict[torch.dtype, dict[torch.device, Make]] = {}
         self._blank: dict[int, torch.Tensor] = {}
-        """Tensors that a call announced and BUILD has not filled yet, by identity."""
+        """Tensors that a call made and BUILD has not filled yet, by identity."""
         self._inspected = 0
 
     @property
@@ -151,7 +137,7 @@ class TorchBuilder:
         try:
             return torch.device(kind) if index is None else torch.device(kind, index)
         except TORCH_SAYS_NO as error:
-            raise MetadataError(f"torch knows no such device: {printable(brief(kind))}") from error
+            raise MetadataError(f"torch knows no such device: {escape(brief(kind))}") from error
 
     def size(self, lengths: tuple[int, ...]) -> torch.Size:
         return torch.Size(lengths)
@@ -183,7 +169,7 @@ class TorchBuilder:
         return made
 
     def _make(self, dtype: torch.dtype, untyped: UntypedStorage) -> Make:
-        """How an empty tensor for such a storage is made. Another tensor's `new` takes half the time of `torch.empty`."""
+        """How an empty tensor for such a storage is made. `new` of another tensor takes half the time of `torch.empty`."""
         if dtype in QUANTIZED:
             raise MetadataError(f"a tensor of {dtype} without a scale", found=str(dtype))
         if self.fake:
@@ -195,7 +181,6 @@ class TorchBuilder:
         return made
 
     def _turn(self, made: torch.Tensor, *, conj: bool, neg: bool) -> None:
-        """Set the bits by which a conjugate or a negative is a view."""
         if conj:
             if not made.is_complex():
                 raise MetadataError("a conjugate of numbers that are not complex", found=str(made.dtype))
@@ -299,9 +284,9 @@ class TorchBuilder:
     # Tensors of several.
 
     def composite(self, kind: str, whole: Apart, *, grad: bool = False) -> torch.Tensor:
-        looked = [self.inspected(part, name) for name, part in whole.parts.items() if type(part) is not Elements]
+        inspected = [self.inspected(part, name) for name, part in whole.parts.items() if type(part) is not Elements]
         CHECKS[kind].check(whole)
-        if looked:
+        if inspected:
             self._storages.fill()
         try:
             made = KINDS[kind].put_together(whole)
@@ -312,7 +297,7 @@ class TorchBuilder:
         return made
 
     def inspected(self, value: object, what: str) -> torch.Tensor:
-        """A plain tensor whose elements may be looked at."""
+        """Check that a value is a plain tensor, and that its elements may still be read."""
         if not isinstance(value, torch.Tensor) or not (type(value) is torch.Tensor or self.fake):
             raise PickleError(f"the {what} of a tensor must be a plain tensor", found=type(value).__name__)
         if value.layout is not torch.strided or value.is_nested or value.is_quantized:
@@ -347,14 +332,11 @@ class TorchBuilder:
         if type(layout) is not torch.layout:
             raise PickleError("a wrapper without a layout", found=type(layout).__name__)
         wanted, where = flag(grad, "requires_grad"), located_by_caller(device)
-        like: dict[str, Any] = {
-            "layout": layout,
-            "dtype": self.dtype(dtype),
-            "device": torch.device(where),
-            "requires_grad": wanted,
-        }
+        like: dict[str, Any] = {"layout": layout, "dtype": self.dtype(dtype), "device": torch.device(where)}
         with refusing(f"a wrapper of {kind.__name__}"):
-            return torch.Tensor._make_wrapper_subclass(kind, shape, strides=strides, storage_offset=offset, **like)
+            return torch.Tensor._make_wrapper_subclass(
+                kind, shape, strides=strides, storage_offset=offset, requires_grad=wanted, **like
+            )
 
     def check_class(self, function: object, kind: object) -> None:
         if not isinstance(kind, type) or not issubclass(kind, torch.Tensor) or not (_is_own(kind) or self._is_allowed(kind)):

@@ -1,14 +1,13 @@
-"""What a `weights_only` load says when it refuses, in the three forms that torch's users know.
+"""The errors of a `weights_only` load, in the three forms that torch's users know.
 
     the file names something that is not allowed   what would allow it, and the other way, for a source that is trusted
-    ... that only waits for an import              what to import
-    anything else in the pickle                    what it was, and where to ask
+    ... that only needs an import                  what to import
+    anything else in the pickle                    what it was, and where to report it
 
 All begin with "Weights only load failed.", and the fragments that programs look for (the call that would allow a name, the request
-for an issue) are torch's. A file that contradicts itself is only told what is wrong with it: no option would make it right.
+for an issue) are torch's. For a file that contradicts itself no option is named: none would help.
 
-A pickle of another protocol than 2 gets the third form whatever was wrong, as it does in torch, whose loader reads no other.
-The reason, with the call that would allow the name, is part of it.
+A pickle of another protocol than 2 always gets the third form, as it does in torch, whose loader reads no other.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from _pickle import UnpicklingError
 from enum import Enum
 from types import BuiltinMethodType, FunctionType, MethodType
 
+from holdfast.core.text import escape
 from holdfast.errors import FormatError, HoldfastError, LimitExceeded, MetadataError, PickleError, Truncated
 from holdfast.torch import versions
 
@@ -39,7 +39,7 @@ JAGGED = frozenset(
         "torch._dynamo.decorators._DimRange",
     }
 )
-"""What torch allows as soon as the modules that make jagged tensors are imported."""
+"""Names that torch allows once the modules that make jagged tensors are imported."""
 
 DTENSOR = frozenset(
     {
@@ -54,11 +54,14 @@ DTENSOR = frozenset(
         "torch.distributed.tensor.placement_types._StridedShard",
     }
 )
-"""The same for distributed tensors. torch 2.13 forgets ShardOrderEntry and _StridedShard in its message."""
+"""Names that torch allows once the modules of distributed tensors are imported. torch 2.13 forgets ShardOrderEntry and
+_StridedShard
+in its message.
+"""
 
 
 REGISTERED = JAGGED | DTENSOR | {"torch.distributed._mesh_layout._FlatLayout", "torch.distributed._mesh_layout._MeshLayout"}
-"""What torch 2.13 puts on the user's list by itself. It is torch's code, and not the user's, that fails on a bad argument."""
+"""Names that torch 2.13 allows by itself. An error in them is torch's, and not the user's."""
 
 
 class Remedy(Enum):
@@ -78,7 +81,7 @@ class Forbidden(PickleError):
 
 
 class Refusal(PickleError):
-    """A pickle that a load refuses. It prints as the class that torch raises, whose name programs look for in what others print."""
+    """A pickle that a load refuses. It prints as the class that torch raises, whose name programs look for."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _refused, (self.message,), vars(self)  # by its name, pickle would find the other class
@@ -103,34 +106,23 @@ class WeightsLimit(LimitExceeded, UnpicklingError):
     """The stream costs more than `Limits` allows."""
 
 
-def printable(name: str) -> str:
-    """A name from a file as it may be shown: what a terminal would obey, hide or reverse is written as an escape.
-
-    >>> printable("os.sys\\x1btem"), printable("os.system")
-    ('os.sys\\\\x1btem', 'os.system')
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
-
-
 def label(what: object) -> str:
-    """What was to be called, for a message, at a cost that does not depend on it."""
-    if isinstance(what, type):
-        return printable(f"{what.__module__}.{what.__qualname__}")
-    if isinstance(what, FunctionType):
-        return printable(f"{what.__module__}.{what.__qualname__}")
+    """The name of a callable for a message, at a cost that does not depend on it."""
+    if isinstance(what, type | FunctionType):
+        return escape(f"{what.__module__}.{what.__qualname__}")
     if isinstance(what, MethodType | BuiltinMethodType):
         owner = what.__self__
         kind = owner if isinstance(owner, type) else type(owner)
-        return printable(f"{what.__name__}, a method of {kind.__module__}.{kind.__qualname__}")
+        return escape(f"{what.__name__}, a method of {kind.__module__}.{kind.__qualname__}")
     return f"a {type(what).__name__}"
 
 
 def forbidden(module: str, name: str, *, blocked: bool) -> Forbidden:
     """The error for a global that is not allowed, or whose module never is."""
     full = f"{module}.{name}"
-    shown = printable(full.removeprefix("builtins."))
+    shown = escape(full.removeprefix("builtins."))
     if blocked:
-        return Forbidden(f"Trying to load unsupported GLOBAL {shown} whose module {printable(module)} is blocked.", Remedy.NOTHING)
+        return Forbidden(f"Trying to load unsupported GLOBAL {shown} whose module {escape(module)} is blocked.", Remedy.NOTHING)
     if full in JAGGED and not versions.NESTED_ASKED_FOR:
         return Forbidden(
             "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)", Remedy.IMPORT
@@ -148,23 +140,24 @@ def forbidden(module: str, name: str, *, blocked: bool) -> Forbidden:
 def refusal(error: Exception, *, protocol: int) -> Exception:
     """The error to raise in the place of `error`, which ended a `weights_only` load of a pickle of this protocol.
 
-    What the stream is to blame for becomes an error that is an UnpicklingError and still what it was (`MetadataError`,
-    `LimitExceeded`, …). All else (the file cannot be read, a device is missing, code of the user failed) is given back as it is.
+    An error of the stream becomes one that is an UnpicklingError and still what it was (`MetadataError`, `LimitExceeded`, …). All
+    others
+    (the file cannot be read, a device is missing, code of the user failed) are given back unchanged.
     """
     if not isinstance(error, FormatError | LimitExceeded | UnpicklingError):
         return error
     reason = error.message if isinstance(error, HoldfastError) else str(error)
-    said = "Weights only load failed. " + _advice(error, reason, protocol)
+    text = "Weights only load failed. " + _advice(error, reason, protocol)
     made: HoldfastError
     match error:
         case MetadataError():
-            made = BadWeights(said)
+            made = BadWeights(text)
         case LimitExceeded():
-            made = WeightsLimit(said)
+            made = WeightsLimit(text)
         case Truncated():
-            made = WeightsEnd(said)
+            made = WeightsEnd(text)
         case _:
-            made = Refusal(said)
+            made = Refusal(text)
     if isinstance(error, HoldfastError):
         made.file, made.tensor, made.offset = error.file, error.tensor, error.offset
         made.expected, made.found = error.expected, error.found

@@ -1,17 +1,17 @@
-"""`save`: what `torch.save` does, byte for byte, and the old file stays whole until the new one is.
+"""`save`: what `torch.save` does, byte for byte. The old file stays whole until the new one is.
 
 1. The object is pickled by the caller's pickle module (pickling.py); its storages are collected, not copied.
-2. The file is laid out around pickle and storages (formats/torch/write.py, or `lay_out_legacy` for the container before 1.6).
-3. A path is written by the engine: threads, checksums while the bytes pass by, a hidden sibling, one rename. Anything with a
-   `write` is written from front to back.
+2. The file is laid out around pickle and storages (formats/torch/write.py, or `lay_out_legacy`).
+3. A path is written by the engine: threads, checksums, a hidden sibling, one rename. Anything with a `write` is written from front
+   to back.
 
-The container that torch wrote before 1.6, which `_use_new_zipfile_serialization=False` still asks for.
+The legacy container, which torch wrote before 1.6 and `_use_new_zipfile_serialization=False` still writes:
 
     pickle: magic number        pickle: protocol 1001        pickle: what the writing machine was like (no reader looks)
     pickle: the object          pickle: the keys of its storages, sorted as text
     for each key:  │ number of elements, 8 bytes │ the storage │
 
-No checksum and no alignment. The class of each `nn.Module` comes with its source text, so that a reader can say that it changed.
+No checksum and no alignment. The class of each `nn.Module` comes with its source text, so that a reader can warn that it changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
 from holdfast.torch.versions import config, local
 
 SMALL_NBYTES = 4096
-"""Storages up to this size, one or all of them, are copied into the layout: to describe them as memory takes longer."""
+"""Storages up to this size, one or all of them, are copied into the layout, which is faster than to describe them as memory."""
 
 
 class Writable(Protocol):
@@ -74,14 +74,14 @@ def save(
     """
     check_pickle_module(pickle_module)
     path = os.fsdecode(f) if isinstance(f, str | os.PathLike) else None
-    if path is None and not hasattr(f, "write"):
-        raise AttributeError(
-            "expected 'f' to be string, path, or a file-like object with a 'write' attribute, "
-            f"and it is {'None' if f is None else 'a ' + type(f).__name__}"
-        )
-    if path is None and not callable(f.write):  # type: ignore[union-attr]  # it is no path, and has the attribute
-        raise TypeError(f"Buffer of {type(f).__name__} has no callable attribute 'write'")
     if path is None:
+        if not hasattr(f, "write"):
+            raise AttributeError(
+                "expected 'f' to be string, path, or a file-like object with a 'write' attribute, "
+                f"and it is {'None' if f is None else 'a ' + type(f).__name__}"
+            )
+        if not callable(f.write):
+            raise TypeError(f"Buffer of {type(f).__name__} has no callable attribute 'write'")
         check_binary(f, "wb")
     # The collector would walk through fifty thousand rows and pieces, none of which is garbage.
     with gc_paused():
@@ -115,15 +115,23 @@ def plan_object(
     legacy: bool = False,
     order_first: bool = True,
 ) -> SavePlan:
-    """The one file of a save, laid out; nothing is written. `path` gives the archive its name; None is a buffer."""
+    """Lay out the one file of a save; nothing is written. `path` gives the archive its name; None is a buffer."""
     skip: bool = local.skip_data
     if legacy:
         if skip:
             raise Refused("Cannot use skip_data=True with _use_new_zipfile_serialization=False: that container has no room to skip")
         return SavePlan("torch-legacy", (FilePlan("", lay_out_legacy(obj, pickle_module, pickle_protocol)),))
     name = "archive" if path is None else _archive_name(path)
-    segments = _lay_out(obj, name, pickle_module=pickle_module, protocol=pickle_protocol, order_first=order_first, skip=skip)
-    return SavePlan("torch-zip", (FilePlan("", segments),))
+    alignment, crc = config.save.storage_alignment, config.save.compute_crc32
+    if not 1 <= alignment <= MAX_ALIGNMENT:
+        raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
+    with gc_paused():
+        ids = StorageIds()
+        content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=pickle_protocol)
+        numbered = bool(versions.NUMBERED_CONTAINER)
+        records = _records(ids, skip=skip, numbered=numbered)
+        layout = lay_out_container(name, content, records, alignment=alignment, crc=crc, order_first=order_first, numbered=numbered)
+    return SavePlan("torch-zip", (FilePlan("", layout),))
 
 
 def _archive_name(path: str) -> str:
@@ -140,7 +148,7 @@ def _archive_name(path: str) -> str:
 
 
 def _is_special(path: str) -> bool:
-    """Whether there is something that cannot be replaced by a file and can be written to: a device, a pipe."""
+    """Whether a path is a device or a pipe, which can be written to and not be replaced."""
     try:
         mode = os.stat(path).st_mode
     except OSError:
@@ -148,30 +156,14 @@ def _is_special(path: str) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def _lay_out(
-    obj: object, name: str, *, pickle_module: ModuleType, protocol: int, order_first: bool, skip: bool
-) -> tuple[Segment, ...]:
-    saving = config.save
-    alignment: int = saving.storage_alignment
-    if not 1 <= alignment <= MAX_ALIGNMENT:
-        raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
-    crc: bool = saving.compute_crc32
-    with gc_paused():
-        ids = StorageIds()
-        content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol)
-        numbered = bool(versions.NUMBERED_CONTAINER)
-        records = _records(ids, skip=skip, numbered=numbered)
-        return lay_out_container(name, content, records, alignment=alignment, crc=crc, order_first=order_first, numbered=numbered)
-
-
 def _records(ids: StorageIds, *, skip: bool, numbered: bool) -> Records:
-    """The bytes of storages; of meta or fake ones, and under `skip_data`, the room for them."""
+    """The bytes of storages; for meta or fake ones, and under `skip_data`, room for them."""
     storages, devices = ids.storages, {storage.device for storage in ids.storages}
     nbytes = [*map(torch.UntypedStorage.nbytes, storages)]
     kinds = {device.type for device in devices}
     if not skip and numbered and kinds <= {"cpu", "cuda"} and sum(nbytes) > SMALL_NBYTES:
-        distant = [number for number, storage in enumerate(storages) if storage.is_cuda] if "cuda" in kinds else ()
-        gpus = {number: ids.tensor_over(storages[number]) for number in distant}
+        on_gpu = [number for number, storage in enumerate(storages) if storage.is_cuda] if "cuda" in kinds else ()
+        gpus = {number: ids.tensor_over(storages[number]) for number in on_gpu}
         content = TensorStorages(storages, np.array(nbytes, np.int64), np.array(ids.addresses, np.int64), gpus, devices)
         return [RecordFolder("data", content)]
     # Made only where there is something on a GPU: it takes as long as a small archive.
@@ -182,7 +174,6 @@ def _records(ids: StorageIds, *, skip: bool, numbered: bool) -> Records:
 
 
 def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource | None, *, skip: bool) -> Payload:
-    """A storage's bytes; of a meta or fake one, and under `skip_data`, the room for them."""
     kind = storage.device.type
     if skip or kind == "meta":
         return Hole(storage.nbytes()) if storage.nbytes() else b""
@@ -194,11 +185,10 @@ def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource | None, 
 
 
 TYPE_SIZES = {"short": struct.calcsize("=h"), "int": struct.calcsize("=i"), "long": struct.calcsize("=l")}
-"""In C's standard sizes, which say 4 for a long wherever this runs. Kept because the bytes are to be torch's."""
+"""C's standard sizes, in which a long has 4 bytes. torch writes these."""
 
 
 def lay_out_legacy(obj: object, pickle_module: ModuleType, protocol: int) -> tuple[Segment, ...]:
-    """The segments of the file."""
     machine = {"protocol_version": PROTOCOL_VERSION, "little_endian": sys.byteorder == "little", "type_sizes": TYPE_SIZES}
     ids = _LegacyIds()
     pieces = [pickle_module.dumps(part, protocol=protocol) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)]
@@ -221,12 +211,12 @@ def lay_out_legacy(obj: object, pickle_module: ModuleType, protocol: int) -> tup
 
 
 class _LegacyIds(StorageIds):
-    """Storages by their address, and the classes of modules with their source."""
+    """The ids of the legacy container: storages by their address, and classes of modules with their source."""
 
     def __init__(self) -> None:
         super().__init__()
         self.elements: dict[int, int] = {}
-        """How many each storage has, by its identity: of the dtype as which it was met first."""
+        """The elements of each storage, by its identity, of the dtype with which it was met first."""
         self._classes: set[type] = set()
 
     def persistent_id(self, obj: object) -> object:
@@ -247,7 +237,6 @@ class _LegacyIds(StorageIds):
 
 
 def _source(kind: type) -> tuple[str | None, str | None]:
-    """The file and the text of a class."""
     try:
         lines, _ = inspect.getsourcelines(kind)
         return inspect.getsourcefile(kind), "".join(lines)

@@ -1,14 +1,12 @@
-"""The switches that torch's users know, all in one place, and the small helpers that torch keeps beside them.
+"""The switches that torch's users know, and the small helpers that torch has beside them.
 
-A switch lives where torch keeps it: `torch.utils.serialization.config` for the process, a thread-local of torch for what holds
-in one thread only. So a program may set it with torch's function or with ours, and either engine sees it:
+A switch is stored where torch stores it: in `torch.utils.serialization.config` for the process, in a thread-local of torch for one
+thread. So a program may set it with torch's function or with ours, and both libraries see it:
 
     set_default_load_endianness   config.load.endianness       files without a byte-order mark
     set_default_mmap_options      config.load.mmap_flags       private or shared mappings
     set_crc32_options             config.save.compute_crc32    checksums in what is saved
     skip_data                     the thread-local             neither write nor read the bytes of storages
-
-Nothing else in Holdfast changes its meaning by a global switch.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from typing import cast
 
 import torch
 
-# torch's own classes, not classes like them: an `except`, a warning filter or a comparison with an enum member asks for identity.
-# The thread-local must be torch's as well, because `torch.Tensor.__reduce_ex__` looks there.
+# torch's own class: comparisons with enum members are by identity.
 from torch.serialization import LoadEndianness
 
 from holdfast.errors import HoldfastWarning, Refused
@@ -107,7 +104,7 @@ class skip_data:  # noqa: N801 (torch's name)
     def __init__(self, materialize_fake_tensors: bool = False) -> None:
         self.materialize_fake_tensors = materialize_fake_tensors
         self._before: list[tuple[bool, bool]] = []
-        """One entry for each block that is open: the same object may be entered again inside of itself."""
+        """The values before each open block: the same object may be entered again inside of itself."""
 
     def __enter__(self) -> None:
         self._before.append((local.skip_data, local.materialize_fake_tensors))

@@ -1,9 +1,8 @@
 """The storages of a file that is being loaded: found by their keys, put on their devices, filled as late as possible.
 
-A storage that stays on the CPU or goes to a GPU is allocated when the pickle asks for it and filled by `fill`, which reads all that
-wait, in parallel and in the order of the file. Where the bytes are needed at once, they are read at once: a storage that goes to
-another kind of device, and everything when code of the file's choice runs while it is unpickled (`weights_only=False`), which
-may look at any element.
+A storage on the CPU or a GPU is allocated when the pickle names it, and filled by `fill`, which reads all of them in parallel, in
+the order of the file. Bytes are read at once for other devices, and where code of the file's choice runs while it is unpickled
+(`weights_only=False`), which may look at any element.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +27,7 @@ from holdfast.engine.checksums import damage
 from holdfast.engine.coalesce import Ranges
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, Place, read_to_memory
+from holdfast.engine.threads import default_threads
 from holdfast.errors import (
     Corrupted,
     FormatError,
@@ -46,51 +45,16 @@ from holdfast.formats.zip.layout import Place as RecordPlace
 from holdfast.torch.cuda.load import LARGE_NBYTES, load_rows, reserve
 from holdfast.torch.cuda.plan import DeviceRows
 from holdfast.torch.serialization.allowed import Mentions
+from holdfast.torch.serialization.locations import MapLocation, cuda_device, located_by_caller, restorer, stays_on_cpu
 from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import flat
+from holdfast.torch.versions import is_faking, local
 
 CPU = torch.device("cpu")
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-"""Element types that mean nothing without a scale."""
-
-
-class LoadedStorages(Protocol):
-    """The storages of one file that is being loaded, as the table of a `weights_only` load sees them."""
-
-    def persistent(self, pid: object) -> TypedStorage:
-        """The storage of a persistent id. Its bytes may still be missing."""
-
-    def kind(self, claim: TensorArguments, limits: Limits) -> Make | None:
-        """What makes ordinary tensors of one kind, each with a storage of its own; None where `persistent` shall be asked."""
-
-    def fill(self) -> None:
-        """Read what is missing in every storage that was asked for so far. Called before anyone looks at elements."""
-
-
-Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
-
-
-class Placement(Value, frozen=True):
-    """Where storages go."""
-
-    restore: Restore
-    """Puts a filled CPU storage on the device of a location tag."""
-    stays: Callable[[str], bool]
-    """Whether the storage of a tag is sure to stay the one that was given."""
-    meta: bool = False
-    """Everything goes to the meta device: no bytes are needed."""
-    fake: bool = False
-    """A FakeTensorMode is active: no bytes are needed, and the location is only pretended."""
-    pretend: Callable[[str], torch.device | str] = str
-    """The device that a fake tensor with a storage of this tag claims to be on."""
-    skip: bool = False
-    """`skip_data`: storages are allocated and not filled."""
-    gpu: Callable[[str], torch.device | None] = lambda location: None
-    """The GPU that the storage of a tag is sure to go to, where it is one."""
-    one_place: bool = False
-    """Whether that is the same for all tags."""
+"""Dtypes that mean nothing without a scale."""
 
 
 def storage_dtype(what: object) -> DType | None:
@@ -102,34 +66,26 @@ def storage_dtype(what: object) -> DType | None:
 
 
 dtype_of, row_of = cache(torch_dtype), cache(DTYPES.given)
-"""Between our dtypes and torch's: asked for every storage."""
+"""Between our dtypes and torch's, for every storage."""
 
 
 def as_text(pid: object) -> object:
-    """A persistent id of Python 2, whose texts are bytes where it is read with `encoding="bytes"`."""
+    """A persistent id with texts, where `encoding="bytes"` left those of Python 2 as bytes."""
     if isinstance(pid, tuple) and len(pid) <= 6 and bytes in map(type, pid):
         return tuple([part.decode("latin-1") if isinstance(part, bytes) else part for part in pid])
     return pid
 
 
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
-    """A storage with its dtype; torch's public constructor warns that the class is on its way out."""
+    """A storage with its dtype. torch's public constructor warns that the class is deprecated."""
     return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 # The other byte order.
 
 
-def swap_bytes(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-    """Reverse the bytes of every number in a CPU storage."""
-    width = _width(dtype)
-    if width > 1 and storage.nbytes() >= width:
-        words = np.frombuffer(memory_at(storage.data_ptr(), storage.nbytes() // width * width), f"u{width}")
-        words.byteswap(inplace=True)
-
-
 def _width(dtype: torch.dtype) -> int:
-    """Bytes of a number; a complex one is two."""
+    """Bytes of a number. A complex element is two numbers."""
     return dtype.itemsize // (2 if dtype.is_complex else 1)
 
 
@@ -139,7 +95,7 @@ def untyped_dtypes(content: bytes) -> dict[str, torch.dtype | None]:
     torch stores uint16, uint32, uint64 and complex32 so, and torch 2.13 does not swap them.
     """
     table = _UntypedUses()
-    # Whoever reads the pickle next says what is wrong with it.
+    # The load itself raises what is wrong with the pickle.
     with suppress(FormatError, LimitExceeded):
         interpret_whole(content, table, limits=Limits())
     return table.dtypes
@@ -150,13 +106,13 @@ FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 
 
 class _Key(Value, frozen=True):
-    """Stands for a storage while `_UntypedUses` looks."""
+    """Stands for a storage in `_UntypedUses`."""
 
     text: str
 
 
 class _UntypedUses(Mentions):
-    """Builds nothing and notes the dtype that each `_rebuild_tensor_v3` gives to its storage."""
+    """Builds nothing, and records the dtype that each `_rebuild_tensor_v3` gives to its storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,11 +145,10 @@ class OnGpu:
         self.places: list[tuple[int, int, int]] = []
         """First byte in the file, length, and CRC-32 or `UNKNOWN`."""
         self.targets: list[torch.Tensor] = []
-        """A tensor over all of each storage, in whatever order."""
+        """A tensor over each whole storage, of any strides."""
         self.labels: list[str] = []
 
     def rows(self, source: Source, key: str, device: torch.device) -> DeviceRows:
-        """What is read for them from a file."""
         starts, nbytes, crcs = np.array(self.places, np.int64).reshape(-1, 3).T
         labels, places = self.labels, self.places
 
@@ -217,46 +172,48 @@ class LazyStorages(Storages[TypedStorage]):
         source: Source,
         key: str,
         find: Callable[[StorageId], Extent],
+        everything: Callable[[], Mapping[str, Extent]],
         *,
-        place: Placement,
+        map_location: MapLocation,
+        weights_only: bool,
         lengths: tuple[int, ...] = (5,),
-        everything: Callable[[], Mapping[str, Extent]] | None = None,
         rows: Callable[[str], RecordPlace | None] | None = None,
         swap: bool = False,
         untyped: Mapping[str, torch.dtype | None] | None = None,
         mapped: torch.UntypedStorage | None = None,
         verify: bool = True,
-        threads: int = 1,
         ahead: bool = False,
         max_host_memory: int | None = None,
     ) -> None:
         super().__init__(lengths)
-        self._place = place
-        self._source, self._key, self._find = source, key, find
-        self._everything = everything
-        """Where all storages lie, by key."""
+        self._source, self._key, self._find, self._everything = source, key, find, everything
+        self._map_location, self._restore = map_location, restorer(map_location)
+        meta = map_location.type if isinstance(map_location, torch.device) else map_location
+        self._meta = isinstance(meta, str) and meta == "meta"
+        self._fake, self._skip, self._weights_only = is_faking(), local.skip_data, weights_only
+        self._one_place = isinstance(map_location, str | bytes | torch.device)
+        """Whether all tags lead to the same device."""
         self._find_row = rows
-        """Where the record of a key lies, for those that come by the ten thousand."""
+        """The place of a record, for storages that come in tens of thousands."""
         self._rows: dict[str, torch.Tensor] = {}
-        """Ordinary tensors by their keys, whose storages nobody has asked for by themselves."""
+        """Ordinary tensors by their keys, whose storages the pickle has not named by themselves."""
         self._places: list[Place] = []
-        """What waits for its bytes on the CPU, and"""
+        """Memory of this process that is to be filled; its labels are in `_labels`."""
         self._labels: list[str] = []
-        """what it is called."""
         self._ahead_of_code = ahead
-        """Whether all of them are to be read before the first one is handed out."""
+        """Whether all storages are read before the first one is used."""
         self._max_host_memory = max_host_memory
         self._swap = swap
         self._untyped = untyped or {}
-        """What `untyped_dtypes` found, where bytes are swapped."""
+        """The result of `untyped_dtypes`, where bytes are swapped."""
         self._mapped = mapped
         """The whole file, mapped: storages are slices of it."""
-        self._verify, self._threads = verify, threads
+        self._verify = verify
         self._views: dict[str, TypedStorage] = {}
         self._waiting: list[tuple[torch.UntypedStorage, StorageId]] = []
-        """Storages among them that nobody else may hold yet."""
+        """Storages that `fill` will fill, and whose bytes it may have to swap."""
         self._gpu_of: dict[str, torch.device | None] = {}
-        """By tag: to ask whether a device is there takes longer than to read a small tensor."""
+        """By tag: torch takes longer to tell whether a device exists than to read a small tensor."""
         self._gpus: dict[torch.device, OnGpu] = {}
         self._reserved = False
         self._ahead: dict[str, torch.UntypedStorage] | None = None
@@ -272,9 +229,10 @@ class LazyStorages(Storages[TypedStorage]):
         return self._views[key]
 
     def kind(self, claim: TensorArguments, limits: Limits) -> Make | None:
-        """Tensors that fill their storages: torch allocates both at once, and they are filled with all others."""
-        place, find = self._place, self._find_row
-        odd = self._swap or self._ahead_of_code or self._mapped is not None or place.fake or place.meta or place.skip or claim.grad
+        """Make tensors that fill their storages: torch allocates both at once. None where `persistent` has to give the storages."""
+        find = self._find_row
+        unfilled = self._fake or self._meta or self._skip
+        odd = self._swap or self._ahead_of_code or self._mapped is not None or unfilled or claim.grad
         if find is None or odd:
             return None
         try:
@@ -285,7 +243,7 @@ class LazyStorages(Storages[TypedStorage]):
         dtype, nbytes = dtype_of(asked.dtype), asked.nbytes
         whole = begin == 0 and last + 1 == asked.count > 0 and dtype not in QUANTIZED
         gpu = self._gpu(claim.location) if whole else None
-        if not whole or (gpu is None and not place.stays(claim.location)):
+        if not whole or (gpu is None and not stays_on_cpu(self._map_location, claim.location)):
             return None
         rows, known, device = self._rows, self.known, gpu or CPU
         empty = torch.empty_strided
@@ -293,7 +251,7 @@ class LazyStorages(Storages[TypedStorage]):
             self._reserve(gpu, nbytes)
 
         def make(key: str) -> torch.Tensor | None:
-            """None where the record is not what the claim says, or was asked for before."""
+            """A tensor; None where the record is not what the claim says, or has been used before."""
             if key in known:
                 return None
             place = find(key)
@@ -310,7 +268,6 @@ class LazyStorages(Storages[TypedStorage]):
         return make
 
     def fill(self) -> None:
-        """Read all that waits."""
         waiting, self._waiting = self._waiting, []
         self._read()
         self._fill_gpus()
@@ -319,30 +276,31 @@ class LazyStorages(Storages[TypedStorage]):
                 self._swap_bytes(storage, asked)
 
     def _wait(self, start: int, nbytes: int, address: int, crc32: int | None, label: str) -> None:
-        """Note memory of this process that is to be filled."""
+        """Add memory of this process that is to be filled."""
         self._places.append((start, nbytes, address, UNKNOWN if crc32 is None else crc32))
         self._labels.append(label)
 
     def _read(self) -> None:
-        """Fill what waits in memory of this process."""
         places, self._places = self._places, []
         labels, self._labels = self._labels, []
         if not places:
             return
         wanted_in_large_pages((address, nbytes) for _, nbytes, address, _ in places)
         wanted = memory_ranges(self._key, places, labels)
-        read_to_memory(self._source.store, wanted, threads=self._threads, verify=self._verify)
+        read_to_memory(self._source.store, wanted, threads=default_threads(), verify=self._verify)
 
     def _swap_bytes(self, storage: torch.UntypedStorage, asked: StorageId) -> None:
         own = dtype_of(asked.dtype)
         dtype = self._untyped.get(asked.key, own) if own is torch.uint8 else own
         if dtype is None:
             raise Unsupported(f"storage {asked.key} is seen as numbers of several widths, in a file of the other byte order")
-        swap_bytes(storage, dtype)
+        width = _width(dtype)
+        if width > 1 and storage.nbytes() >= width:
+            words = np.frombuffer(memory_at(storage.data_ptr(), storage.nbytes() // width * width), f"u{width}")
+            words.byteswap(inplace=True)
 
     def _storage(self, asked: StorageId) -> torch.UntypedStorage:
         found = self._find(asked)
-        place = self._place
         if found.nbytes != asked.nbytes:
             raise MetadataError(
                 f"{found.label}: record size ({found.nbytes} bytes) does not match expected size ({asked.nbytes} bytes: "
@@ -351,21 +309,21 @@ class LazyStorages(Storages[TypedStorage]):
                 expected=asked.nbytes,
                 found=found.nbytes,
             )
-        if place.fake or place.meta:
-            return pretended(asked, place, found.start)
-        gpu = None if self._swap or place.skip else self._gpu(asked.location)
+        if self._fake or self._meta:
+            return self._without_bytes(asked, found.start)
+        gpu = None if self._swap or self._skip else self._gpu(asked.location)
         if gpu is not None:
             return self._on_gpu(asked.key, found, gpu)
-        if self._mapped is not None and not place.skip:
+        if self._mapped is not None and not self._skip:
             storage = self._mapped[found.start : found.start + found.nbytes]
             if self._swap:
                 # A copy: where the mapping is shared, torch 2.13 turns the bytes round in the file itself.
                 storage = storage.clone()
                 self._swap_bytes(storage, asked)
-            return place.restore(storage, asked.location)
-        if place.skip:
-            return place.restore(torch.UntypedStorage(asked.nbytes), asked.location)
-        stays = place.stays(asked.location)
+            return self._restore(storage, asked.location)
+        if self._skip:
+            return self._restore(torch.UntypedStorage(asked.nbytes), asked.location)
+        stays = stays_on_cpu(self._map_location, asked.location)
         if self._ahead_of_code and stays:
             storage = self._read_ahead()[asked.key]
             if self._swap:
@@ -379,18 +337,27 @@ class LazyStorages(Storages[TypedStorage]):
         self._read()
         if self._swap:
             self._swap_bytes(storage, asked)
-        return place.restore(storage, asked.location)
+        return self._restore(storage, asked.location)
+
+    def _without_bytes(self, asked: StorageId, start: int) -> torch.UntypedStorage:
+        """A storage on the meta device, or for fake tensors, with the device that they claim to be on."""
+        storage = torch.UntypedStorage(asked.nbytes, device="meta")
+        storage._checkpoint_offset = start  # for torch's own tools
+        if not self._meta:
+            # torch's own functions, which run without `weights_only`, look at `map_location` themselves.
+            device = located_by_caller(asked.location) if self._weights_only else asked.location
+            storage._fake_device = device  # type: ignore[assignment]  # a text, as torch.load sets it
+        return storage
 
     def _gpu(self, location: str) -> torch.device | None:
-        """The GPU that the storage of a tag goes to."""
         if location not in self._gpu_of:
-            self._gpu_of[location] = self._place.gpu(location)
+            self._gpu_of[location] = cuda_device(self._map_location, location)
         return self._gpu_of[location]
 
     def _read_ahead(self) -> dict[str, torch.UntypedStorage]:
         """All storages of the file, read in parallel before any code of its choice can look at one."""
         if self._ahead is None:
-            places = self._everything() if self._everything else {}
+            places = self._everything()
             self._ahead = {key: torch.UntypedStorage(found.nbytes) for key, found in places.items()}
             for key, found in places.items():
                 self._wait(found.start, found.nbytes, self._ahead[key].data_ptr(), found.crc32, found.label)
@@ -398,11 +365,11 @@ class LazyStorages(Storages[TypedStorage]):
         return self._ahead
 
     def _on_gpu(self, key: str, found: Extent, device: torch.device) -> torch.UntypedStorage:
-        """A storage on a GPU. Its bytes are read later, unless code of the file's choice may look before."""
+        """A storage on a GPU. Its bytes are read later, unless code of the file's choice may look at them."""
         self._reserve(device, found.nbytes)
         if not self._ahead_of_code:
             return self._make_on_gpu(found, device)
-        if not self._place.one_place or self._everything is None:
+        if not self._one_place:
             storage = self._make_on_gpu(found, device)
         else:
             if self._ahead is None:
@@ -412,8 +379,8 @@ class LazyStorages(Storages[TypedStorage]):
         return storage
 
     def _reserve(self, device: torch.device, nbytes: int) -> None:
-        """Before the first large one: small ones have segments of their own, and to look at fifty thousand of them takes time."""
-        if nbytes > LARGE_NBYTES and self._place.one_place and self._everything is not None and not self._reserved:
+        """Reserve GPU memory before the first large storage: to look at very many small ones takes time."""
+        if nbytes > LARGE_NBYTES and self._one_place and not self._reserved:
             self._reserved = True
             reserve((device, one.nbytes) for one in self._everything().values())
 
@@ -424,7 +391,7 @@ class LazyStorages(Storages[TypedStorage]):
         return storage
 
     def _wait_on_gpu(self, start: int, nbytes: int, crc32: int | None, label: str, target: torch.Tensor) -> None:
-        """Note a storage on a GPU that is to be filled, by a tensor over all of it."""
+        """Add a storage on a GPU that is to be filled, given a tensor over all of it."""
         waiting = self._gpus.get(target.device)
         if waiting is None:
             waiting = self._gpus[target.device] = OnGpu()
@@ -443,8 +410,6 @@ class LazyStorages(Storages[TypedStorage]):
 
 
 def memory_ranges(key: str, places: Sequence[Place], labels: Sequence[str]) -> MemoryRanges:
-    """Ranges of one file that go to memory of this process."""
-
     def damaged(number: int, found: int) -> Corrupted:
         start, _, _, crc = places[number]
         return Corrupted(
@@ -457,14 +422,3 @@ def memory_ranges(key: str, places: Sequence[Place], labels: Sequence[str]) -> M
         )
 
     return MemoryRanges.of_file(key, places, labels.__getitem__, damaged)
-
-
-def pretended(asked: StorageId, place: Placement, start: int | None) -> torch.UntypedStorage:
-    """A storage without bytes: on the meta device, or for fake tensors, which remember where they would be."""
-    storage = torch.UntypedStorage(asked.nbytes, device="meta")
-    # The marks that torch's own tools look for.
-    if start is not None:
-        storage._checkpoint_offset = start
-    if place.fake and not place.meta:
-        storage._fake_device = place.pretend(asked.location)  # type: ignore[assignment]  # a text, as torch.load sets it
-    return storage

@@ -1,12 +1,12 @@
-"""`WeightsTable`: what the closed interpreter builds for a `weights_only` load: torch's own objects, and only what is allowed.
+"""`WeightsTable`: the table of the closed interpreter for a `weights_only` load. It builds torch's own objects.
 
 1. A global is found by its exact name: among the 144 that torch allows (`default_globals`), or among those that the user allowed
-   (`allowed.py`). It stands for the real class, function, dtype; every other name ends the load.
-2. What is called has a row (`formats/torch/reducers.py`), which checks its arguments and asks the `TorchBuilder`. The real
-   functions behind the 144 names are never called. A class has one row for REDUCE and NEWOBJ.
+   (`allowed.py`). Every other name ends the load.
+2. A callable has a row (`formats/torch/reducers.py`), which checks its arguments and calls the `TorchBuilder`. The real functions
+   behind the 144 names are never called.
 3. What the user allowed is called as it is, made by its own `__new__`, given its state by `__setstate__` or as attributes. It is
-   his code: storages are filled before it runs, and its errors are not touched. Of numpy and Python, what a file could break the
-   interpreter with has a row, too (`allowed_rows.py`).
+   the user's code: storages are filled before it runs, and its errors are not changed. What a file could break the interpreter
+   with, of numpy and Python, has a row, too (`allowed_rows.py`).
 4. Nothing else is called, filled or changed: containers are exact lists, dicts, OrderedDicts and Counters.
 
 Rows are found by identity, never by comparing or hashing what a stream put together.
@@ -31,47 +31,47 @@ from holdfast.formats.pickle.table import Args, Name, Pending, Row
 from holdfast.formats.pickle.tensor_templates import Make, TensorArguments
 from holdfast.formats.torch.reducers import BuildingTable
 from holdfast.formats.torch.tensors import brief
-from holdfast.torch.serialization.allowed import default_globals, is_blocked, known_globals, python3_name
+from holdfast.torch.serialization.allowed import BLOCKED, default_globals, known_globals, python3_name, user_globals
 from holdfast.torch.serialization.allowed_rows import allowed_row, give_array_state
 from holdfast.torch.serialization.rebuild import TorchBuilder, no
 from holdfast.torch.serialization.refusals import DEFAULT_PROTOCOL, REGISTERED, forbidden, label
-from holdfast.torch.serialization.storages import LoadedStorages, as_text
+from holdfast.torch.serialization.storages import LazyStorages, as_text
 from holdfast.torch.tensors.composites import function_name
 
 REBUILD = "torch._utils._rebuild_tensor_v2"
 
 HARMLESS = frozenset({str, int, float, bool, bytes, type(None)})
-"""Arguments through which no code gets at a tensor, so that it needs no filled ones."""
+"""Types of arguments that give no access to tensors, so that storages need not be filled."""
 
 
 @cache
 def _names() -> dict[int, Name]:
-    """The names of what may be called, by the identity of what is."""
+    """The names of what may be called, by the identity of the callable."""
     names = ((full.rpartition(".")[::2], value) for full, value in known_globals().items())
     return {id(value): name for name, value in names if name in BuildingTable.calls}
 
 
 class WeightsTable(BuildingTable):
-    """The table of one load. `storages` gives the storage of each persistent id, and fills those that were given."""
+    """The table of one load."""
 
-    def __init__(self, storages: LoadedStorages, *, encoding: str = "utf-8") -> None:
+    def __init__(self, storages: LazyStorages, *, encoding: str = "utf-8") -> None:
         if encoding != "bytes":
             codecs.lookup(encoding)
         self._encoding = encoding
         self.storages = storages
         self.protocol = DEFAULT_PROTOCOL
-        """What the stream said in its PROTO."""
+        """The protocol of the stream."""
         self._user: Mapping[str, object] | None = None
         self._allowed: dict[int, object] = {}
-        """What the user allowed, by identity; kept alive by `_user`."""
+        """What the user allowed, by identity; `_user` holds it."""
         self.unfinished: dict[int, object] = {}
-        """What was made and is nothing without its state, by identity: dtypes, and objects of C++, whose memory holds anything."""
+        """Objects that are nothing without their state, by identity: dtypes, and objects of C++, whose memory holds anything."""
         self.blank: dict[int, object] = {}
         """Arrays that were announced and have no state yet."""
         self.depths: dict[int, tuple[int, object]] = {}
-        """How deep what is freed recursively nests, by identity, and what it is."""
+        """How deep objects nest that are freed recursively, by identity, with the object."""
         self._torchs: set[int] = set()
-        """What of it torch put there by itself."""
+        """The identities among `_allowed` that torch registered by itself."""
         self._rows: dict[int, Row] = {}
         self.builder: TorchBuilder = TorchBuilder(storages, weakly(self.is_allowed))
         super().__init__()
@@ -87,7 +87,7 @@ class WeightsTable(BuildingTable):
         self._refuse_unfinished()
 
     def row(self, what: object) -> Row | None:
-        """Our function for a callable of `known_globals`, for one of a composite kind, or for what the user allowed of numpy."""
+        """The row of a callable of `known_globals`, of a composite kind, or of what the user allowed of numpy."""
         row = self._rows.get(id(what))
         if row is None:
             name = _names().get(id(what)) or function_name(what)
@@ -95,8 +95,6 @@ class WeightsTable(BuildingTable):
             if row is not None:
                 self._rows[id(what)] = row
         return row
-
-    # What the machine asks for.
 
     def declare(self, protocol: int) -> None:
         self.protocol = protocol
@@ -115,7 +113,7 @@ class WeightsTable(BuildingTable):
             raise PickleError(f"a Python 2 string that is not {self._encoding}: {error.reason}") from None
 
     def string(self, raw: bytes) -> str | bytes:
-        """As the caller's `encoding` says, which `bytes` turns off."""
+        """A Python 2 string in the caller's `encoding`, which `bytes` turns off."""
         if self._encoding == "bytes":
             return raw
         try:
@@ -126,7 +124,7 @@ class WeightsTable(BuildingTable):
     def find(self, module: str, name: str) -> object:
         module, name = python3_name(module, name)
         full = f"{module}.{name}"
-        if is_blocked(module):
+        if module in BLOCKED:
             raise forbidden(module, name, blocked=True)
         value = default_globals().get(full)
         if value is not None:
@@ -216,7 +214,7 @@ class WeightsTable(BuildingTable):
         return self.storages.persistent(as_text(pid) if self._encoding == "bytes" else pid)
 
     def _set_entries(self, target: object, state: object) -> None:
-        """What BUILD gives to an OrderedDict: attributes such as `_metadata`, none of which hides one that it has."""
+        """Set attributes of an OrderedDict, such as `_metadata`. None may hide one that it has."""
         if not isinstance(state, dict):
             raise PickleError("the attributes of an OrderedDict must be a dict", found=type(state).__name__)
         self.spending.copy(len(state))
@@ -229,8 +227,6 @@ class WeightsTable(BuildingTable):
 
     def _users(self) -> Mapping[str, object]:
         if self._user is None:
-            from holdfast.torch.serialization.allowed import user_globals
-
             self._user = user_globals()
             self._allowed = {id(value): value for value in self._user.values()}
             self._torchs = {id(value) for name, value in self._user.items() if name in REGISTERED}
@@ -241,7 +237,7 @@ class WeightsTable(BuildingTable):
         if id(what) in self._allowed:
             return True
         if isinstance(what, MethodType | BuiltinMethodType):
-            # A method is another object each time that it is asked for; two are equal when owner and function are the same.
+            # Each access makes another method object; two are equal when owner and function are the same.
             return any(type(each) is type(what) and each == what for each in self._allowed.values())
         return False
 
@@ -252,7 +248,7 @@ class WeightsTable(BuildingTable):
         return self.run(what, partial(what, *args))
 
     def run(self, what: object, ready: Callable[[], object]) -> object:
-        """The result of what was allowed. Errors are the user's, but for what torch put on his list."""
+        """Run what was allowed. Errors are the user's, except those of what torch registered."""
         self._refuse_unfinished()
         try:
             value = ready()
@@ -264,7 +260,7 @@ class WeightsTable(BuildingTable):
         return value
 
     def _refuse_unfinished(self) -> None:
-        """An object without a state is for its own BUILD alone: no other code may meet it, and none is given back."""
+        """Raise for an object without a state: only its own BUILD may use it."""
         for each in self.unfinished.values():
             if isinstance(each, Pending):
                 raise PickleError(f"a {each.name} that BUILD has not finished")
@@ -272,13 +268,13 @@ class WeightsTable(BuildingTable):
             raise PickleError(f"Object created by NEWOBJ was not initialized by BUILD: a {kind}, whose memory holds anything")
 
     def _fill_for(self, args: Args, kwargs: dict[str, object] | None) -> None:
-        """Fill the storages, unless the code that is about to run cannot get at any."""
+        """Fill the storages, unless the code that is about to run has no access to any."""
         self.spending.copy(len(args))
         if kwargs or not all(type(arg) in HARMLESS for arg in args):
             self.storages.fill()
 
     def _give_state(self, obj: object, state: object) -> None:
-        """`__setstate__`, or attributes from a dict, or from a pair of dicts of which the second is for slots."""
+        """Give an object its state: by `__setstate__`, or as attributes from a dict, or from two dicts (the second for slots)."""
         if isinstance(obj, np.ndarray):
             give_array_state(self, obj, state)
             return
@@ -310,7 +306,7 @@ class WeightsTable(BuildingTable):
 
 
 def _by_name(state: object) -> dict[str, object]:
-    """A part of an object's state, which is attributes and their values; None is none."""
+    """Attributes and their values, from a part of an object's state."""
     if state is not None and (not isinstance(state, dict) or not all(type(name) is str for name in state)):
         raise PickleError("an object whose state is not attributes by name", found=type(state).__name__)
     return state or {}

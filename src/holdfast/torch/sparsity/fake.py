@@ -1,13 +1,10 @@
-"""The parametrizations that carry a mask: a weight is what it was, times its mask, each time the module reads it.
+"""The parametrizations that carry a mask: each time a module reads a weight, it is multiplied by its mask.
 
-The mask is a buffer that `state_dict()` leaves out, so that a prepared model has the names of its weights and no more, and
-strict-loads its own state dict. (torch 2.13 leaves it out of the state dict and yet asks for it.) Masks are saved with the
-sparsifier that makes them.
+The mask is a buffer that `state_dict()` leaves out, so that a prepared model has the names of its weights alone, and loads its own
+state dict. (torch 2.13 leaves it out of the state dict and yet asks for it.) Masks are saved with the sparsifier that makes them.
 
-Recurrent modules of torch keep a list of their weights, which would hold a product with an old mask. A hook makes the list anew
-before each pass, as long as one of their weights has a mask.
-
-`swap_module`, `convert_children`: modules with masks, exchanged for modules that are made for sparse weights.
+Recurrent modules of torch have a list of their weights, which would hold a product with an old mask. A hook renews the list before
+each pass, as long as one of their weights has a mask.
 """
 
 from __future__ import annotations
@@ -30,10 +27,9 @@ class FakeSparsity(nn.Module):
         super().__init__()
         self.register_buffer("mask", mask, persistent=False)
         self.names: tuple[str, ...] = ()
-        """The module's parameters in the order that they had before."""
+        """The module's parameters in the order before it had masks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor with what the mask prunes set to zero."""
         if self.mask.shape != x.shape:
             raise ValueError(f"mask shape {tuple(self.mask.shape)} must match the shape of the tensor, {tuple(x.shape)}")
         return self.mask * x
@@ -49,7 +45,6 @@ class FakeStructuredSparsity(FakeSparsity):
         self.dim = dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor with the pruned slices set to zero."""
         if self.dim >= x.dim() or self.mask.shape[0] != x.shape[self.dim]:
             raise ValueError(f"mask length {self.mask.shape[0]} must match axis {self.dim} of the tensor, {tuple(x.shape)}")
         shape = [1] * x.dim()
@@ -78,7 +73,6 @@ def _steps(module: nn.Module, tensor_name: str) -> nn.ModuleList:
 
 
 def put_mask(module: nn.Module, tensor_name: str, fake: FakeSparsity) -> None:
-    """Mask a module's tensor from now on."""
     earlier = [found.names for name in _parametrized(module) if (found := fake_of(module, name)) is not None]
     fake.names = earlier[0] if earlier else tuple(module._parameters)
     parametrize.register_parametrization(module, tensor_name, fake)
@@ -87,9 +81,9 @@ def put_mask(module: nn.Module, tensor_name: str, fake: FakeSparsity) -> None:
 
 
 def take_mask_off(module: nn.Module, tensor_name: str, *, apply: bool) -> None:
-    """Let a tensor be a plain one again: with the mask applied for good, or as if there had been none.
+    """Make a tensor a plain one again: with the mask applied for good, or as if there had been none.
 
-    What the mask prunes becomes 0.0, of which a product makes -0.0 where the weight was negative, and NaN where it was not finite.
+    What the mask prunes becomes 0.0. A product would be -0.0 where the weight was negative, and NaN where it was not finite.
     """
     fake = fake_of(module, tensor_name)
     parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=apply)
@@ -115,7 +109,7 @@ def _list_weights(module: nn.Module, inputs: object) -> None:
 
 
 def whole_of(module: nn.Module, tensor_name: str) -> torch.Tensor:
-    """A tensor without its masks, gathered if it is cut over ranks; all of them have to ask for it together."""
+    """A tensor without its masks, gathered if it is cut over ranks; all of them have to call this together."""
     found = original_of(module, tensor_name)
     if not is_cut(found):
         return found
@@ -125,9 +119,9 @@ def whole_of(module: nn.Module, tensor_name: str) -> torch.Tensor:
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether each rank has a part of a tensor, as with FSDP2. Does not import DTensor, which takes a second."""
-    found = sys.modules.get("torch.distributed.tensor")
-    return found is not None and isinstance(tensor, found.DTensor)
+    """Whether each rank has a part of a tensor, as with FSDP2. DTensor, which takes a second to import, is not imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def original_of(module: nn.Module, tensor_name: str) -> torch.Tensor:

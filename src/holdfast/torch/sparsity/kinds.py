@@ -1,14 +1,13 @@
-"""The sparsifiers: each says by its own rule what is kept.
+"""The sparsifiers, each with its own rule of what is kept.
 
     WeightNormSparsifier                       the blocks of a weight with the lowest norm go, whole or in part
     MagnitudeSparsifier, RandomSparsifier      single elements, of any module
     NearlyDiagonalSparsifier                   keeps a band around the diagonal, whatever the values
     BaseStructuredSparsifier, SaliencyPruner   whole rows or channels; those of the lowest norm
 
-Of rows or channels the mask has one boolean for each index of an axis of the weight. A row that is pruned gives nothing, so that
-the bias of the module is masked along with it, by the same mask; torch 2.13 takes the bias off the module and adds it in a hook,
-and does not put it back. The sizes of modules stay what they are: rewriting a model so that the rows are gone, torch's `prune()`,
-is not done here.
+For rows or channels the mask has one boolean for each index of an axis of the weight. A row that is pruned gives nothing, so the
+same
+mask is put on the bias of the module; torch 2.13 takes the bias off the module and adds it in a hook, and does not put it back.
 """
 
 from __future__ import annotations
@@ -24,11 +23,20 @@ from torch.nn.utils import parametrize
 from holdfast.errors import Unsupported
 from holdfast.numeric.pack import matrix_shape
 from holdfast.torch.sparsity.fake import FakeStructuredSparsity, fake_of, put_mask, take_mask_off, whole_of
-from holdfast.torch.sparsity.masks import Norm, block_mask, checked_level, drawn_seed, global_masks, random_mask
+from holdfast.torch.sparsity.masks import (
+    Keys,
+    Norm,
+    block_mask,
+    checked_level,
+    drawn_seed,
+    global_masks,
+    keep_above,
+    random_mask,
+    score_keys,
+    select,
+)
 from holdfast.torch.sparsity.names import Weight
-from holdfast.torch.sparsity.order import Keys, keep_above, score_keys, select
-from holdfast.torch.sparsity.sparsifier import BaseSparsifier, KnownTensor
-from holdfast.torch.sparsity.state import Group
+from holdfast.torch.sparsity.sparsifier import BaseSparsifier, Group, KnownTensor
 
 
 class WeightNormSparsifier(BaseSparsifier):
@@ -83,18 +91,11 @@ class WeightNormSparsifier(BaseSparsifier):
         zeros_per_block: int | None,
         **kwargs: object,
     ) -> None:
-        fake = fake_of(module, tensor_name)
-        assert fake is not None
-        weight = whole_of(module, tensor_name)
-        kept = block_mask(
-            weight,
-            sparse_block_shape,
-            sparsity_level,
-            zeros_per_block=zeros_per_block,
-            norm=self.norm,
-            pruned=(fake.mask == 0).view(weight.shape),
+        weight, mask = whole_of(module, tensor_name), _mask(module, tensor_name)
+        pruned = (mask == 0).view(weight.shape)
+        mask.copy_(
+            block_mask(weight, sparse_block_shape, sparsity_level, zeros_per_block=zeros_per_block, norm=self.norm, pruned=pruned)
         )
-        fake.mask.copy_(kept)
 
 
 def _check(level: float, shape: Sequence[int], zeros: int | None) -> None:
@@ -109,14 +110,18 @@ def _check(level: float, shape: Sequence[int], zeros: int | None) -> None:
 Scope = Literal["tensor", "global"]
 
 
+def _check_level(weight: Weight, config: Group) -> None:
+    try:
+        checked_level(config["sparsity_level"])
+    except ValueError as error:
+        raise ValueError(f"{weight.fqn!r}: {error}") from None
+
+
 class _Elements(BaseSparsifier):
-    """What both have in common: a level, and every weight of every module when no config is given."""
+    """A sparsifier of single elements: a level, and every weight of every module when no config is given."""
 
     def check_config(self, weight: Weight, config: Group) -> None:
-        try:
-            checked_level(config["sparsity_level"])
-        except ValueError as error:
-            raise ValueError(f"{weight.fqn!r}: {error}") from None
+        _check_level(weight, config)
 
     def make_config_from_model(
         self,
@@ -222,22 +227,20 @@ class NearlyDiagonalSparsifier(BaseSparsifier):
     def update_mask(  # type: ignore[override]  # torch's signature: the settings by name
         self, module: nn.Module, tensor_name: str, nearliness: int, **kwargs: object
     ) -> None:
-        fake = fake_of(module, tensor_name)
-        assert fake is not None
-        rows, columns = matrix_shape(fake.mask.shape)
-        # Asked for here and not in `prepare`: torch raises at the first step.
+        mask = _mask(module, tensor_name)
+        rows, columns = matrix_shape(mask.shape)
+        # Checked here and not in `prepare`: torch raises at the first step.
         if nearliness > 0 and nearliness % 2 == 0:
             raise ValueError(f"nearliness is an odd number, the same on both sides of the diagonal; found {nearliness}")
         if nearliness // 2 >= min(rows, columns):
             raise ValueError(f"nearliness {nearliness} is too large for a weight of {rows} x {columns}")
-        device = fake.mask.device
-        off = (torch.arange(rows, device=device)[:, None] - torch.arange(columns, device=device)).abs()
+        off = (torch.arange(rows, device=mask.device)[:, None] - torch.arange(columns, device=mask.device)).abs()
         kept = off <= nearliness // 2 if nearliness > 0 else torch.zeros_like(off, dtype=torch.bool)
-        fake.mask.copy_(kept.view(fake.mask.shape))
+        mask.copy_(kept.view(mask.shape))
 
 
 MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Those whose bias has an element for each row of the weight, and nothing else."""
+"""Modules whose bias has one element for each row of the weight."""
 
 
 class BaseStructuredSparsifier(BaseSparsifier):
@@ -287,12 +290,11 @@ class BaseStructuredSparsifier(BaseSparsifier):
         take_mask_off(module, group["tensor_name"], apply=apply)
 
     def prune(self) -> None:
-        """Not done: `squash_mask` leaves rows of zeros, and a model of the same sizes."""
+        """Always raises `Unsupported`: `squash_mask` leaves rows of zeros, and a model of the same sizes."""
         raise Unsupported("the sizes of modules are not rewritten; squash_mask() sets the pruned rows to zero")
 
 
 def _masks_bias(group: Group) -> bool:
-    """Whether a module's bias goes with the rows of its weight."""
     module = group["module"]
     bias = module._parameters.get("bias")
     rows = isinstance(module, MODULES) and group["tensor_name"] == "weight" and group.get("dim", 0) == 0
@@ -306,10 +308,7 @@ class SaliencyPruner(BaseStructuredSparsifier):
         super().check_config(weight, config)
         if "sparsity_level" not in config:
             raise ValueError(f"there is no sparsity_level for {weight.fqn!r}, neither in the defaults nor in the config")
-        try:
-            checked_level(config["sparsity_level"])
-        except ValueError as error:
-            raise ValueError(f"{weight.fqn!r}: {error}") from None
+        _check_level(weight, config)
 
     def update_mask(  # type: ignore[override]  # torch's signature: the settings by name
         self, module: nn.Module, tensor_name: str, sparsity_level: float, **kwargs: object

@@ -2,10 +2,9 @@
 
 A mask is a boolean tensor of the same shape and on the same device, true for what is kept. All functions here
 
-- prune exactly `pruned_count(level, count)` of `count` elements (or blocks): the nearest whole number, half to even as Python
-  rounds, and never all of them unless the level is 1;
+- prune exactly `pruned_count(level, count)` of `count` elements (or blocks);
 - prune the lowest first, and of equals the one with the lowest index in row-major order, so that a mask depends on nothing but
-  the values (`order.py`);
+  the values;
 - take NaN for the largest of all, so that it is pruned last;
 - prune what `pruned` marks before everything else, for masks that are to grow.
 
@@ -14,34 +13,42 @@ A mask is a boolean tensor of the same shape and on the same device, true for wh
     block_mask(weight, (16, 16), 0.9)             by blocks, by their mean square
     random_mask(weight, 0.5, 17)
     global_masks(weights, 0.8)                    one threshold over all of them
+
+Elements are ordered by integer keys. The key of a magnitude is its bits as a float64, to which every float of fewer bits converts
+exactly. What is pruned already has the lowest keys (`HELD` is added), so that it goes first, and comes back, the largest first,
+only
+where fewer are to be pruned.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import SupportsFloat
 
+import numpy as np
 import torch
 
-from holdfast.numeric import threshold as order
+from holdfast.core.value import Value
+from holdfast.numeric import threshold
 from holdfast.numeric.pack import matrix_shape
-from holdfast.numeric.threshold import Threshold
-from holdfast.torch.sparsity.order import (
-    CHUNK_ELEMENTS,
-    HELD,
-    Keys,
-    keep_above,
-    magnitude_keys,
-    score_keys,
-    select,
-)
+from holdfast.numeric.threshold import SPLITMIX, KeyBits, Threshold, answered, nan_key, search
 
 Norm = int | Callable[[torch.Tensor], torch.Tensor]
 """1 for absolute values, 2 for squares, or a function from a tensor to scores of its elements."""
 
+CHUNK_ELEMENTS = 1 << 20
+"""Elements at a time: 8 MiB of keys."""
+
+HELD = -(1 << 63)
+"""Added to the key of what is pruned already."""
+NAN = nan_key("float64")
+
+STEP, *FACTORS = (number - (1 << 64) for number in SPLITMIX)
+"""Signed numbers, which torch multiplies modulo 2^64."""
+
 SLACK = 1e-9
-"""How far a level may be off its range by the rounding of whoever computed it."""
+"""How far a level may be outside of its range, by rounding."""
 
 
 def checked_level(level: SupportsFloat) -> float:
@@ -65,7 +72,7 @@ def pruned_count(level: SupportsFloat, count: int) -> int:
     >>> pruned_count(0.5, 5), pruned_count(0.9, 4), pruned_count(1, 4)
     (2, 3, 4)
     """
-    return order.pruned_count(checked_level(level), count)
+    return threshold.pruned_count(checked_level(level), count)
 
 
 def magnitude_mask(tensor: torch.Tensor, level: SupportsFloat, *, pruned: torch.Tensor | None = None) -> torch.Tensor:
@@ -91,7 +98,7 @@ def random_mask(
 
 
 def drawn_seed(generator: torch.Generator | int | None) -> int:
-    """A seed from a generator, or the one that is given; from torch's global generator for None."""
+    """A seed from a generator; the number itself where one is given; from torch's global generator for None."""
     if generator is None or isinstance(generator, torch.Generator):
         device = "cpu" if generator is None else generator.device
         return int(torch.randint(0, 1 << 62, (), generator=generator, device=device))
@@ -186,7 +193,7 @@ def _block_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _scored(matrix: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """What orders the elements: for 1 and 2 the values themselves, by magnitude."""
+    """The scores that order the elements; for 1 and 2 their magnitudes."""
     if callable(norm):
         scores = norm(matrix)
         if not isinstance(scores, torch.Tensor) or scores.shape != matrix.shape:
@@ -199,7 +206,7 @@ def _scored(matrix: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def _block_sums(matrix: torch.Tensor, height: int, width: int, *, square: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over each block, and the number of elements that it has."""
+    """The sum over each block, and the number of its elements."""
     shape = (-(-matrix.shape[0] // height), -(-matrix.shape[1] // width))
     sums = torch.zeros(shape, dtype=torch.float64, device=matrix.device)
     counts = torch.zeros(shape, dtype=torch.int64, device=matrix.device)
@@ -238,7 +245,7 @@ def _keep_in_blocks(
 
 
 def _keep_in_rows(values: torch.Tensor, marks: torch.Tensor | None, zeros: torch.Tensor | int) -> torch.Tensor:
-    """Keep all but the lowest `zeros` of each row, of numbers by magnitude or of keys."""
+    """Keep all but the lowest `zeros` of each row; numbers are ordered by magnitude."""
     kept = torch.ones(values.shape, dtype=torch.bool, device=values.device)
     step = max(1, CHUNK_ELEMENTS // max(1, values.shape[1]))
     place = torch.arange(values.shape[1], device=values.device)
@@ -260,7 +267,7 @@ def _threshold(keys: Sequence[Keys], level: SupportsFloat) -> Threshold:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that can be ordered, in one dimension."""
+    """The elements of a tensor in one dimension. Raises where they cannot be ordered."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a mask is made of a tensor; found a {type(tensor).__name__}")
     if tensor.is_quantized or not tensor.is_floating_point():
@@ -286,3 +293,120 @@ def _marked(tensor: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
 
 def _marks(tensor: torch.Tensor, pruned: torch.Tensor | None) -> torch.Tensor | None:
     return None if pruned is None else _marked(tensor, pruned).reshape(-1)
+
+
+# The order of pruning (`holdfast.numeric.threshold`), for tensors on any device.
+
+
+def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.float64).abs().view(torch.int64).clamp(max=NAN)
+
+
+def score_keys(scores: torch.Tensor) -> torch.Tensor:
+    """Keys of any numbers, none of them negative. Where there are negative numbers, the last bit of a float64 is lost."""
+    scores = scores.to(torch.float64) + 0.0
+    if not bool((scores < 0).any()):
+        return magnitude_keys(scores)
+    bits = torch.where(scores.isnan(), NAN, scores.view(torch.int64))
+    return (torch.where(bits < 0, bits ^ ~HELD, bits) >> 1) + (1 << 62)
+
+
+def random_keys(start: int, stop: int, *, seed: int, device: torch.device) -> torch.Tensor:
+    """The keys of elements `start` to `stop` of a random order.
+
+    >>> random_keys(0, 2, seed=0, device=torch.device("cpu")).tolist()
+    [8147104208329303767, 3980143261097177850]
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(threshold.random_keys(start, stop, seed=seed).view(np.int64))
+    return _splitmix(start, stop, seed=seed, device=device)
+
+
+def _splitmix(start: int, stop: int, *, seed: int, device: torch.device) -> torch.Tensor:
+    """`random_keys` by torch. On the CPU, numpy takes a small part of its time."""
+    seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device) * STEP + seed
+    x = (x ^ _shifted(x, 30)) * FACTORS[0]
+    x = (x ^ _shifted(x, 27)) * FACTORS[1]
+    return _shifted(x ^ _shifted(x, 31), 1)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift to the right, with zeros from the left: torch repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+class Keys(Value, frozen=True, eq=False):
+    """The keys of one tensor's elements, made in chunks."""
+
+    values: torch.Tensor
+    """Numbers to be ordered by magnitude, or keys, in one dimension."""
+    pruned: torch.Tensor | None = None
+    """True for what is pruned already, in one dimension."""
+    seed: int | None = None
+    """The seed of a random order, which ignores the values."""
+
+    @property
+    def count(self) -> int:
+        return self.values.numel()
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        for start in range(0, self.count, CHUNK_ELEMENTS):
+            stop = min(start + CHUNK_ELEMENTS, self.count)
+            values = self.values[start:stop]
+            if self.seed is not None:
+                keys = random_keys(start, stop, seed=self.seed, device=values.device)
+            else:
+                keys = magnitude_keys(values) if values.is_floating_point() else values
+            yield keys if self.pruned is None else torch.where(self.pruned[start:stop], keys + HELD, keys)
+
+
+def select(sources: Sequence[Keys], count: int) -> Threshold:
+    """The threshold below which exactly `count` of all the keys are."""
+    if count <= 0:
+        return Threshold(HELD, 0)
+    total = sum(source.count for source in sources)
+    if count > total:
+        raise ValueError(f"{count} of {total} elements cannot be pruned")
+
+    def answer(bits: KeyBits) -> np.ndarray:
+        chunks = (keys for source in sources for keys in source.chunks())
+        if bits.taken:
+            left = torch.cat([_with_prefix(keys, bits).cpu() for keys in chunks])
+            return left.numpy().view(np.uint64) ^ np.uint64(1 << 63)
+        bins = torch.zeros(1 << (bits.known - bits.shift), dtype=torch.int64)
+        base = _signed(bits.prefix << (bits.known - bits.shift), bits.shift)
+        for keys in chunks:
+            bins += torch.bincount((_with_prefix(keys, bits) >> bits.shift) - base, minlength=len(bins)).cpu()
+        return bins.numpy()
+
+    found = answered(search(count, total=total, width=64), answer)
+    return Threshold(_signed(found.key, 0), found.ties)
+
+
+def _with_prefix(keys: torch.Tensor, bits: KeyBits) -> torch.Tensor:
+    return keys if bits.known == 64 else keys[(keys >> bits.known) == _signed(bits.prefix, bits.known)]
+
+
+def _signed(prefix: int, known: int) -> int:
+    """The leading bits of a signed key, from those of a key that begins at 0."""
+    return prefix - (1 << (63 - known))
+
+
+def keep_above(sources: Sequence[Keys], found: Threshold) -> list[torch.Tensor]:
+    """The mask of each source, in one dimension."""
+    ties = found.ties
+    masks = []
+    for source in sources:
+        mask = torch.empty(source.count, dtype=torch.bool, device=source.values.device)
+        start = 0
+        for keys in source.chunks():
+            part = mask[start : start + len(keys)]
+            torch.ge(keys, found.key, out=part)
+            if ties:
+                go = (keys == found.key).nonzero().flatten()[:ties]
+                part[go] = False
+                ties -= len(go)
+            start += len(keys)
+        masks.append(mask)
+    return masks

@@ -1,7 +1,6 @@
-"""Names of modules and tensors inside a model, and what a sparsifier asks of the tensor behind a name.
+"""Names of modules and tensors inside a model.
 
-The first three functions are torch's: they answer None for what is not there. `Weights` is for those who need an answer: it says
-what is wrong with a name, and which names are near.
+The first three functions are torch's: they give None for what is not there. `Weights` raises, with names that are similar.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def fqn_to_module(model: nn.Module | None, path: str) -> nn.Module | torch.Tenso
 
 
 def get_arg_info_from_tensor_fqn(model: nn.Module, tensor_fqn: str) -> ArgInfo:
-    """Take a tensor's dotted name apart; the module is None where it is not there, and nobody looks for the tensor."""
+    """Take a tensor's dotted name apart. The module is None where it is not there; the tensor need not be there."""
     module_fqn, _, tensor_name = tensor_fqn.rpartition(".")
     module = fqn_to_module(model, module_fqn)
     return {
@@ -59,7 +58,7 @@ def get_arg_info_from_tensor_fqn(model: nn.Module, tensor_fqn: str) -> ArgInfo:
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """The end of an error message: names that are like this one, or how many there are."""
+    """The end of an error message: similar names, or how many there are."""
     known = sorted(set(names))
     found = difflib.get_close_matches(name, known[:10_000], n=3, cutoff=0.5)
     if found:
@@ -77,12 +76,11 @@ class Weight(Value, frozen=True, eq=False):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The values, without a mask."""
         return original_of(self.module, self.name)
 
     @property
     def place(self) -> tuple[int, str]:
-        """The same for two names of one tensor of one module."""
+        """A key that two names of one tensor of one module share."""
         return id(self.module), self.name
 
 
@@ -121,7 +119,7 @@ class Weights:
         return Weight(module, info["module_fqn"], name, fqn)
 
     def check_free(self, weight: Weight) -> None:
-        """See that a mask may be put on a tensor: floating-point, not shared with another place, not parametrized."""
+        """Raise where a tensor cannot have a mask: it is not floating-point, shared with another place, or parametrized."""
         if parametrize.is_parametrized(weight.module, weight.name):
             if fake_of(weight.module, weight.name) is not None:
                 raise ValueError(f"{weight.fqn!r} has a mask already: a sparsifier was prepared with it; squash that one first")
@@ -146,20 +144,20 @@ class Weights:
 
 
 def _stored(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a module has itself, by the names that it reads them by."""
+    """The tensors of a module itself, by the names that it reads them by."""
     own = {**module._parameters, **module._buffers}
     found = {name: tensor for name, tensor in own.items() if tensor is not None}
     if parametrize.is_parametrized(module):
         assert isinstance(module.parametrizations, nn.ModuleDict)
         for name, steps in module.parametrizations.items():
-            # One made of several tensors has no `original`; it can be named, and is refused.
+            # A tensor made of several has no `original`; it has a name, and is refused.
             tensor = getattr(steps, "original", None)
             found[name] = tensor if isinstance(tensor, torch.Tensor) else getattr(steps, "original0", torch.empty(0))
     return found
 
 
 def _identities(tensor: torch.Tensor) -> list[object]:
-    """What two tensors have in common when one is the other: the object, or the address of its first element."""
+    """Keys of which two tensors share one when they are the same: the object, or the address of the first element."""
     keys: list[object] = [("object", id(tensor))]
     if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
         keys.append(("address", tensor.device, tensor.data_ptr()))

@@ -4,11 +4,10 @@
     schedule = CubicSL(sparsifier, total_t=100, delta_t=1)
     for epoch in range(200):
         train(…)
-        sparsifier.step()                              masks, by the levels of now
+        sparsifier.step()                              masks, by the present levels
         schedule.step()                                the levels of the next epoch
 
-The names and settings are those of `torch.ao.pruning`. A schedule counts its steps in `last_epoch`, and makes one of them when it
-is made. Its state is plain values; functions of the user's are not in it.
+A schedule counts its steps in `last_epoch`, and makes one of them when it is made. Its state is plain values, without functions.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from typing import TypeVar
 
 from holdfast.torch.sparsity.masks import checked_level
 from holdfast.torch.sparsity.names import near
-from holdfast.torch.sparsity.sparsifier import BaseSparsifier
-from holdfast.torch.sparsity.state import plain
+from holdfast.torch.sparsity.sparsifier import BaseSparsifier, plain
 
 log = logging.getLogger("holdfast.torch.sparsity")
 
@@ -32,7 +30,7 @@ Factor = Callable[[int], float]
 
 
 class BaseScheduler:
-    """What all schedules do. A subclass says the levels of the epoch `last_epoch`, in `get_sl`."""
+    """The base of all schedules. A subclass defines in `get_sl` the levels of the epoch `last_epoch`."""
 
     def __init__(self, sparsifier: BaseSparsifier, last_epoch: int = -1, verbose: bool = False) -> None:
         self.sparsifier = _checked(sparsifier)
@@ -80,7 +78,7 @@ class BaseScheduler:
             log.debug("epoch %s: sparsity level of group %d is %.4e", self.last_epoch if epoch is None else epoch, group, sl)
 
     def state_dict(self) -> dict[str, object]:
-        """Where the schedule is, as plain values: all attributes but the sparsifier and functions."""
+        """The state of the schedule as plain values: all attributes but the sparsifier and functions."""
         own = {key: value for key, value in vars(self).items() if key not in ("sparsifier", "_steps_before")}
         return {key: plain(value) for key, value in own.items() if not isinstance(value, types.FunctionType | types.MethodType)}
 
@@ -98,7 +96,7 @@ class BaseScheduler:
             group["sparsity_level"] = level
 
     def _make_sure_a_list(self, var: T | Sequence[T]) -> list[T]:
-        """A value for each group, of one for all or of a list."""
+        """A value for each group, from one for all or a list."""
         count = len(self.sparsifier.groups)
         if not isinstance(var, list | tuple):
             return [var] * count  # type: ignore[list-item]  # no list or tuple: a T
@@ -121,7 +119,7 @@ def _checked(sparsifier: BaseSparsifier) -> BaseSparsifier:
 
 
 def _counts_steps(sparsifier: BaseSparsifier) -> bool:
-    """Whether it would be noticed if the sparsifier had made a step."""
+    """Whether steps of the sparsifier are counted."""
     return type(sparsifier).step is BaseSparsifier.step or sparsifier._steps > 0
 
 
@@ -144,7 +142,7 @@ class LambdaSL(BaseScheduler):
         return [level * factor(self.last_epoch) for level, factor in zip(self.base_sl, self.sl_lambdas, strict=True)]
 
     def state_dict(self) -> dict[str, object]:
-        """Where the schedule is. Of objects that are called their attributes are in it, of functions nothing."""
+        """The state of the schedule: attributes of callable objects are in it, functions are not."""
         own = super().state_dict()
         own["sl_lambdas"] = [plain(vars(f)) if _has_state(f) else None for f in self.sl_lambdas]
         return own
@@ -161,7 +159,7 @@ class LambdaSL(BaseScheduler):
 
 
 def _has_state(factor: Factor) -> bool:
-    """Whether it is an object of the user's, with attributes that may change."""
+    """Whether a factor is an object of the user, with attributes that may change."""
     functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
     return hasattr(factor, "__dict__") and not isinstance(factor, functions)
 

@@ -1,7 +1,7 @@
 """2:4 tensors in the packed form of `torch.sparse.to_sparse_semi_structured`, and back.
 
-torch's form is a GPU's: kernels decide the order of what is in it, and it is not meant for files. A checkpoint keeps the dense
-tensor, which the native format stores as 2:4 (`save(…, sparse="auto")`), and these functions lead from one to the other.
+torch's form is for GPUs: kernels decide the order of what is in it, and it is not meant for files. A checkpoint has the dense
+tensor, which the native format stores as 2:4 (`save(…, sparse="auto")`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def to_semi_structured(
     dense = tensor.torch() if isinstance(tensor, LazyTensor) else tensor.detach()
     dense = (dense if dense.is_cuda else dense.to(device)).contiguous()
     if not is_two_of_four(dense):
-        said = f"{list(dense.shape)} is not 2:4 along its last axis; prune it first, with nm_mask or holdfast prune"
-        raise Unsupported(said, tensor=name)
+        message = f"{list(dense.shape)} is not 2:4 along its last axis; prune it first, with nm_mask or holdfast prune"
+        raise Unsupported(message, tensor=name)
     try:
         with warnings.catch_warnings():
-            # torch says once that its own interface is a prototype.
+            # torch warns once that its own interface is a prototype.
             warnings.simplefilter("ignore", UserWarning)
             packed = to_sparse_semi_structured(dense)
             stored = packed.values()

@@ -4,26 +4,35 @@
      └─ load_state_dict, unpickling ──> waiting ── prepare ──┘
 
 1. `prepare` finds the tensors that a config names, checks all of them, and only then puts a mask of ones on each.
-2. `step` asks `update_mask` for each tensor. It sets elements of the mask, which stays the tensor that it is.
+2. `step` calls `update_mask` for each tensor. It sets elements of the mask, which stays the same tensor.
 3. `state_dict` has the masks as bits and the settings, `load_state_dict` takes both, with a model or before there is one.
 4. `squash_mask` multiplies the masks into the weights for good, and the model is a plain one again.
 
-The names, signatures and settings are those of `torch.ao.pruning`, so that its users change one import. What differs is in
-`docs/sparsity.md`.
+The state is dicts, lists, numbers and tensors alone, so that a `weights_only` load takes it:
+
+    {"state": {"linear1.weight": {"mask": {"bits": …, "shape": …}, …}},
+     "groups": [{"tensor_fqn": "linear1.weight", "sparsity_level": 0.5, …}]}
+
+A mask has one bit for each element. Element i, in row-major order, is bit i % 8 of byte i // 8, counted from the lowest. The last
+byte is filled with zeros. A mask with other values than 0 and 1 stays a tensor. torch saves the same two keys, with masks as dense
+tensors; both kinds are read.
 """
 
 from __future__ import annotations
 
 import abc
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from holdfast.core.tree import MOST_LEAVES, Way, mapped_children, plainly, rebuild
 from holdfast.core.value import Value
 from holdfast.errors import DoesNotFit, NoSuchTensor, Refused
 from holdfast.torch.sparsity.fake import (
@@ -37,34 +46,53 @@ from holdfast.torch.sparsity.fake import (
     take_mask_off,
 )
 from holdfast.torch.sparsity.names import Weight, Weights, near
-from holdfast.torch.sparsity.state import (
-    Group,
-    Remembered,
-    State,
-    check_saved,
-    is_binary,
-    plain_group,
-    plain_state,
-    read_group,
-    read_state,
-)
+
+Group = dict[str, Any]
+"""The settings of one tensor. Any, for it has a module, names and whatever a sparsifier is set by, as torch's does."""
+
+PLACE = ("module", "module_fqn", "tensor_name", "parametrization")
+"""The keys of a group that follow from the model and `tensor_fqn`, and are not saved."""
+
+
+class Remembered(dict[str, object]):
+    """The mask of one tensor, and what a sparsifier adds. Two are equal when their tensors have equal elements."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, dict):
+            return NotImplemented
+        return self.keys() == other.keys() and all(_equal(value, other[key]) for key, value in self.items())
+
+    def __ne__(self, other: object) -> bool:
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else not equal
+
+    __hash__ = None  # as dict has it
+
+
+State = defaultdict[str, Remembered]
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.device == b.device and bool((a == b).all())
+    return bool(a == b)
+
 
 Config = Mapping[str, object]
 Phase = Literal["new", "waiting", "prepared", "squashed"]
 
 
 class KnownTensor(Value, frozen=True, eq=False):
-    """A tensor that everything is known of, and that nothing was done to yet."""
+    """A tensor that was checked and has no mask yet."""
 
     weight: Weight
     group: Group
     mask: torch.Tensor
     fake: type[FakeSparsity]
-    """The parametrization that carries the mask."""
 
 
 class BaseSparsifier(abc.ABC):
-    """What all sparsifiers do. A subclass says how a mask changes, in `update_mask`."""
+    """The base of all sparsifiers. A subclass defines in `update_mask` how a mask changes."""
 
     def __init__(self, defaults: Mapping[str, object] | None = None) -> None:
         self.defaults: dict[str, object] = dict(defaults or {})
@@ -79,11 +107,11 @@ class BaseSparsifier(abc.ABC):
         self._phase: Phase = "new"
         self._steps = 0
 
-    # What subclasses say.
+    # For subclasses.
 
     @abc.abstractmethod
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: object) -> None:
-        """Set the mask of one tensor anew; its group is given as keywords."""
+        """Update the mask of one tensor; its group is given as keywords."""
 
     def check_config(self, weight: Weight, config: Group) -> None:  # noqa: B027 (a subclass may have nothing to check)
         """Raise what is wrong with a tensor's settings, before anything changes."""
@@ -109,7 +137,6 @@ class BaseSparsifier(abc.ABC):
         self.config = config
 
     def mask_shape(self, weight: Weight, config: Group) -> tuple[int, ...]:
-        """The shape of a tensor's mask."""
         return tuple(weight.tensor.shape)
 
     def fresh_mask(self, weight: Weight, config: Group) -> torch.Tensor:
@@ -237,7 +264,7 @@ class BaseSparsifier(abc.ABC):
                 raise Refused(f"the mask of {group['tensor_fqn']!r} is gone: its parametrization was removed by someone else")
 
     def _check_whole(self, what: str) -> None:
-        """FSDP2 keeps its own list of parameters: a mask is put on or taken off before, or in a model that is not cut."""
+        """Refuse a model that is cut over ranks: FSDP2 has its own list of parameters."""
         for group in self.groups:
             if is_cut(original_of(group["module"], group["tensor_name"])):
                 raise Refused(
@@ -253,7 +280,7 @@ class BaseSparsifier(abc.ABC):
         masks: Mapping[str, object],
         own: Collection[tuple[int, str]] = (),
     ) -> list[KnownTensor]:
-        """Find and check everything that is to get a mask, or has one of ours. Changes nothing."""
+        """Find and check every tensor that gets a mask, or has one of this sparsifier. Changes nothing."""
         weights = Weights(model)
         placed: dict[tuple[int, str], KnownTensor] = {}
         for config in configs:
@@ -275,7 +302,7 @@ class BaseSparsifier(abc.ABC):
         return list(placed.values())
 
     def _fake_for(self, weight: Weight, group: Group) -> type[FakeSparsity]:
-        """The class of a tensor's parametrization; torch's setting `parametrization` names another one."""
+        """The class of a tensor's parametrization; torch's setting `parametrization` may name another one."""
         found = group.get("parametrization", self.FAKE)
         if not isinstance(found, type) or not issubclass(found, self.FAKE):
             raise TypeError(
@@ -312,7 +339,7 @@ class BaseSparsifier(abc.ABC):
         self._remember()
 
     def _remember(self) -> None:
-        """Note the masks as they are: moving a model to another device makes new ones."""
+        """Store the present masks: moving a model to another device makes new ones."""
         for group in self.groups:
             if (fake := fake_of(group["module"], group["tensor_name"])) is not None:
                 self.state[group["tensor_fqn"]]["mask"] = fake.mask
@@ -438,7 +465,7 @@ def _checked(config: object) -> list[Config]:
 
 
 def _check_agrees(config: Config, weight: Weight) -> None:
-    """See that what a config says twice is the same both times."""
+    """Raise where a config names another place than `tensor_fqn`."""
     known: dict[str, object] = {"module": weight.module, "module_fqn": weight.module_fqn, "tensor_name": weight.name}
     for key, value in known.items():
         found = config.get(key, value)
@@ -448,7 +475,7 @@ def _check_agrees(config: Config, weight: Weight) -> None:
 
 
 def _check_masks(state: State, groups: Iterable[Group]) -> None:
-    """See that there is a mask for each group and a group for each mask."""
+    """Raise where a group has no mask, or a mask no group."""
     masked = {fqn for fqn, known in state.items() if "mask" in known}
     named = {group["tensor_fqn"] for group in groups}
     if lost := sorted(named - masked):
@@ -458,3 +485,96 @@ def _check_masks(state: State, groups: Iterable[Group]) -> None:
         )
     if stray := sorted(masked - named):
         raise ValueError(f"the state has masks without settings: {', '.join(stray)}")
+
+
+# The plain form in which a state is saved.
+
+
+def plain(value: object) -> object:
+    """A copy of a value, with dicts of all kinds as plain ones. Raises `LimitExceeded` for one that contains itself."""
+    return rebuild(value, _copied, inside=_entered, make=plainly, most=MOST_LEAVES)
+
+
+def _copied(value: object, _: Way) -> object:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _entered(value: object) -> Iterable[tuple[object, object]] | None:
+    if isinstance(value, Mapping) or type(value) in (list, tuple):
+        return mapped_children(value)
+    return enumerate(value) if type(value) is set else None
+
+
+def plain_state(state: Mapping[str, Mapping[str, object]], *, packed: bool) -> dict[str, dict[str, object]]:
+    """A state for saving; with `packed`, masks are bits."""
+    saved: dict[str, dict[str, object]] = {}
+    for fqn, known in state.items():
+        saved[fqn] = {
+            key: pack_mask(value) if packed and key == "mask" and isinstance(value, torch.Tensor) else plain(value)
+            for key, value in known.items()
+        }
+    return saved
+
+
+def plain_group(group: Mapping[str, object]) -> dict[str, object]:
+    return {key: plain(value) for key, value in group.items() if key not in PLACE}
+
+
+def check_saved(saved: object) -> tuple[Mapping[str, Mapping[str, object]], list[Mapping[str, object]]]:
+    """The state and the groups of a saved state dict."""
+    if not isinstance(saved, Mapping) or not {"state", "groups"} <= saved.keys():
+        found = f"a dict of {sorted(map(str, saved))[:5]}" if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
+        raise ValueError(f"a sparsifier's state dict has 'state' and 'groups'; found {found}")
+    state, groups = saved["state"], saved["groups"]
+    if not isinstance(state, Mapping) or not all(isinstance(known, Mapping) for known in state.values()):
+        raise ValueError("'state' of a sparsifier's state dict is a dict of dicts, by tensor name")
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) and "tensor_fqn" in group for group in groups):
+        raise ValueError("'groups' of a sparsifier's state dict is a list of dicts with 'tensor_fqn'")
+    return state, list(groups)
+
+
+def read_state(saved: Mapping[str, Mapping[str, object]]) -> State:
+    """A state from its saved form."""
+    state: State = defaultdict(Remembered)
+    for fqn, known in saved.items():
+        state[fqn] = Remembered({key: unpack_mask(value) if key == "mask" else plain(value) for key, value in known.items()})
+    return state
+
+
+def read_group(saved: Mapping[str, object]) -> Group:
+    """A group from its saved form. torch also saves the mask that a config began with; the state has the present one."""
+    return {str(key): plain(value) for key, value in saved.items() if key not in (*PLACE, "mask")}
+
+
+def is_binary(mask: torch.Tensor) -> bool:
+    """Whether a mask has no other values than 0 and 1."""
+    return mask.dtype is torch.bool or bool(((mask == 0) | (mask == 1)).all())
+
+
+def pack_mask(mask: torch.Tensor) -> dict[str, object] | torch.Tensor:
+    """A mask for storage: its bits and shape, or a copy where bits cannot hold it.
+
+    >>> pack_mask(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    {'bits': tensor([13], dtype=torch.uint8), 'shape': (2, 2)}
+    """
+    if not is_binary(mask):
+        return mask.detach().clone()
+    kept = (mask.detach() != 0).cpu().reshape(-1).numpy()
+    return {"bits": torch.from_numpy(np.packbits(kept, bitorder="little")), "shape": tuple(mask.shape)}
+
+
+def unpack_mask(stored: object) -> torch.Tensor:
+    """A mask from storage, of booleans; one that was stored as a tensor, as by torch, stays as it is."""
+    if isinstance(stored, torch.Tensor):
+        return stored.detach().clone()
+    if not isinstance(stored, Mapping) or not {"bits", "shape"} <= stored.keys():
+        raise ValueError(f"a mask is stored as a tensor, or as a dict of bits and shape; found a {type(stored).__name__}")
+    bits, shape = stored["bits"], stored["shape"]
+    if not isinstance(shape, tuple | list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"a mask's shape is a list of whole numbers; found {shape!r}")
+    count = math.prod(shape)
+    if not isinstance(bits, torch.Tensor) or bits.dtype is not torch.uint8 or bits.shape != (-(-count // 8),):
+        found = f"{bits.dtype} {tuple(bits.shape)}" if isinstance(bits, torch.Tensor) else type(bits).__name__
+        raise ValueError(f"a mask of shape {tuple(shape)} has {-(-count // 8)} bytes of bits; found {found}")
+    kept = np.unpackbits(bits.cpu().numpy(), count=count, bitorder="little").view(np.bool_)
+    return torch.from_numpy(kept).view(tuple(shape))

@@ -1,41 +1,58 @@
-"""Fresh torch tensors for lazy ones: made here, filled by `fill.py`. What shared a storage in the file shares one again."""
+"""Fresh torch tensors for lazy ones: made here, filled by `fill.py`. What shared a storage in the file shares one again.
+
+    storage in the file   │ · · a a a a b b · · · · · · c c c │      a, b over a, and c are names
+    region                │ · · a a a a b b · · · · · · c c c │      small, or well used: one region, the whole storage
+    regions                   │ a a a a b b │                        large and hardly used: one for what overlaps; c is alone
+
+1. Names over one storage of the file are found by comparing where they are in it; nothing is read.
+2. Formats that store every tensor by itself record its place in the storage that it was saved from (`Traits.alias`). Such copies
+   become views of one region, too, where they agree: `saving/rejoin.py` reads data only where copies overlap.
+3. A region is the whole storage as long as `Limits(expansion=…)` allows that many bytes for the tensors that are read, so that
+   offsets are those of the file. Of a larger storage only what overlaps is one region, under the same limit.
+
+A tensor that is alone in its storage is in no region.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from msgspec import Struct, field
 
-from holdfast.core.chunk import c_strides
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage, c_strides, repeats
+from holdfast.core.dtype import WIDEST_NBYTES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import gc_paused
+from holdfast.core.sharing import SpanGroup, disjoint_groups, shared_rows
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.files import FileStorages, tabulate
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, Unsupported, located
+from holdfast.saving.rejoin import rejoin
+from holdfast.saving.rows import flat_state, with_odd
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.cuda.plan import ByteKind, DeviceRows
 from holdfast.torch.tensors.fill import CPU, NO_FILLS, Fills, Progress, fill, row_ranges
-from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
+from holdfast.torch.tensors.from_lazy import BYTES, tensor_from_array, torch_dtype
 from holdfast.torch.tensors.scratch import Fill
-from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
 from holdfast.torch.tensors.tree import lazy_tensors
 
 
 class Want(Value, frozen=True):
-    """A tensor of a file, and what it shall be in torch."""
+    """A tensor of a file, with the dtype, device and strides that it gets in torch."""
 
     lazy: LazyTensor
     dtype: torch.dtype
     device: torch.device = CPU
     strides: tuple[int, ...] | None = None
-    """In elements, where the order of elements in memory is given; otherwise it is that of the file."""
+    """In elements; None for the order of the file."""
 
     @property
     def cast(self) -> bool:
@@ -43,7 +60,7 @@ class Want(Value, frozen=True):
 
 
 class Fresh(Struct):
-    """Tensors that were made and are still to be filled."""
+    """Tensors that were made, and how they are filled."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     fills: list[Fill] = field(default_factory=list)
@@ -51,7 +68,7 @@ class Fresh(Struct):
 
 
 def make_fresh(wants: Mapping[str, Want]) -> Fresh:
-    """Make a tensor for each name. Those of a mapped file are the mapped memory where dtype, device and layout allow."""
+    """Make a tensor for each name. A mapped file gives views of its memory where dtype, device and layout allow."""
     fresh = Fresh()
     reserve((want.device, want.lazy.size * want.dtype.itemsize) for want in wants.values())
     regions = plan_regions({name: want.lazy for name, want in wants.items() if _plain(want.lazy)})
@@ -67,7 +84,7 @@ def make_fresh(wants: Mapping[str, Want]) -> Fresh:
             if storage is not None:
                 fresh.tensors[name] = view_of(storage, region.views[name], want.dtype)
                 continue
-        # By itself; but two names of one tensor (tied weights) are one in any case.
+        # Two names of one tensor (tied weights) are one tensor also here.
         what = regions.ties.get(name, name), want.dtype, want.device
         tied = apart.get(what)
         if tied is None:
@@ -86,10 +103,11 @@ def read_tensors(
     progress: Progress | None = None,
     max_host_memory: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read many tensors, all or those of these names, as torch tensors: together, in one pass over the files.
+    """Read many tensors, all or those of these names, as torch tensors, in one pass over the files.
 
-    `dtype` is for floating-point tensors; the others keep theirs. `max_host_memory` is for GPUs, as in `fill`; what it has to
-    say is a warning here.
+    `dtype` is for floating-point tensors; the others keep theirs. `max_host_memory` is for GPUs, as in `fill`; its notes are
+    warnings
+    here.
     """
     place, keys = device or CPU, [*dict.fromkeys(tensors if names is None else names)]
     with gc_paused():
@@ -104,14 +122,16 @@ def read_tensors(
         others = {key: table.view(row) for key, row, kind in zip(keys, rows, kinds, strict=True) if kind is None}
         fresh = make_fresh({key: Want(lazy, wanted_dtype(lazy, dtype), place) for key, lazy in others.items()})
         chosen, wanted, on_gpu = [row for _, row, _ in found], NO_FILLS, list[tuple[DeviceRows, list[int]]]()
-        if _in_memory(place):
+        if place.type == "cpu":
             own = empty_tensors([kind for _, _, kind in found], place)
             fresh.tensors.update(zip([key for key, _, _ in found], own, strict=True))
             wanted = Fills(table, chosen, {}, own)
         elif found:
             on_gpu = row_ranges(table, chosen, [kind for _, _, kind in found], [place] * len(found))
     loads = [one for one, _ in on_gpu]
-    notes = fill(_in_large_pages(wanted.with_more(fresh.fills)), progress, fresh=loads, max_host_memory=max_host_memory)
+    fills = wanted.with_more(fresh.fills)
+    wanted_in_large_pages((target.data_ptr(), target.nbytes) for target in fills.targets if target.is_cpu)
+    notes = fill(fills, progress, fresh=loads, max_host_memory=max_host_memory)
     for note in notes:
         warnings.warn(note, HoldfastWarning, stacklevel=3)
     for one, members in on_gpu:
@@ -136,10 +156,12 @@ def read_lazies(
 def fresh_kinds(
     table: Table, rows: Sequence[int], *, device: torch.device, dtype: torch.dtype | None = None
 ) -> list[ByteKind | None]:
-    """As what rows of a table become fresh tensors without an object each; None for a row that does not.
+    """The kinds of fresh tensors that take rows of a table as they are, without an object each; None for a row that cannot be
+    taken so.
 
-    Those are all of a storage that no other of these rows has. What shares a storage is tied again by its regions
-    (shared_regions.py), and what has another order, dtype or several pieces is copied element by element.
+    Such a row fills a storage that no other of these rows has. What shares a storage is tied again by its regions, and what has
+    another
+    order, dtype or several pieces is copied element by element.
     """
     storages = table.storages
     if not isinstance(storages, FileStorages):
@@ -155,21 +177,20 @@ def fresh_kinds(
 
 
 def empty_tensors(kinds: Sequence[ByteKind], device: torch.device) -> list[torch.Tensor]:
-    """Tensors of these kinds, to be filled."""
     reserve((device, math.prod(kind.shape) * kind.dtype.itemsize) for kind in kinds)
     return [torch.empty(kind.shape, dtype=kind.dtype, device=device) for kind in kinds]
 
 
 def _suits(source: Source, device: torch.device) -> bool:
-    """Whether whole storages of a source are read as they are. To the CPU a mapped file gives views, and computed content has
-    blocks of its own."""
+    """Whether whole storages of a source are read as they are. To the CPU, a mapped file gives views, and computed content comes in
+    blocks of its own.
+    """
     apart = source.mapped or source.store.medium.block_nbytes
     return source.limits.expansion >= 1 and (not apart if device.type == "cpu" else device.type == "cuda")
 
 
 def _byte_kind(kind: Kind, cast: torch.dtype | None) -> ByteKind | None:
-    """As what rows of a kind are copied; None where they are cast, or torch has no such elements. Of quantised ones a scale is
-    missing."""
+    """The kind of tensor that takes rows of a kind as they are; None where they are cast, quantised, or unknown to torch."""
     dtype = kind.dtype
     try:
         own = torch_dtype(dtype)
@@ -177,17 +198,6 @@ def _byte_kind(kind: Kind, cast: torch.dtype | None) -> ByteKind | None:
         return None
     usual = dtype.kind != "quantized" and not dtype.packed and own.itemsize * 8 == dtype.bits
     return ByteKind.of(own, kind.shape) if usual and (cast in (None, own) or dtype.kind != "float") else None
-
-
-def _in_large_pages(fills: Fills) -> Fills:
-    """Fills whose targets were just made: memory that is filled from front to back."""
-    wanted_in_large_pages((target.data_ptr(), target.nbytes) for target in fills.targets if target.is_cpu)
-    return fills
-
-
-def _in_memory(device: torch.device) -> bool:
-    """Whether tensors of a device are in this process's memory."""
-    return device.type == "cpu"
 
 
 def wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -202,7 +212,7 @@ def _plain(lazy: LazyTensor) -> bool:
 
 
 def make_storage(region: Region, wants: Mapping[str, Want], fresh: Fresh) -> torch.UntypedStorage | None:
-    """The storage of a region, or None where its tensors cannot share one: they go to several dtypes or devices."""
+    """Make the storage of a region; None where its tensors go to several dtypes or devices."""
     members = [wants[name] for name in region.views]
     dtypes, devices = {want.dtype for want in members if want.cast}, {want.device for want in members}
     if len(devices) > 1 or (dtypes and (len(dtypes) > 1 or not region.castable or not all(want.cast for want in members))):
@@ -228,8 +238,8 @@ def make_storage(region: Region, wants: Mapping[str, Want], fresh: Fresh) -> tor
 
 def _alone(want: Want, fresh: Fresh) -> torch.Tensor:
     lazy = want.lazy
-    if lazy.traits.meta or not _plain(lazy):
-        # No data, elements that share bytes, or integers without their scale: what torch() makes of it, or why it does not.
+    if not _plain(lazy):
+        # No data, elements that share bytes, or integers without their scale: torch() makes the tensor, or raises.
         made = lazy.torch()
         return made if made.is_meta else made.to(want.device)
     if not want.cast and want.device == CPU and want.strides is None and lazy.source.mapped:
@@ -244,7 +254,7 @@ def _alone(want: Want, fresh: Fresh) -> torch.Tensor:
 
 
 def _dense_strides(lazy: LazyTensor) -> tuple[int, ...]:
-    """The order of the elements in the file where it leaves no gaps (channels last, a transpose), else C order; in elements."""
+    """The strides of the file, in elements, where they leave no gaps (channels last, a transpose); else C order."""
     order = c_strides(lazy.shape, 1)
     place = lazy.traits.alias or (lazy.chunks[0] if len(lazy.chunks) == 1 else None)
     if place is None or len(place.strides) != lazy.ndim or not lazy.size:
@@ -257,3 +267,169 @@ def _dense_strides(lazy: LazyTensor) -> tuple[int, ...]:
                 return order
             room *= n
     return tuple(s // bits if n > 1 else c for n, s, c in zip(lazy.shape, place.strides, order, strict=True))
+
+
+# Regions: what one torch storage holds.
+
+
+class View(Value, frozen=True):
+    """The place of a tensor in a region, counted in its own elements."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
+
+
+class RegionRead(Value, frozen=True):
+    """A tensor of the file that is read into a region, and its place there."""
+
+    tensor: LazyTensor
+    view: View
+
+
+class Region(Value, frozen=True, eq=False):
+    """The content of one torch storage."""
+
+    dtype: DType
+    """The dtype of all views, or uint8 where they have several."""
+    count: int
+    views: Mapping[str, View]
+    pieces: tuple[RegionRead, ...]
+    whole: bool
+    """Whether the pieces leave no hole."""
+
+    @property
+    def castable(self) -> bool:
+        """Whether the region can be cast: all views have one dtype, and nothing is written twice."""
+        one = all(view.dtype is self.dtype for view in self.views.values())
+        return one and not any(repeats(piece.view.shape, piece.view.strides) for piece in self.pieces)
+
+
+class Regions(Struct):
+    """The regions of some tensors; names that stand alone are in none."""
+
+    by_name: dict[str, Region] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    """The first name of a tensor, by each later name of it."""
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_regions(tensors: Mapping[str, LazyTensor]) -> Regions:
+    """Find the tensors that share storage, and plan the regions that hold them. Reads data only where copies overlapped."""
+    regions = Regions()
+    if len(tensors) < 2:
+        return regions
+    table = _rejoined(tabulate([*tensors], [*tensors.values()]), regions.notes)
+    shared, names = shared_rows([table]), table.names
+    for number, rows in shared.groups():
+        lazies = {names[row]: table.view(row) for row in rows}
+        storage = shared.storage_of(number, lazies[names[rows[0]]], rows[0])
+        members = {name: tensor for name, tensor in lazies.items() if _viewable(tensor)}
+        for region in _regions(members, storage, originals=tensors, notes=regions.notes):
+            regions.by_name.update(dict.fromkeys(region.views, region))
+    regions.ties = {names[row]: names[first] for row, first in shared.ties().items()}
+    return regions
+
+
+def view_of(storage: torch.UntypedStorage, view: View, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, view.offset, view.shape, view.strides)
+    if view.conj:
+        made = made.conj()
+    return torch._neg_view(made) if view.neg else made
+
+
+def _rejoined(table: Table, notes: list[str]) -> Table:
+    """The table with views of one storage in the place of rows that were copied out of it."""
+    aliased = {number for number, kind in enumerate(table.kinds) if kind.traits.alias is not None and not kind.traits.meta}
+    groups = shared_rows([table], stored_aliases=True).groups() if aliased else ()
+    rows = [row for _, members in groups for row in members if table.kind[row] in aliased]
+    if not rows:
+        return table
+    rejoined = rejoin(flat_state(table.select(rows), {}), table.view(rows[0]).source.limits)
+    notes += [note.replace("written apart", "read apart") for note in rejoined.notes]
+    return with_odd(table, dict(zip(rows, rejoined.state.tensors.values(), strict=True)))
+
+
+def _viewable(tensor: LazyTensor) -> bool:
+    """Whether torch can view the bytes of a tensor as they are in the file."""
+    if len(tensor.chunks) != 1:
+        return False
+    (chunk,) = tensor.chunks
+    bits = tensor.dtype.bits
+    if tensor.dtype.packed or tensor.dtype.kind == "quantized" or tensor.size == 0 or chunk.shape != tensor.shape:
+        return False
+    if chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
+        return False
+    try:
+        torch_dtype(tensor.dtype)
+    except Unsupported:
+        return False
+    return True
+
+
+def _regions(
+    members: Mapping[str, LazyTensor], storage: Storage, *, originals: Mapping[str, LazyTensor], notes: list[str]
+) -> Iterator[Region]:
+    if len(members) < 2:
+        return
+    limits = next(iter(members.values())).source.limits
+    if storage.byteorder != "little" and len({tensor.dtype for tensor in members.values()}) > 1:
+        # Elements of several widths over the same big-endian bytes: no little-endian storage has them all.
+        return
+
+    def allowed(nbytes: int, names: Iterable[str]) -> bool:
+        distinct = {(tensor.dtype, tensor.chunks): tensor.nbytes for tensor in map(members.__getitem__, names)}
+        return nbytes <= max(limits.expansion * sum(distinct.values()), limits.expansion_floor_nbytes)
+
+    if allowed(storage.nbytes, members):
+        found = [SpanGroup(0, storage.nbytes, list(members))]
+    else:
+        found = disjoint_groups((*tensor.chunks[0].extent(tensor.dtype), name) for name, tensor in members.items())
+    for group in found:
+        start, stop, names = group.start, group.stop, group.members
+        if len(names) < 2:
+            continue
+        if allowed(stop - start, names):
+            own = {name: members[name] for name in names}
+            yield _region(own, originals, storage, start=start - start % WIDEST_NBYTES, stop=stop)
+        else:
+            shown = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+            notes.append(f"{shown} lie far apart in one storage; they are read apart (Limits(expansion=…) allows all of it)")
+
+
+def _region(
+    members: Mapping[str, LazyTensor], originals: Mapping[str, LazyTensor], storage: Storage, *, start: int, stop: int
+) -> Region:
+    kinds = {tensor.dtype for tensor in members.values()}
+    dtype = next(iter(kinds)) if len(kinds) == 1 else BYTES
+    count = (stop - start) * 8 // dtype.bits
+    views = {name: _view(tensor, start) for name, tensor in members.items()}
+    first = next(iter(members))
+    if members[first].source is originals[first].source:
+        chunk = Chunk(Box((0,), (count,)), storage, start * 8, (dtype.bits,))
+        row = LazyTensor(first, dtype, (count,), (chunk,), members[first].source)
+        return Region(dtype, count, views, (RegionRead(row, View(dtype, (count,), 0, (1,))),), True)
+    return Region(dtype, count, views, tuple(_pieces(views, originals)), False)
+
+
+def _view(tensor: LazyTensor, start: int) -> View:
+    (chunk,) = tensor.chunks
+    bits = tensor.dtype.bits
+    strides = tuple(s // bits for s in chunk.strides)
+    return View(tensor.dtype, tensor.shape, (chunk.offset - start * 8) // bits, strides, tensor.traits.conj, tensor.traits.neg)
+
+
+def _pieces(views: Mapping[str, View], originals: Mapping[str, LazyTensor]) -> Iterable[RegionRead]:
+    """The copies that fill a region, names of one copy once. An expanded one gives one of its equal elements."""
+    seen: set[object] = set()
+    for name, view in views.items():
+        tensor = originals[name]
+        if (tensor.chunks, view) in seen:
+            continue
+        seen.add((tensor.chunks, view))
+        index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in view.strides)
+        part = tensor[index] if index else tensor
+        yield RegionRead(part, View(view.dtype, part.shape, view.offset, view.strides))

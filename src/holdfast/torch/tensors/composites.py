@@ -1,10 +1,8 @@
-"""What torch makes of the parts of a composite tensor, and how it gives them: the other half of formats/torch/composites.py.
+"""Composite tensors in torch, taken apart and put together: the other half of formats/torch/composites.py.
 
-torch trusts the indices, offsets and scales of such tensors, and an index that lies reaches into memory that is not the tensor's.
-So elements are looked at before anything is built (`put_together`), where there are any: parts on the meta device and fake
-ones have none. Whoever asks has compared the shapes of the parts, and bounds what is looked at.
-
-`add_kind` adds a kind by both of its halves.
+torch trusts the indices, offsets and scales of such tensors, and a wrong index reaches into memory that is not the tensor's. So
+elements are checked before anything is built (`put_together`), where there are any: parts on the meta device and fake ones have
+none. Callers have compared the shapes of the parts, and limit how much is checked.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ class Elements(Value, frozen=True, eq=False):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int = 0
-    """In elements, as strides are."""
 
     @property
     def ndim(self) -> int:
@@ -50,20 +47,19 @@ class TorchKind(Value, frozen=True, eq=False):
 
     is_kind: Callable[[torch.Tensor], bool]
     take_apart: Callable[[torch.Tensor], Apart]
-    """What a detached tensor is made of."""
+    """The parts of a detached tensor."""
     put_together: Callable[[Apart], torch.Tensor]
-    """The tensor. Raises `MetadataError`, or what torch raises, where its parts cannot be true."""
+    """Raises `MetadataError`, or what torch raises, where the parts cannot be true."""
     functions: Mapping[Name, object] = {}
-    """The functions of torch behind its calls, which are on the list of what a user allows and not always allowed."""
+    """Functions of torch that rebuild this kind, which a user has to allow."""
 
 
 def is_readable(*parts: torch.Tensor) -> bool:
-    """Whether there are elements to look at."""
     return all(type(part) is torch.Tensor and not part.is_meta for part in parts)
 
 
 def device_of(values: torch.Tensor) -> torch.device | None:
-    """Said, lest `torch.set_default_device` decides; not of a fake tensor, whose device need not exist."""
+    """The device, so that `torch.set_default_device` does not decide; not of a fake tensor, whose device need not exist."""
     return values.device if type(values) is torch.Tensor else None
 
 
@@ -118,7 +114,7 @@ def quantized_together(whole: Apart) -> torch.Tensor:
             blank, scales=scales, zero_points=zeros, axis=axis, dtype=dtype, device=device
         )
     else:
-        # They exist as names only (2.13).
+        # Other schemes exist as names only (2.13).
         raise MetadataError(f"torch has no tensors of the scheme {scheme}", found=scheme)
     return made.set_(elements.storage, elements.offset, shape, elements.strides)
 
@@ -171,7 +167,7 @@ def nested_together(whole: Apart) -> torch.Tensor:
 
 
 def jagged_apart(tensor: torch.Tensor) -> Apart:
-    assert isinstance(tensor, NestedTensor)  # asked before
+    assert isinstance(tensor, NestedTensor)
     given = {"values": tensor._values, "offsets": tensor._offsets, "lengths": tensor._lengths}
     parts = {name: part.detach() for name, part in given.items() if part is not None}
     # torch keeps the shortest and the longest length as the shape of a tensor without elements; 2.4 as numbers, now and then.
@@ -215,21 +211,19 @@ def _sparse(layout: torch.layout) -> TorchKind:
     return TorchKind(lambda tensor: tensor.layout is layout, partial(sparse_apart, layout), partial(sparse_together, layout))
 
 
-def _is_jagged(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, NestedTensor)
-
-
 KINDS = {
     **{name: _sparse(getattr(torch, name)) for name in SPARSE_PARTS},
     "quantized": TorchKind(lambda tensor: tensor.is_quantized, quantized_apart, quantized_together),
-    "jagged": TorchKind(_is_jagged, jagged_apart, jagged_together, {(NESTED, "_rebuild_njt"): _rebuild_njt}),
+    "jagged": TorchKind(
+        lambda tensor: isinstance(tensor, NestedTensor), jagged_apart, jagged_together, {(NESTED, "_rebuild_njt"): _rebuild_njt}
+    ),
     "nested": TorchKind(lambda tensor: tensor.is_nested, nested_apart, nested_together),
 }
-"""By the name that a `Composite` has. Of two that a tensor is, the first counts."""
+"""By the name that a `Composite` has. Where a tensor is of two kinds, the first counts."""
 
 
 def add_kind(kind: CompositeKind, how: TorchKind) -> None:
-    """Have a kind of tensors read, saved, converted and shown like those that are known here."""
+    """Add a kind of tensors, to be read, saved, converted and shown like the others."""
     KINDS[kind.name] = how
     reducers.add_kind(kind)
 
@@ -243,5 +237,5 @@ def kind_of(tensor: torch.Tensor) -> str | None:
 
 
 def function_name(what: object) -> Name | None:
-    """The name under which the reducer of a function of some kind is found."""
+    """The name of the reducer for a function of some kind."""
     return next((name for kind in KINDS.values() for name, each in kind.functions.items() if each is what), None)

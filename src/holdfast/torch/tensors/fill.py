@@ -1,24 +1,19 @@
 """Fill torch tensors with the elements of a checkpoint's, without a second copy of them.
 
-    Fills      a table and its rows; in the place of some rows, lazy tensors; the tensor that each fills
-
-1. A row is one range of a file and goes as it is: to an address (engine/memory_sink.py), or to a GPU. No object is made for it.
+1. A row is one range of a file and is read as it is: to an address (engine/memory_sink.py), or to a GPU. No object is made for it.
 2. A lazy tensor has parts, strides or a box. For a target on the CPU with the dtype of the file, the engine reads it into place.
 3. A target on a GPU is filled through blocks of page-locked memory, by many readers and the GPU's own copies (cuda/load.py).
-4. Everything else (another dtype, another device, a target that overlaps one before it) passes through two blocks of scratch,
-   as many pieces at a time as fit: while one block is cast and copied, the other one is read into.
+4. Everything else (another dtype, another device, a target that overlaps one before it) goes through two blocks of scratch memory:
+   while one block is cast and copied, the other one is read into.
 
-         file ──► block 0 ──► cast, copy ──► target
-         file ──► block 1 ──► …
-
-Checksums are compared in all of them; of what is read in blocks, the blocks of one storage are collected until all have passed by.
-A damaged tensor is named, with its file and offset.
+Checksums are compared in all of them. A damaged tensor is named, with its file and offset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -43,13 +38,13 @@ from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, ScratchPiece, copy_values, parts_of
 
 SCRATCH_NBYTES = 64 << 20
-"""Both blocks together."""
+"""Bytes of both blocks together."""
 
 ALIGNMENT = 64
 """Pieces in a block begin at multiples of this, so that any dtype can look at them and copies run at full speed."""
 
 STEP_NBYTES = 256 << 20
-"""What is read between two reports of progress."""
+"""Bytes that are read between two reports of progress."""
 
 NO_ARRAY = np.empty(0, np.uint8)
 
@@ -57,34 +52,34 @@ CPU = torch.device("cpu")
 
 Progress = Callable[[int], None]
 
+T = TypeVar("T")
+
 
 class Fills(Value, frozen=True, eq=False):
     """Tensors of a checkpoint, and the tensor that gets the elements of each. Where targets overlap, the last one wins."""
 
     table: Table
     rows: Sequence[int]
-    """Of each, a row that is one range of a file and goes as it is to a dense target; `ODD` for what is in `lazies`."""
+    """The row of each, which is one range of a file and fills a dense target; `ODD` for what is in `lazies`."""
     lazies: Mapping[int, LazyTensor]
-    """By position, what is filled from a lazy tensor: it is cut, cast or strided, in several pieces or in none."""
+    """Lazy tensors by position: cut, cast or strided, in several pieces or in none."""
     targets: Sequence[torch.Tensor]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def lazy(self, position: int) -> LazyTensor:
-        """The lazy tensor of one."""
         return self.lazies[position] if self.rows[position] == ODD else self.table.view(self.rows[position])
 
     @property
     def nbytes(self) -> Ints:
-        """Bytes of each, as the checkpoint has them."""
+        """Bytes of each tensor in the checkpoint."""
         lengths, kind = [kind.nbytes for kind in self.table.kinds], self.table.kind
         found = [lengths[kind[row]] if row != ODD else self.lazies[position].nbytes for position, row in enumerate(self.rows)]
         return np.array(found, np.int64)
 
     @property
     def sources(self) -> set[Source]:
-        """What is read."""
         own = {file.source for file in files_of(self.table).files} if len(self.lazies) < len(self) else set[Source]()
         return own | {lazy.source for lazy in self.lazies.values()}
 
@@ -96,18 +91,17 @@ class Fills(Value, frozen=True, eq=False):
         return Fills(self.table, [self.rows[at] for at in positions], lazies, [self.targets[at] for at in positions])
 
     def with_more(self, more: Sequence[Fill]) -> Fills:
-        """All of these fills, and then others."""
         lazies = {len(self) + at: one.lazy for at, one in enumerate(more)}
         rows, targets = [*self.rows, *[ODD] * len(more)], [*self.targets, *(one.target for one in more)]
         return Fills(self.table, rows, {**self.lazies, **lazies}, targets)
 
     def ranges(self) -> list[DeviceRows]:
-        """All of them, which are rows."""
+        """The ranges of all fills, which must be rows."""
         targets = [target if target.is_cpu else target.detach() for target in self.targets]
         return [rows for rows, _ in row_ranges(self.table, self.rows, targets, [target.device for target in targets])]
 
     def objects(self, positions: Iterable[int]) -> list[Fill]:
-        """The fills at these positions that have elements, an object each. Refuses targets on a GPU that cannot be filled."""
+        """The fills at these positions that have elements. Refuses targets on a GPU that cannot be filled."""
         found = [Fill(self.lazy(at), self.targets[at].detach()) for at in positions]
         for one in found:
             target = one.target
@@ -120,7 +114,7 @@ NO_FILLS = Fills(Table((), (), (), (), NO_FILES, {}), (), {}, ())
 
 
 def files_of(table: Table) -> FileStorages:
-    """The files of a table that was opened; rows in another medium are odd."""
+    """The files of a table that was opened; rows elsewhere are odd."""
     assert isinstance(table.storages, FileStorages)
     return table.storages
 
@@ -128,7 +122,7 @@ def files_of(table: Table) -> FileStorages:
 def row_ranges(
     table: Table, rows: Sequence[int], destinations: Sequence[torch.Tensor | ByteKind], devices: Sequence[torch.device]
 ) -> list[tuple[DeviceRows, list[int]]]:
-    """Where rows lie and what they become, those of one source and device together; and which of them these are."""
+    """Ranges of rows and what they fill, by source and device; with the positions of the rows."""
     storages, storage = files_of(table), table.storage
     keys = [file.key for file in storages.files]
     numbers = np.array([storage[row] for row in rows], np.int64)
@@ -154,14 +148,8 @@ def _damaged(table: Table, rows: Sequence[int], number: int, found: int) -> Corr
     return damage(files_of(table).storage(table.storage[row], table.kind_of(row)), table.names[row], found)
 
 
-class ScratchBatch(Value, frozen=True, eq=False):
-    """Parts that are in a block together, and where in it the elements of each are."""
-
-    parts: list[ScratchPiece]
-    values: list[torch.Tensor]
-
-    def requests(self) -> list[Request]:
-        return [Request(part.lazy, array_of(value, part.lazy.dtype)) for part, value in zip(self.parts, self.values, strict=True)]
+ScratchBatch = list[tuple[ScratchPiece, torch.Tensor]]
+"""Pieces that are in a block together, and the memory of each."""
 
 
 def fill(
@@ -178,10 +166,10 @@ def fill(
     """
     fills = wanted if isinstance(wanted, Fills) else NO_FILLS.with_more(wanted)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        behind = _overlapping(fills)
-        rows = [at for at, row in enumerate(fills.rows) if row != ODD and at not in behind]
-        direct, on_gpu, staged = _sorted_out(fills.objects(at for at in fills.lazies if at not in behind))
-        staged += fills.objects(sorted(behind))
+        overlapping = _overlapping(fills)
+        rows = [at for at, row in enumerate(fills.rows) if row != ODD and at not in overlapping]
+        direct, on_gpu, staged = _sorted_out(fills.objects(at for at in fills.lazies if at not in overlapping))
+        staged += fills.objects(sorted(overlapping))
         in_rows = fills.only(rows).ranges() if rows else []
         _read_ranges([one for one in in_rows if one.device.type == "cpu"], progress)
         _read_in_place(direct, progress)
@@ -191,15 +179,15 @@ def fill(
         _read_through_scratch(staged, progress, losses)
         notes += losses.notes()
     if direct:
-        # The memory was written behind torch's back; autograd must know that saved tensors are not what they were.
+        # The memory was written without torch; autograd must know that saved tensors have changed.
         versions.mark_changed([f.target for f in direct])
     return notes
 
 
 def _overlapping(fills: Fills) -> set[int]:
-    """Positions of fills whose targets reach into the memory of one before them; those that only lie between count, too.
+    """Positions of fills whose targets overlap one before them; targets whose ranges only interleave count, too.
 
-    Of all that hang together, the one that comes first may begin; the others wait, and keep their order.
+    The first of a group that overlaps is filled with all others. The rest of the group comes later, in order.
     """
     reach = fills.nbytes
     for position in fills.lazies:
@@ -218,7 +206,7 @@ def _overlapping(fills: Fills) -> set[int]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is memory with one element behind the other, and nothing else to know of them."""
+    """Whether a tensor is plain memory with one element after the other."""
     usual = (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided and not tensor.is_nested
     return usual and not tensor.is_quantized and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -231,7 +219,6 @@ def reach_nbytes(target: torch.Tensor) -> int:
 
 
 def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> None:
-    """Read ranges straight to the addresses of their targets."""
     for rows in groups:
         source, targets = rows.source, [target for target in rows.destinations if isinstance(target, torch.Tensor)]
         assert isinstance(source, OpenSource)  # as all that was opened
@@ -247,7 +234,6 @@ def _read_ranges(groups: Iterable[DeviceRows], progress: Progress | None) -> Non
 
 
 def _sorted_out(fills: list[Fill]) -> tuple[list[Fill], list[Fill], list[Fill]]:
-    """Sort fills: what can be read straight into its target, what is on GPUs, and the others."""
     direct, on_gpu, staged = list[Fill](), list[Fill](), list[Fill]()
     for one in fills:
         target = one.target
@@ -277,7 +263,7 @@ def _read_in_place(fills: list[Fill], progress: Progress | None) -> None:
 
 
 def _in_file_order(one: Fill) -> tuple[LazyTensor, np.ndarray]:
-    """The tensor and its target, both turned so that the target is in C order where it can be: then it is read in one piece."""
+    """The tensor and its target, both permuted so that the target is in C order where it can be, and is read in one piece."""
     array = array_of(one.target, one.lazy.dtype)
     if array.flags.c_contiguous:
         return one.lazy, array
@@ -293,12 +279,15 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: 
         return
     blocks = Blocks()
     for source, members in fills_of.items():
-        checks = _checks(source, members)
+        verify = isinstance(source, OpenSource) and source.verify
+        checks = Checks(whole_storages([Request(one.lazy, NO_ARRAY) for one in members]) if verify else {})
         before: ScratchBatch | None = None
-        for parts in _batches((part for one in members for part in parts_of(one, blocks.nbytes)), blocks.nbytes):
+        pieces = (part for one in members for part in parts_of(one, blocks.nbytes))
+        for parts in batches(pieces, blocks.nbytes, lambda part: _room(part.lazy)):
             batch = blocks.hold(parts)
             # A thread that has the engine read; this one casts and copies meanwhile, with all of torch's threads.
-            with BackgroundCall(partial(_read, source, batch.requests(), checks), name="holdfast-fill") as reading:
+            requests = [Request(part.lazy, array_of(value, part.lazy.dtype)) for part, value in batch]
+            with BackgroundCall(partial(_read, source, requests, checks), name="holdfast-fill") as reading:
                 if before is not None:
                     _put(before, progress, losses)
                 reading.result()
@@ -306,11 +295,6 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: 
         if before is not None:
             _put(before, progress, losses)
         checks.finish()
-
-
-def _checks(source: Source, fills: list[Fill]) -> Checks:
-    verify = isinstance(source, OpenSource) and source.verify
-    return Checks(whole_storages([Request(one.lazy, NO_ARRAY) for one in fills]) if verify else {})
 
 
 def _read(source: Source, requests: list[Request], checks: Checks) -> None:
@@ -321,15 +305,16 @@ def _read(source: Source, requests: list[Request], checks: Checks) -> None:
         source.read(requests)
 
 
-def _batches(parts: Iterator[ScratchPiece], most: int) -> Iterator[list[ScratchPiece]]:
-    batch: list[ScratchPiece] = []
+def batches(items: Iterable[T], most: int, nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Lists of items, in order, of at most `most` bytes together; a larger item is alone."""
+    batch: list[T] = []
     room = most
-    for part in parts:
-        need = _room(part.lazy)
+    for item in items:
+        need = nbytes(item)
         if batch and need > room:
             yield batch
             batch, room = [], most
-        batch.append(part)
+        batch.append(item)
         room -= need
     if batch:
         yield batch
@@ -341,17 +326,15 @@ def _room(lazy: LazyTensor) -> int:
 
 def _put(batch: ScratchBatch, progress: Progress | None, losses: CastLosses) -> None:
     """Copy elements out of scratch; to the device first, so that a cast happens there."""
-    for part, value in zip(batch.parts, batch.values, strict=True):
+    for part, value in batch:
         value = value.to(part.target.device)
         copy_values(value, part.target, conj=part.conj, neg=part.neg)
         losses.add(part.lazy.name, value, part.target)
     if progress is not None:
-        progress(sum(part.lazy.nbytes for part in batch.parts))
+        progress(sum(part.lazy.nbytes for part, _ in batch))
 
 
 class Blocks:
-    """Two blocks of scratch memory in turn."""
-
     def __init__(self) -> None:
         self.nbytes = SCRATCH_NBYTES // 2
         self._memory: list[torch.Tensor] = []
@@ -362,10 +345,10 @@ class Blocks:
         self._turn = 1 - self._turn
         if len(self._memory) <= self._turn:
             self._memory.append(torch.empty(self.nbytes, dtype=torch.uint8, device="cpu"))
-        values, at = [], 0
+        batch, at = [], 0
         for part in parts:
             nbytes = part.lazy.size * part.lazy.dtype.numpy.itemsize
             flat = self._memory[self._turn][at : at + nbytes]
-            values.append(flat.view(torch_dtype(part.lazy.dtype)).view(part.lazy.shape))
+            batch.append((part, flat.view(torch_dtype(part.lazy.dtype)).view(part.lazy.shape)))
             at += _room(part.lazy)
-        return ScratchBatch(parts, values)
+        return batch

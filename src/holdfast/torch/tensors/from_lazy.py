@@ -1,12 +1,12 @@
 """From lazy tensors to torch tensors: the same bits, without a copy beyond the read.
 
-Storages that `LazyTensor.torch()` made and that are still in use are known, so that a second name of one gets a view of it. A
-tensor that fills its storage is noted when it is read, weakly: the note goes with the last torch tensor over that storage. Another
-name over the same storage of the file (a tied weight, a slice that was saved beside its base) is then a view of what is there.
-Asking again for a name that has been given reads it again, so that what was changed since does not come back.
+Storages that `LazyTensor.torch()` made are remembered, weakly, while a torch tensor uses them. Another name over the same storage
+of
+the file (a tied weight, a slice that was saved beside its base) becomes a view of what is there. The same name is read again, so
+that a tensor that was changed since does not come back.
 
-A part of a storage that comes first is read by itself, for a lazy tensor reads no more than it is asked for. `holdfast.torch.open`
-knows the whole checkpoint and keeps those together as well.
+A part of a storage that comes first is read by itself, for a lazy tensor reads no more than itself. `holdfast.torch.open` knows the
+whole checkpoint, and shares such storages as well.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from holdfast.formats.torch.composites import Apart
 from holdfast.torch import versions
 from holdfast.torch.tensors.composites import KINDS, elements_of
 
+BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
+
 
 def torch_dtype(dtype: AnyDType) -> torch.dtype:
     """torch's dtype for a row of the table, or for what names one."""
@@ -46,7 +48,7 @@ def torch_dtype(dtype: AnyDType) -> torch.dtype:
 def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
     """The tensor's elements in a torch tensor on the CPU; memory is shared with the read (or mapped) array.
 
-    Two names over one storage of a file are one storage in torch again: see `kept.py` for when.
+    Two names over one storage of a file are one storage in torch again, while one of them is in use.
     """
     if not isinstance(lazy, LazyTensor):
         raise BadArgumentType(f"tensor_from_lazy takes a lazy tensor of a checkpoint, not {shown(lazy)}", found=lazy)
@@ -64,15 +66,15 @@ def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
     if lazy.source.mapped or len(lazy.chunks) != 1 or not lazy.size or lazy.traits.conj or lazy.traits.neg:
         # Mapped names share the mapped memory as they are.
         return tensor_from_array(lazy.numpy(), dtype)
-    tensor = view_of_kept(lazy, dtype)
+    tensor = view_of_shared(lazy, dtype)
     if tensor is None:
         tensor = tensor_from_array(lazy.numpy(), dtype)
-        keep(lazy, tensor)
+        remember(lazy, tensor)
     return tensor
 
 
 def tensor_from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The same memory as a torch tensor: handed over as integers of the same width, then named by its true dtype."""
+    """The memory of an array as a torch tensor: given to torch as integers of that width, then viewed as its true dtype."""
     if any(s < 0 for s in array.strides) or not array.flags.writeable:
         # torch has neither reversed nor read-only tensors (the latter come from bytes opened with mmap=True).
         array = array.copy()
@@ -129,8 +131,8 @@ Place = tuple[str, int, int]
 """A storage of a source: its file, first byte and length. Not the `Storage`, which would keep the source's files open."""
 
 
-class Note(weakref.ref[torch.UntypedStorage]):
-    """A storage that is in use as long as the reference is alive, and the names that were given views of it."""
+class SharedStorage(weakref.ref[torch.UntypedStorage]):
+    """A storage that is in use while the reference is alive, and the names that were given views of it."""
 
     __slots__ = ("names", "place")
 
@@ -138,8 +140,8 @@ class Note(weakref.ref[torch.UntypedStorage]):
     place: Place
 
 
-class Notes(dict[Place, Note]):
-    """The notes of one source."""
+class SharedStorages(dict[Place, SharedStorage]):
+    """The storages of one source that are in use."""
 
     __slots__ = ("__weakref__", "forget")
 
@@ -149,48 +151,48 @@ class Notes(dict[Place, Note]):
         super().__init__()
         own = weakref.ref(self)
 
-        def forget(note: weakref.ref[torch.UntypedStorage]) -> None:
-            notes = own()
-            if notes is not None and isinstance(note, Note) and notes.get(note.place) is note:
-                del notes[note.place]
+        def forget(gone: weakref.ref[torch.UntypedStorage]) -> None:
+            known = own()
+            if known is not None and isinstance(gone, SharedStorage) and known.get(gone.place) is gone:
+                del known[gone.place]
 
         self.forget = forget
 
 
-_notes: weakref.WeakKeyDictionary[Source, Notes] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[Source, SharedStorages] = weakref.WeakKeyDictionary()
 
 
-def keep(lazy: LazyTensor, tensor: torch.Tensor) -> None:
-    """Note the storage of a tensor that was just read, where it holds the file's storage as it is."""
+def remember(lazy: LazyTensor, tensor: torch.Tensor) -> None:
+    """Remember the storage of a tensor that was just read, where it has all bytes of the file's storage."""
     chunk = lazy.chunks[0]
     storage = chunk.storage
     if chunk.offset or storage.nbytes * 8 != lazy.size * lazy.dtype.bits or storage.byteorder != "little":
         return
     if not in_c_order(lazy.shape, chunk.strides, lazy.dtype.bits):
         return
-    notes = _notes.get(lazy.source)
-    if notes is None:
-        notes = _notes[lazy.source] = Notes()
-    note = Note(tensor.untyped_storage(), notes.forget)
-    note.names, note.place = (lazy.name,), _place(storage)
-    notes[note.place] = note
+    known = _shared.get(lazy.source)
+    if known is None:
+        known = _shared[lazy.source] = SharedStorages()
+    made = SharedStorage(tensor.untyped_storage(), known.forget)
+    made.names, made.place = (lazy.name,), _place(storage)
+    known[made.place] = made
 
 
-def view_of_kept(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
+def view_of_shared(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     """The tensor as a view of a storage that another name was given and that is still in use; else None."""
-    notes = _notes.get(lazy.source)
-    if not notes:
+    known = _shared.get(lazy.source)
+    if not known:
         return None
     chunk = lazy.chunks[0]
-    note = notes.get(_place(chunk.storage))
-    if note is None or lazy.name in note.names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
+    there = known.get(_place(chunk.storage))
+    if there is None or lazy.name in there.names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
         return None
     bits = lazy.dtype.bits
-    storage = note()
+    storage = there()
     if storage is None or chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
         return None
     lazy.source.store.size(chunk.storage.key)  # raises `Closed` as reading would
-    note.names = (*note.names, lazy.name)
+    there.names = (*there.names, lazy.name)
     strides = tuple(s // bits for s in chunk.strides)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, chunk.offset // bits, lazy.shape, strides)
 

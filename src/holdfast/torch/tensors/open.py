@@ -5,10 +5,10 @@
         state = checkpoint.read()                 all of them, in one parallel batch
         everything = checkpoint.tree              the nested state, parameters and all (`read_tree` onto a device)
 
-Names over one storage of the file are views of one torch storage, with the offsets and strides that they had (`regions.py`).
-Read one by one, they are views of each other for as long as one of them is in use. Names that stand alone are read anew.
+Names over one storage of the file are views of one torch storage, with the offsets and strides that they had. Read one by one, they
+are views of each other while one of them is in use. Names that stand alone are read again each time.
 
-Sparse, quantised and nested tensors stand under their own name here, and not under those of their parts.
+Sparse, quantised and nested tensors have their own name here, and not those of their parts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,18 @@ from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
-from holdfast.torch.tensors.allocate import Fresh, Want, make_storage, read_lazies, read_tensors
+from holdfast.torch.tensors.allocate import (
+    Fresh,
+    Region,
+    Want,
+    make_storage,
+    plan_regions,
+    read_lazies,
+    read_tensors,
+    view_of,
+)
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
-from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
 from holdfast.torch.tensors.tree import find_value, torch_tree
 
 PARTS = frozenset(
@@ -129,15 +137,9 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         at most `max_host_memory` bytes of it (1 GiB unless said otherwise), which is kept for the next call.
         """
         listed = self._listed()
-        wholes: dict[str, Composite] = {}
         order = list(listed if names is None else names)
-        plain: list[str] = []
-        for name in order:
-            whole = listed.get(name)
-            if whole is None:
-                plain.append(name)
-            else:
-                wholes[name] = whole
+        wholes = {name: whole for name in order if (whole := listed.get(name)) is not None}
+        plain = [name for name in order if name not in wholes]
         for name in plain:
             if name not in self.lazy:
                 self.lazy[name]  # raises, and says which names are like it
@@ -210,7 +212,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
 
 
 def _device(device: Place | None) -> torch.device | None:
-    """The device that is meant: a GPU with its number, as tensors there name it."""
+    """The device, a GPU with its number, as tensors there name it."""
     given = None if device is None else torch.device(device)
     if given is not None and given.type == "cuda" and given.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,8 +1,8 @@
-"""Pieces of a fill that fit into a block of scratch, and the way of their elements from there into a tensor.
+"""Pieces of a fill that fit into a block of scratch memory, and the copy of their elements from there into a tensor.
 
-`CastLosses` counts what torch's own casts lose on that way, for a note in the report. On the CPU the elements are looked at where
-they lie in scratch memory, by the engine's quick test; only where that finds something are results compared, pair by pair. On a GPU
-they are compared there, and nothing waits for the numbers until all is filled.
+`CastLosses` counts what torch's casts lose, for a note in the report. On the CPU the engine's quick test looks at the elements in
+scratch memory; only where it finds something are results compared, pair by pair. On a GPU they are compared there, and nothing
+waits for the counts until all is filled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.torch.tensors.from_lazy import array_of, view_dtype
 
 
 class Fill(Value, frozen=True, eq=False):
-    """A lazy tensor, and the torch tensor of its shape that shall have its elements."""
+    """A lazy tensor, and the torch tensor of its shape that gets its elements."""
 
     lazy: LazyTensor
     target: torch.Tensor
@@ -77,7 +77,7 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor in a row; a single one may have any stride, and no longer has."""
+    """A contiguous tensor in one dimension. The stride of a single element may be anything before, and is 1 here."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -87,25 +87,27 @@ def copy_values(value: torch.Tensor, target: torch.Tensor, *, conj: bool, neg: b
     value = value.neg() if neg else value
     if value.dtype == target.dtype and not (value.is_conj() or target.is_conj() or target.is_neg()):
         # As integers of the same width: there are dtypes that torch cannot copy.
-        carrier = view_dtype(target.element_size())
-        target, value = target.view(carrier), value.view(carrier)
+        integers = view_dtype(target.element_size())
+        target, value = target.view(integers), value.view(integers)
     target.copy_(value)
 
 
 MOST_ELEMENTS = 1 << 20
-"""Compared at a time, so that it takes little memory beside a full GPU."""
+"""Elements that are compared at a time, so that it takes little memory beside a full GPU."""
 
 
 class CastLosses:
-    """What casts to each dtype did to the elements that they could not keep."""
+    """The elements that casts to each dtype could not keep."""
 
     def __init__(self) -> None:
         self._losses: dict[DType, Losses] = {}
         self._waiting: list[tuple[DType, str, int, torch.Tensor]] = []
 
     def add(self, name: str, value: torch.Tensor, target: torch.Tensor) -> None:
-        """Look at elements, and at what a copy made of them. Casts to anything but floating-point numbers lose no magnitude here:
-        `load_into` does not make them."""
+        """Compare elements with what a copy made of them. Other casts than to floating-point numbers are not looked at:
+        `load_into` makes
+        none.
+        """
         dtype = _dtype(target)
         if value.dtype == target.dtype or dtype is None or dtype.kind != "float" or value.is_complex() or not value.numel():
             return

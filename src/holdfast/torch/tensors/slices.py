@@ -1,8 +1,7 @@
-"""`slices`: a checkpoint as programs want it that load models piece by piece (transformers, vLLM, SGLang).
+"""`slices`: a checkpoint for programs that load models piece by piece (transformers, vLLM, SGLang).
 
 They know the objects that `safetensors.safe_open(…).get_slice(name)` gives: a shape, a dtype, and `[…]` that reads. Here these
-come out of any format: a DCP step, a `.pt`, a native directory, a split model. Nothing is read before it is asked for, and then
-only that. Who wants everything, one tensor after the other, has it from `stream`, which reads ahead.
+come out of any format. `stream` gives all tensors, one after the other, and reads ahead.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from holdfast.engine.threads import BackgroundCall
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.tensors.allocate import read_tensors
+from holdfast.torch.tensors.fill import batches
 from holdfast.torch.tensors.from_lazy import tensor_from_lazy, torch_dtype
 
 Index = int | slice | EllipsisType | None | tuple[int | slice | EllipsisType | None, ...]
 
 BATCH_NBYTES = 256 << 20
-"""What `stream` reads at a time: enough for all reading threads, little beside a model."""
+"""Bytes that `stream` reads at a time: enough for all reading threads, little beside a model."""
 
 
 class Slice:
@@ -63,7 +63,7 @@ class Slice:
         return list(self.lazy.shape)
 
     def get_dtype(self) -> str:
-        """As safetensors names it: F32, BF16, …"""
+        """The dtype as safetensors names it: F32, BF16, …"""
         return self.lazy.dtype.safetensors or str(self.lazy.dtype)
 
     def is_floating_point(self) -> bool:
@@ -74,7 +74,7 @@ class Slice:
 
 
 class Slices(Mapping[str, Slice]):
-    """The tensors of a checkpoint by name, as slices. It is open until it is closed or forgotten."""
+    """The tensors of a checkpoint by name, as slices. The checkpoint is open until `close`."""
 
     def __init__(self, path: Openable, *, prefix: str, mmap: bool, verify: bool, limits: Limits | None) -> None:
         self._checkpoint = open_checkpoint(path, mmap=mmap, verify=verify, limits=limits)
@@ -105,31 +105,17 @@ class Slices(Mapping[str, Slice]):
         In memory are the tensors of two batches, or the largest one. Names that `skip` says yes to are not read.
         """
         names = [name for name in self if skip is None or not skip(name)]
-        batches = _batches({name: self[name].lazy for name in names})
-        ahead = next(batches, None)
-        tensors = read_tensors(ahead) if ahead is not None else {}
+        coming = map(dict, batches([(name, self[name].lazy) for name in names], BATCH_NBYTES, lambda item: item[1].nbytes))
+        tensors = read_tensors(next(coming, {}))
         while tensors:
-            coming = next(batches, {})
-            with BackgroundCall(partial(read_tensors, coming), name="holdfast-stream") as call:
+            ahead = next(coming, {})
+            with BackgroundCall(partial(read_tensors, ahead), name="holdfast-stream") as call:
                 yield from tensors.items()
                 tensors = call.result()
 
     def close(self) -> None:
         """Close the checkpoint; slices of it cannot be read any more."""
         self._checkpoint.close()
-
-
-def _batches(tensors: Mapping[str, LazyTensor]) -> Iterator[dict[str, LazyTensor]]:
-    batch: dict[str, LazyTensor] = {}
-    room = BATCH_NBYTES
-    for name, lazy in tensors.items():
-        if batch and lazy.nbytes > room:
-            yield batch
-            batch, room = {}, BATCH_NBYTES
-        batch[name] = lazy
-        room -= lazy.nbytes
-    if batch:
-        yield batch
 
 
 @validated

@@ -1,13 +1,11 @@
-"""What very many tensors are, asked in columns: dtypes of all, then shapes of all, then storages of all.
+"""The properties of very many tensors, read in columns: dtypes of all, then shapes of all, then storages of all.
 
-A question to a tensor takes 50 to 100 ns where one call asks it of all of them, and twice that from a line of Python. A dozen
-questions make the answers of fifty thousand tensors in 50 ms.
+A property of a tensor takes 50 to 100 ns where one call reads it of all of them, and twice that from a line of Python. A dozen
+properties of fifty thousand tensors take 50 ms.
 
-*Plain* is a tensor or Parameter of exactly these classes in memory or on a GPU, strided, with nothing beyond its elements: no
-attributes, no hooks, and of a dtype that is not quantised. Those that are not are left out.
-
-`TensorStorages` are the bytes of their storages, as a table asks for them: many together (`read`), and one by itself that is too
-long to be copied (`alone`). Those on GPUs are gathered there (cuda/memory.py).
+*Plain* is a tensor or Parameter of exactly these classes in memory or on a GPU, strided, without attributes or hooks, and of a
+dtype
+that is not quantised. Others are left out.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ DEVICE, DTYPE, SHAPE, GRAD, HOOKS, LAYOUT, NESTED = map(
 )
 
 ATTRIBUTES = object.__getstate__
-"""Of a tensor, None where it has none. To look at its `__dict__` would make one, of 80 bytes, that stays."""
+"""The attributes of a tensor; None without any. Its `__dict__` would be made by a look at it, and stay."""
 
 CPU = "cpu"
 
@@ -54,8 +52,10 @@ TRAITS: dict[tuple[bool, type], Traits] = {
 
 
 class TensorStorages:
-    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers; `devices` and
-    `alike` are as for `GpuStorages`."""
+    """The bytes of storages, as a table reads them: many together (`read`), and one that is too long to be copied (`alone`).
+
+    `gpus` has the storages that are not in memory, by their numbers; `devices` and `alike` are as for `GpuStorages`.
+    """
 
     def __init__(
         self,
@@ -68,28 +68,26 @@ class TensorStorages:
         alike: bool = False,
     ) -> None:
         self._storages = storages
-        """Kept, so that the memory is."""
+        """Held, so that the memory stays."""
         self.nbytes, self._addresses = nbytes, addresses
-        self._far = gpus or {}
+        self._on_gpu = gpus or {}
         self._gpus = GpuStorages(gpus, nbytes, devices, alike=alike) if gpus else None
 
     def addresses(self) -> list[int]:
-        """Where each storage begins."""
         found: list[int] = self._addresses.tolist()
         return found
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
-        """The bytes of storages of these numbers."""
         addresses, lengths = self._places(numbers)
         if self._gpus is None:
             return memories_at(addresses, lengths)
-        far = [number for number in numbers if number in self._far]
-        if len(far) == len(numbers):
-            return self._gpus.read(far)
-        near = [at for at, number in enumerate(numbers) if number not in self._far]
-        pieces = dict(zip(far, self._gpus.read(far), strict=True))
-        memories = memories_at([addresses[at] for at in near], [lengths[at] for at in near])
-        pieces.update(zip([numbers[at] for at in near], memories, strict=True))
+        on_gpu = [number for number in numbers if number in self._on_gpu]
+        if len(on_gpu) == len(numbers):
+            return self._gpus.read(on_gpu)
+        local = [at for at, number in enumerate(numbers) if number not in self._on_gpu]
+        pieces = dict(zip(on_gpu, self._gpus.read(on_gpu), strict=True))
+        memories = memories_at([addresses[at] for at in local], [lengths[at] for at in local])
+        pieces.update(zip([numbers[at] for at in local], memories, strict=True))
         return [pieces[number] for number in numbers]
 
     @property
@@ -101,17 +99,17 @@ class TensorStorages:
         return memories_at([*map(add, addresses, starts)], [*nbytes])
 
     def alone(self, number: int, label: str) -> Memory | Data | bytes:
-        """Those of one."""
+        """The bytes of one storage, not copied."""
         ((address,), (nbytes,)) = self._places([number])
         if not nbytes:
             return b""
-        if self._gpus is not None and number in self._far:
+        if self._gpus is not None and number in self._on_gpu:
             return self._gpus.alone(number, label)
         return Memory(memory_at(address, nbytes), label, self._storages[number])
 
     def _places(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The addresses and lengths of storages, which are what they were. Raises `StorageMoved`."""
-        # Asked in the order of the state, which is nearly that of memory: in the order of a file it takes three times as long.
+        """The addresses and lengths of storages. Raises `StorageMoved` where one has changed."""
+        # In the order of the state, which is nearly that of memory: in the order of a file it takes three times as long.
         ordered = sorted(numbers)
         held = [*map(self._storages.__getitem__, ordered)]
         now, was = ([*map(torch.UntypedStorage.data_ptr, held)], [*map(torch.UntypedStorage.nbytes, held)]), self._columns(ordered)
@@ -129,15 +127,15 @@ class TensorStorages:
 
 
 def tabulate_tensors(values: list[object]) -> Tabulated:
-    """The plain ones among tensors of `TYPES`. Those over one place in memory have one storage."""
+    """The plain tensors among `values`, whose classes are `TYPES`, as columns. Those over one place in memory have one storage."""
     columns = _columns(cast("list[torch.Tensor]", values))
     if 0 in columns.filled():
-        # What has bytes and no address only looks like a tensor.
+        # Bytes without an address: no real tensor.
         columns = columns.only([at for at, place in enumerate(columns.addresses) if place or not columns.nbytes[at]])
     places = columns.filled()
     if len({*places}) == len(places):
         return columns.tabulated(range(len(columns.rows)), columns.storages)
-    # What is empty has no place, and shares with nobody.
+    # An empty tensor has no place, and shares none.
     each = enumerate(zip(columns.addresses, columns.nbytes, strict=True))
     keys: list[object] = [place if place[1] else at for at, place in each]
     firsts = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
@@ -147,40 +145,36 @@ def tabulate_tensors(values: list[object]) -> Tabulated:
 
 
 class _Columns(Value, frozen=True, eq=False):
-    """Plain tensors, as columns."""
-
     rows: Sequence[int]
-    """Which of the tensors that were given."""
+    """The positions of these tensors among those that were given."""
     tensors: list[torch.Tensor]
     kinds: list[Kind]
     kind: list[int]
     storages: list[torch.UntypedStorage]
     nbytes: list[int]
-    """Of the storage of each."""
+    """Bytes of the storage of each."""
     addresses: list[int]
     offsets: Mapping[int, int]
-    """By position here: the elements of the storage before the first one, where there are some."""
+    """Elements of the storage before the first one, by position, where there are some."""
 
     def filled(self) -> Sequence[int]:
-        """The addresses of those that have bytes."""
         return self.addresses if all(self.nbytes) else [*compress(self.addresses, self.nbytes)]
 
     def only(self, places: list[int]) -> _Columns:
-        """Some of them."""
         columns = self.rows, self.tensors, self.kind, self.storages, self.nbytes, self.addresses
         rows, tensors, kind, storages, nbytes, addresses = ([column[place] for place in places] for column in columns)
         offsets = _moved(self.offsets, places)
         return _Columns(rows, tensors, self.kinds, kind, storages, nbytes, addresses, offsets)  # type: ignore[arg-type]
 
     def tabulated(self, storage: Sequence[int], storages: Sequence[torch.UntypedStorage]) -> Tabulated:
-        """The same as rows of a table; `storage` of each is a number in `storages`."""
+        """The tensors as rows of a table; `storage` has the number of each in `storages`."""
         nbytes, addresses = self.nbytes, self.addresses
         if len(storages) < len(self.rows):
             nbytes, addresses = [*map(torch.UntypedStorage.nbytes, storages)], [*map(torch.UntypedStorage.data_ptr, storages)]
-        distant = {number for number in {*self.kind} if self.kinds[number].location != CPU and self.kinds[number].whole}
+        on_gpu = {number for number in {*self.kind} if self.kinds[number].location != CPU and self.kinds[number].whole}
         each = zip(storage, self.tensors, strict=True)
-        gpus = dict(compress(each, map(distant.__contains__, self.kind))) if distant else {}
-        alike = [self.kinds[number] for number in distant]
+        gpus = dict(compress(each, map(on_gpu.__contains__, self.kind))) if on_gpu else {}
+        alike = [self.kinds[number] for number in on_gpu]
         # Of dtypes without a storage class, the newer ones, torch may not have all operations.
         one = len({kind.dtype for kind in alike}) == 1 and all(kind.dtype.storage for kind in alike)
         devices = {torch.device(kind.location) for kind in alike}
@@ -192,14 +186,13 @@ class _Columns(Value, frozen=True, eq=False):
 
 
 def _moved(offsets: Mapping[int, int], places: Sequence[int]) -> Mapping[int, int]:
-    """The offsets of some, by their new positions."""
     return {at: offsets[place] for at, place in enumerate(places) if place in offsets} if offsets else offsets
 
 
 def _columns(tensors: list[torch.Tensor]) -> _Columns:
-    """What plain tensors are; none where somebody wants to be asked about everything that is done with tensors.
+    """The columns of plain tensors; of none where a mode is active that sees all operations on tensors.
 
-    Each tensor is asked once. Which dtypes and devices are left out is decided for each kind.
+    Each tensor is read once. Dtypes and devices that are left out are found for each kind.
     """
     rows: Sequence[int] = range(len(tensors))
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
@@ -229,18 +222,16 @@ def _columns(tensors: list[torch.Tensor]) -> _Columns:
 
 
 _Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, bool, type, bool, bool]
-"""What tensors of one kind have in common: dtype, shape, strides, bytes of the storage, device, whether they want a gradient,
-class, whether they are conjugated, and whether they are negated."""
+"""Dtype, shape, strides, bytes of the storage, device, whether a gradient is wanted, class, whether conjugated, whether negated."""
 
 
 def _tensor_columns(
     tensors: list[torch.Tensor],
 ) -> tuple[Iterable[_Key], Mapping[int, int], tuple[list[int], list[torch.UntypedStorage], list[int], list[int]]]:
-    """The kinds of tensors; the offsets of those that have one; and of each the number of its kind, its storage, how long that
-    is, and where.
+    """The kinds of tensors; the offsets of those that have one; and columns: the kind of each, its storage, the storage's bytes
+    and address.
 
-    Raises `RuntimeError` for what is sparse, which has no storage, for what is nested, which has no strides, and for what only
-    looks like a plain tensor, inside of vmap.
+    Raises `RuntimeError` for a sparse tensor, which has no storage, a nested one, which has no strides, and one inside of vmap.
     """
     numbers: defaultdict[_Key, int] = defaultdict(count().__next__)
     kind: list[int] = []

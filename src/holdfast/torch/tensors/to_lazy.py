@@ -1,4 +1,4 @@
-"""torch tensors as lazy tensors over the memory that they already have, for saving; and that memory as Python's, without a copy."""
+"""torch tensors as lazy tensors over the memory that they have, for saving; and that memory as Python's, without a copy."""
 
 from __future__ import annotations
 
@@ -23,25 +23,15 @@ from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.composites import KINDS, Elements, kind_of
 from holdfast.torch.tensors.from_lazy import view_dtype
+from holdfast.torch.tensors.storages import TYPES
 
-
-class Memories:
-    """The memory of a state that is being saved: that of this process, and that of GPUs once there is a tensor on one."""
-
-    def __init__(self, resident: Resident) -> None:
-        self.resident = resident
-        self._gpus: GpuSource | None = None
-
-    @property
-    def gpus(self) -> GpuSource:
-        if self._gpus is None:
-            self._gpus = GpuSource()
-        return self._gpus
+Memories = tuple[Resident, Callable[[], GpuSource]]
+"""The memory of a state that is being saved: that of this process, and that of GPUs, made at the first tensor on one."""
 
 
 def torch_leaf(resident: Resident) -> Callable[[object, Path], object]:
     """A function that turns torch's tensors, sizes, dtypes and devices into ours, and gives everything else back."""
-    memories = Memories(resident)
+    memories = resident, cache(GpuSource)
 
     def convert(value: object, path: Path) -> object:
         match value:
@@ -69,12 +59,15 @@ def _dtype(dtype: torch.dtype) -> DType:
     return found
 
 
+def _traits(tensor: torch.Tensor) -> Traits:
+    # A view, or a computed tensor, counts as well: torch.save gives back a leaf that wants a gradient.
+    grad, parameter = bool(getattr(tensor, "requires_grad", False)), isinstance(tensor, torch.nn.Parameter)
+    return Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
+
+
 def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
-    resident = memories.resident
-    parameter = isinstance(tensor, torch.nn.Parameter)
-    # Also of a view, or of what was computed: as torch.save has it, which gives back a leaf that wants a gradient.
-    grad = tensor.requires_grad
-    traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
+    resident, gpus = memories
+    traits = _traits(tensor)
     if is_lazy(tensor):
         raise Unsupported("a parameter that is not initialised yet has no shape and no data; run the module once, or leave it out")
     kind = kind_of(tensor)
@@ -83,7 +76,7 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
     if tensor.layout is not torch.strided:
         raise Unsupported(f"a tensor with layout {str(tensor.layout).removeprefix('torch.')} cannot be saved")
     plain = tensor
-    if type(plain) not in (torch.Tensor, torch.nn.Parameter) and hasattr(plain, "__tensor_flatten__"):
+    if type(plain) not in TYPES and hasattr(plain, "__tensor_flatten__"):
         raise Unsupported(f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first")
     if plain.is_meta:
         return resident.meta(_dtype(plain.dtype), tuple(plain.shape), replace(traits, meta=True))
@@ -91,12 +84,12 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
         traits = replace(traits, conj=plain.is_conj(), neg=plain.is_neg())
     location = "cpu"
     if plain.is_cuda:
-        return memories.gpus.tensor(plain.detach(), _dtype(plain.dtype), traits)
+        return gpus().tensor(plain.detach(), _dtype(plain.dtype), traits)
     if not plain.is_cpu:
         location = str(plain.device)
         plain = plain.detach().cpu()
     storage = plain.untyped_storage()
-    # The storage's own memory, looked at; `owner` keeps it there for as long as anything points at it.
+    # The storage's own memory; `owner` holds it as long as anything points at it.
     place = resident.memory(storage.data_ptr(), storage_memory(storage), owner=storage, location=location)
     width = plain.element_size()
     strides = tuple(s * width for s in plain.stride())
@@ -104,24 +97,22 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
 
 
 def _sharded(tensor: torch.Tensor, memories: Memories, *, name: str) -> LazyTensor:
-    """The whole tensor, with a chunk for each part that this rank has; it is saved where the chunks of all ranks come together."""
+    """The whole tensor, with a chunk for each part that this rank has."""
     shards = shards_of(tensor, name)
-    grad = bool(getattr(tensor, "requires_grad", False))
-    parameter = isinstance(tensor, torch.nn.Parameter)
-    traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
-    dtype = _dtype(shards.dtype)
+    traits, dtype = _traits(tensor), _dtype(shards.dtype)
     chunks: list[Chunk] = []
-    gpus = [part.tensor.is_cuda for part in shards.parts]
+    on_gpus = all(part.tensor.is_cuda for part in shards.parts)
     for part in shards.parts:
         plain = part.tensor.detach()
         # All of them in memories of one kind, since a tensor is read by one source.
-        local = _tensor(plain if all(gpus) else plain.cpu(), memories)
+        local = _tensor(plain if on_gpus else plain.cpu(), memories)
         if not isinstance(local, LazyTensor) or local.traits.meta or local.dtype is not dtype:
             raise Unsupported("a part of a sharded tensor is no plain tensor with data")
         chunks += [Chunk(part.box, chunk.storage, chunk.offset, chunk.strides) for chunk in local.chunks if part.box.count]
-    if chunks and all(gpus):
-        return LazyTensor("", dtype, shards.shape, tuple(chunks), memories.gpus, traits)
-    return memories.resident.parts(dtype, shards.shape, tuple(chunks), traits)
+    resident, gpus = memories
+    if chunks and on_gpus:
+        return LazyTensor("", dtype, shards.shape, tuple(chunks), gpus(), traits)
+    return resident.parts(dtype, shards.shape, tuple(chunks), traits)
 
 
 def _composite(tensor: torch.Tensor, kind: str, memories: Memories, *, traits: Traits) -> Composite:
@@ -141,11 +132,11 @@ def _composite(tensor: torch.Tensor, kind: str, memories: Memories, *, traits: T
 
 
 def unkept(value: object) -> list[str]:
-    """What a tensor is beyond its elements, and no format of ours is told of."""
-    if not isinstance(value, torch.Tensor) or is_sharded(value) or (type(value) not in KEPT and kind_of(value) is not None):
+    """What a tensor has beyond its elements that no format of ours stores."""
+    if not isinstance(value, torch.Tensor) or is_sharded(value) or (type(value) not in TYPES and kind_of(value) is not None):
         return []
     found = []
-    if type(value) not in KEPT:
+    if type(value) not in TYPES:
         found.append(f"the class {type(value).__qualname__}")
     found += [f"the attribute {name!r}" for name in vars(value) if name not in OWN]
     if value._backward_hooks:
@@ -153,18 +144,14 @@ def unkept(value: object) -> list[str]:
     return found
 
 
-KEPT = frozenset({torch.Tensor, torch.nn.Parameter})
 OWN = frozenset({"_is_buffer", "persistent"})
 """What `torch.nn.Buffer` sets."""
-
-
-NOTHING = memoryview(b"")
 
 
 def storage_memory(storage: torch.UntypedStorage) -> memoryview:
     """A writable view of a CPU storage's own memory; the caller keeps the storage alive."""
     address, nbytes = _place(storage)
-    return memory_at(address, nbytes) if nbytes else NOTHING
+    return memory_at(address, nbytes) if nbytes else memoryview(b"")
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> bytes:
@@ -182,7 +169,7 @@ def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def memory_of(tensor: torch.Tensor) -> object:
-    """What two tensors over the very same elements have in common, and no others; the tensor itself where that cannot be told."""
+    """A key that tensors over the very same elements share, and no others; the identity of the tensor where that is not known."""
     own_way = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     odd = tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided
     if own_way or odd or tensor.is_meta or not tensor.numel():

@@ -15,21 +15,21 @@ from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
 DEEPEST = 100
-"""Levels of a value that is no tensor. Python's stack is finite."""
+"""The most levels of a value that is no tensor. Python's stack is finite."""
 
 ABSENT = object()
-"""What `find_value` gives where there is nothing; None is a value."""
+"""Given by `find_value` where there is nothing; None is a value."""
 
 
 def find_value(tree: object, name: str) -> object:
-    """What stands under a dotted name. Keys may have dots in them; the longest key that leads somewhere is taken.
+    """The value of a dotted name. Keys may have dots in them; the longest key that leads to a value is taken.
 
     >>> find_value({"a.b": {"c": [7]}}, "a.b.c.0")
     7
     """
     tried: set[tuple[int, int]] = set()
     around: list[tuple[object, int, int]] = []
-    """What was entered, and the rest of the name that it was entered with: for the next key, where this one leads nowhere."""
+    """The containers above, and the range of the name to try next in each, where this key leads nowhere."""
     value, start, stop = tree, 0, len(name)
     while stop > start or around:
         if stop <= start:
@@ -78,17 +78,17 @@ def _child(value: object, key: str) -> object:
 
 
 def lazy_tensors(tree: object) -> Iterator[LazyTensor]:
-    """Every lazy tensor in a tree that `torch_tree` would replace, each object once; parts of composites are no part of it."""
+    """Every lazy tensor in a tree that `torch_tree` would replace, each object once; not the parts of composites."""
     return iter({id(value): value for value in values_inside(tree) if isinstance(value, LazyTensor)}.values())
 
 
 def opaque_inside(tree: object) -> bool:
-    """Whether there is anything in a tree that was not built."""
+    """Whether a tree has an object that was not built."""
     return any(isinstance(value, Opaque) for value in values_inside(tree))
 
 
 def unbuilt(value: object) -> str | None:
-    """Why a value cannot be had as it was; None where it can. Picklers call themselves, and so levels are counted."""
+    """Why a value cannot be built; None where it can. Picklers are recursive, so levels are counted."""
     try:
         inside = (inner for _, inner in walk(value, every_child, depth=DEEPEST))
         found = next((inner for inner in inside if isinstance(inner, Opaque | Global)), None)
@@ -98,10 +98,11 @@ def unbuilt(value: object) -> str | None:
 
 
 def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Tensor]) -> object:
-    """The same tree with torch's tensors, sizes, dtypes and devices in it; `tensor` gives what stands for one of ours.
+    """A copy of a tree with torch's tensors, sizes, dtypes and devices in it; `tensor` gives the tensor for one of ours.
 
-    What was an `nn.Parameter` or required gradients does so again. What stands in two places still does. Objects that were not
-    built stay as they are.
+    Parameters are parameters, and gradients are required, as before. A value in two places stays one. Objects that were not built
+    stay
+    as they are.
     """
     made: dict[int, object] = {}
 
