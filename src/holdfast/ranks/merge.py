@@ -45,7 +45,6 @@ class Merged(Value, frozen=True):
 
 
 def merge(states: Sequence[RankState]) -> Merged:
-    """One catalogue out of all."""
     holders: dict[Catalogue, list[int]] = {}
     for rank, state in enumerate(states):
         holders.setdefault(state.catalogue, []).append(rank)
@@ -89,7 +88,6 @@ class RankBoxes(Value, frozen=True):
     state: RankState
 
     def taken(self, columns: Ints, begin: int, stop: int) -> Ints:
-        """A stretch of columns of the rank's own, in the order of this."""
         return columns[..., begin:stop] if self.order is None else columns[..., self.order[begin:stop]]
 
 
@@ -210,7 +208,7 @@ class MergedTrees(Struct):
     """By path: the ranks that have something else there than the first that has anything; the tree has that one's."""
 
     def problems(self) -> list[str]:
-        """A sentence for each path."""
+        """A sentence for each path at which ranks differ."""
         return [
             f"{at or 'the state'}: {say_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} another value than the first rank; "
             f"pass values='first' to take that, or per_rank=[{at!r}] to keep one for each rank"
@@ -225,7 +223,6 @@ class MergedTrees(Struct):
 
 
 def merge_trees(trees: Sequence[bytes]) -> MergedTrees:
-    """Merge the trees of the ranks, each as JSON text."""
     holders: dict[bytes, list[int]] = {}
     for rank, raw in enumerate(trees):
         holders.setdefault(raw, []).append(rank)
@@ -311,7 +308,7 @@ def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: 
 
 
 def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
-    """The tensors that differ, from what all ranks told: for each, the ranks that have one and the same."""
+    """The tensors that differ, from the sums of all ranks: for each, the groups of ranks that have the same."""
     alike: dict[bytes, list[int]] = {}
     for rank, sums in enumerate(told):
         if not sums:
@@ -337,7 +334,7 @@ def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
 
 
 def say_different(name: str, versions: Sequence[Sequence[int]]) -> str:
-    """One of them in words."""
+    """A sentence that one tensor differs between ranks."""
     return (
         f"{name!r}: its elements differ between {', '.join(map(say_ranks, versions))}; pass per_rank=[{name!r}] to keep one for "
         "each rank, or check_replicas=False to store one of them"

@@ -20,21 +20,21 @@ from holdfast.runs.place import RunPlace
 
 
 class RunClock:
-    """What one program counts of one run."""
+    """The time that one program counts of one run."""
 
     def __init__(self) -> None:
         self._ahead = 0.0
-        """What the run has more than `time.monotonic` says."""
+        """Seconds that the run has more than `time.monotonic` says."""
         self._known: set[float | None] = set()
-        """What the step says that was gone on with, and what this program's own say."""
+        """The counts that this program went on with, and those of its own steps."""
 
     def go_on(self, ran: float | None) -> None:
-        """The newest step says this, or None says anything; where that is not what this program knows, it begins to count here."""
+        """Count from here, unless `ran`, what the newest step says, is known already. None: no step says anything."""
         if ran not in self._known:
             self._ahead, self._known = (ran or 0.0) - time.monotonic(), {ran}
 
     def look(self, place: RunPlace) -> None:
-        """Go on with the newest step there that says it. Of those of an older Holdfast, or of other trainers, none does."""
+        """Go on with the newest step there that has a count. Steps of an older Holdfast, or of other trainers, have none."""
         newest = place.newest()
         if newest is not None and newest.ran is None:
             newest = next((one for one in reversed(place.steps()) if one.ran is not None), None)
@@ -49,5 +49,4 @@ class RunClock:
 
 @lru_cache(256)
 def clock_of(path: str) -> RunClock:
-    """What this program counts of the run at a path."""
     return RunClock()

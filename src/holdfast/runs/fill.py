@@ -31,7 +31,7 @@ from holdfast.saving.state import Stateful, is_stateful, plainly_named
 
 
 class Fit(Struct):
-    """What was found while two trees were compared."""
+    """The differences between a state and a checkpoint, and the requests for what fits."""
 
     requests: list[Request] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -40,13 +40,11 @@ class Fit(Struct):
 
 
 class HeldState(Value, frozen=True):
-    """What an object that keeps a state is to be given."""
+    """An object with `load_state_dict`, and the state that it is to be given."""
 
     into: object
-    """The object itself, as the state has it."""
     keeps: Stateful
     own: object
-    """Its state dict as it is."""
     made: object
 
 
@@ -61,7 +59,7 @@ def loaded(checkpoint: Checkpoint) -> object:
 
 @contextmanager
 def unharmed() -> Iterator[None]:
-    """A block in which nothing of a state is changed: what is damaged is told with what to do."""
+    """A block in which nothing of a state is changed: errors about damage say so, and what to do."""
     try:
         yield
     except (Corrupted, FormatError) as error:
@@ -71,7 +69,7 @@ def unharmed() -> Iterator[None]:
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """A block in which a state is filled: what stops that is told with what it means."""
+    """A block in which a state is filled: errors say that a part of it has been."""
     try:
         yield
     except HoldfastError as error:
@@ -118,7 +116,7 @@ def _new(found: object, fit: Fit) -> object:
 
 
 def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]:
-    """What is to stand in the place of `into`: itself, where it is filled in place."""
+    """The value that replaces `into`: itself, where it is filled in place."""
     if isinstance(into, np.ndarray) and isinstance(found, LazyTensor):
         _ask(into, found, way, fit)
         return into

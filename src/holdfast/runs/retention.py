@@ -33,11 +33,10 @@ ReadBack = Callable[[Step], bool]
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of one step."""
+    """Whether one step stays, and why."""
 
     step: Step
     rules: tuple[Rule, ...] = ()
-    """Those that keep it."""
     others: tuple[str, ...] = ()
     """Other reasons to keep it, in words."""
 
@@ -54,12 +53,11 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """What retention did."""
+    """The outcome of retention."""
 
     steps: tuple[Step, ...]
-    """Those that were deleted."""
     notes: tuple[str, ...] = ()
-    """What kept it from doing more."""
+    """What kept other steps from being deleted."""
     read_back: tuple[Step, bool] | None = None
     """The step that was read back for it, and whether that went well."""
 
@@ -79,11 +77,7 @@ def decide(
     busy: Mapping[int, str] | None = None,
     coming: Facts | None = None,
 ) -> list[Fate]:
-    """What becomes of each of these whole steps, which come in the order of their numbers.
-
-    `sure` are those that have been read back; `busy` are in use, with the words for it. `coming` is a step that is about to be
-    saved: rules count it, and it protects nothing, because it may never come.
-    """
+    """The fate of each of these whole steps, which come in the order of their numbers."""
     if not steps:
         return []
     own = {one.step for one in steps}

@@ -27,7 +27,7 @@ from holdfast.errors import BadArgument, BadArgumentType
 
 
 class Facts(Protocol):
-    """What rules know of a step."""
+    """The facts that rules know of a step."""
 
     @property
     def step(self) -> int: ...
@@ -45,12 +45,12 @@ class Facts(Protocol):
 
 
 class Rule:
-    """What all rules are. A class and no union: a list of several rules is then a list of rules to every type checker."""
+    """The base of all rules. A class and no union: a list of several rules is then a list of rules to every type checker."""
 
     __slots__ = ()
 
     def _keeps(self, steps: Sequence[Facts]) -> list[int]:
-        """The numbers of the steps that it keeps."""
+        """The numbers of the steps that the rule keeps."""
         raise NotImplementedError
 
 
@@ -131,7 +131,6 @@ class Within(Rule):
 
     @property
     def seconds(self) -> float:
-        """How long."""
         return 86400.0 * self.days + 3600.0 * self.hours + 60.0 * self.minutes
 
     def __str__(self) -> str:
@@ -204,7 +203,7 @@ def _read_best(text: str) -> Best:
 
 
 def read_rules(given: object) -> tuple[Rule, ...]:
-    """What `keep=` takes: rules, or their texts; one, or any number of them. None is none, and then nothing is ever deleted."""
+    """The rules of `keep=`: rules, or their texts; one, or any number of them. None is no rule: nothing is ever deleted."""
     if given is None:
         return ()
     several = (given,) if isinstance(given, str | Rule) else given

@@ -36,7 +36,7 @@ GRACE_S = 30.0
 
 
 def read_signals(given: object) -> tuple[signal.Signals, ...]:
-    """What `signals=` takes: one, or any number of them."""
+    """The signals of `signals=`: one, or any number of them."""
     several = given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
     found = []
     for one in several:
@@ -48,7 +48,7 @@ def read_signals(given: object) -> tuple[signal.Signals, ...]:
 
 
 def read_run_signals(given: object) -> tuple[signal.Signals, ...]:
-    """What `signals=` of a run takes: True for SIGTERM, False for none, or as `stopping`."""
+    """The signals of a run's `signals=`: True for SIGTERM, False for none, or as `stopping`."""
     if isinstance(given, bool):
         return (signal.SIGTERM,) if given else ()
     try:
@@ -65,7 +65,7 @@ class SignalGuard:
         """`last` is called at the end of the block, before a signal that was held back is sent on."""
         self.grace_s = grace_s
         self.came_s: float | None = None
-        """When the first one came, by `time.monotonic`."""
+        """When the first signal came, by `time.monotonic`."""
         self._signals = signals
         self._last = last
         self._number: int | None = None
@@ -74,7 +74,6 @@ class SignalGuard:
 
     @property
     def left_s(self) -> float:
-        """What is left of the grace time."""
         return self.grace_s if self.came_s is None else self.came_s + self.grace_s - time.monotonic()
 
     def __enter__(self) -> Self:

@@ -43,7 +43,7 @@ from holdfast.stores.remote.url import Url
 GRACE_S = 24 * 3600.0
 
 PROBE = re.compile(r".*\.holdfast-probe-[0-9a-f]{16}", re.ASCII | re.DOTALL)
-"""What the commit tries the store with."""
+"""Names of objects with which the commit tries the store."""
 
 
 class Swept(Value, frozen=True):
@@ -112,7 +112,6 @@ def sweep(
 
 
 def _is_trace(folder: str, name: str) -> bool:
-    """Whether it is what the commit and the claims leave of processes that died."""
     return folder == CLAIMS or ("/" not in name and (PROBE.fullmatch(name) is not None or is_temporary(name)))
 
 

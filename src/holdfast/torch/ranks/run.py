@@ -358,7 +358,7 @@ class Run(PlainRun):
             SaveRequest,
             {
                 **options,
-                "metadata": self._folder.noted(options["metadata"], says),
+                "metadata": self._folder.with_stamp(options["metadata"], says),
             },  # of the stamps of all ranks, the first one's is kept
             path=self._step_path(step),
             format="native",

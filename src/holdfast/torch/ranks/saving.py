@@ -49,7 +49,7 @@ from holdfast.formats.tree_json.encode import encode_state
 from holdfast.numeric.pack_choice import parse_wanted
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
-from holdfast.ranks.together import Description, message, put_together, with_sums
+from holdfast.ranks.together import Description, message, put_together
 from holdfast.ranks.write import (
     AsStep,
     Publishing,
@@ -76,7 +76,7 @@ THREADS_A_FILE, THREADS_A_FILE_BEHIND, FILE_NBYTES = 4, 2, 256 << 20
 """Threads for which a rank writes one more file at once, now and behind the caller, and what a file should have at least. The
 kernel lets one thread at a time write to a file: beside it others can sum, and no more."""
 
-NO_COLUMNS = RankState.of([])
+NO_COLUMNS = RankState.of_table(NO_TENSORS)
 NO_BOXES = Boxes(NO_TENSORS, np.zeros((0, 0), np.int64), ())
 
 Copy = Callable[[Table, Sequence[object]], Staged]
@@ -332,14 +332,13 @@ def _columns(described: Described) -> tuple[RankState, bytes | Exception]:
         with gc_paused():
             table = described.state.tensors
             columns = RankState.of_table(table, values=described.digests, aliases=described.aliases)
-            told = message(described.told, None if job.ranks.first else columns)
         if job.asked.check_replicas and job.ranks.size > 1:
             if described.staged is not None:
                 described.staged.copies.wait()  # sums are those of the copies
             sums = replica_sums(table, threads=job.count_threads())
+        return columns, message(described.told, None if job.ranks.first else columns, sums)
     except Exception as error:
         return columns, error
-    return columns, with_sums(sums, told)
 
 
 def stage_planned(planned: Planned, copy: Copy) -> Planned:
