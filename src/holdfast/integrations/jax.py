@@ -49,10 +49,10 @@ Shardings: TypeAlias = "Where | Mapping[str, object] | Callable[[str, tuple[int,
 
 Choose: TypeAlias = "Callable[[str, tuple[int, ...]], Where]"
 Index = tuple[slice, ...] | None
-"""What JAX calls a part of an array; None is all of it."""
+"""A part of an array, as JAX says it; None is all of it."""
 
 Box = tuple[tuple[int, int], ...]
-"""The same as a value: start and stop in each dimension."""
+"""An `Index` as a value: start and stop in each dimension."""
 
 MOST_VISITS = 100_000
 """Visits of shared containers, beyond the first of each. A file of a few hundred bytes can ask for 2^64."""
@@ -110,7 +110,7 @@ class WantedArray(Value, frozen=True, eq=False):
     dtype: DType
 
     def parts(self) -> dict[Box, LazyTensor]:
-        """What this process reads of it: the slices of its devices, or all of it where that is no more."""
+        """The slices that this process reads: those of its devices, or all of it where that is no more."""
         shape = self.lazy.shape
         jax.ShapeDtypeStruct(shape, self.lazy.dtype.numpy, sharding=self.sharding)  # says whether the rank will do
         indices = self.sharding.addressable_devices_indices_map(shape).values()
@@ -181,7 +181,7 @@ def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> 
 
 
 def _planned(wanted: Iterable[WantedArray], path: str) -> dict[WantedArray, dict[Box, LazyTensor]]:
-    """What is read for each. Raises `DoesNotFit` with all shardings that do not fit."""
+    """The slices that are read for each array. Raises `DoesNotFit` with all shardings that do not fit."""
     planned: dict[WantedArray, dict[Box, LazyTensor]] = {}
     wrong: dict[str, str] = {}
     for one in wanted:
@@ -217,7 +217,6 @@ def _batches(planned: Mapping[WantedArray, dict[Box, LazyTensor]]) -> Iterator[l
 
 
 def _chooser(shardings: Shardings, names: Iterable[str], path: str) -> Choose:
-    """What says where a tensor goes."""
     if shardings is None or isinstance(shardings, Sharding | jax.Device):
         return lambda name, shape: shardings
     if callable(shardings):
@@ -266,7 +265,7 @@ def _box(index: Index, shape: tuple[int, ...]) -> Box:
 
 
 def _held(dtype: DType, tensor: str | None = None) -> np.dtype[np.generic]:
-    """What JAX holds elements as; without 64 bits, unless it is told."""
+    """The dtype that JAX has for elements; without 64 bits, unless these are enabled."""
     if dtype.paired or dtype.bits == 6:  # asked, JAX says so only when it has the elements
         raise Unsupported(f"JAX has no {dtype}; leave it out (drop=…)", tensor=tensor)
     found: np.dtype[np.generic] = jax.dtypes.canonicalize_dtype(dtype.numpy)

@@ -388,16 +388,20 @@ class Run(RunView):
             return f"the disk is full: {nbytes:,} bytes are to be written and {free:,} are free"
         if self.budget is None:
             return ""
+        used = self._used()
+        if used + nbytes <= self.budget:
+            return ""
+        return f"the run's budget is used up: {used:,} of {self.budget:,} bytes, and {nbytes:,} more are to be written"
+
+    def _used(self) -> int:
+        """Bytes of all files of all steps; a file that several steps share (hard links) counts once."""
         before, self._sizes = self._sizes, {}
-        every: Sizes = {}  # files that several steps share (hard links) count once
+        every: Sizes = {}
         for one in self._folder.steps():
             key = (one.name, one.saved)
             self._sizes[key] = before[key] if key in before else self._folder.sizes(one)
             every.update(self._sizes[key])
-        used = sum(every.values())
-        if used + nbytes <= self.budget:
-            return ""
-        return f"the run's budget is used up: {used:,} of {self.budget:,} bytes, and {nbytes:,} more are to be written"
+        return sum(every.values())
 
     def _relieve(self, coming: Coming, error: NotCommitted) -> bool:
         """Whether something was done about a disk that turned out to be full."""

@@ -39,6 +39,7 @@ from holdfast.engine.array_sink import execute
 from holdfast.engine.memory_sink import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import default_threads
+from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, HoldfastError, located
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import CopyEvent, run_pipeline
@@ -58,13 +59,13 @@ from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, copy_values, flat
 
 DEFAULT_NBYTES = 1 << 30
-"""Host memory that a load may lock where nobody says."""
+"""Host memory that a load may lock, unless the caller says otherwise."""
 
 FEW_BLOCKS = 8
-"""Blocks that are rather smaller than fewer."""
+"""With less memory, blocks get smaller before there are fewer than this."""
 
 LEAST_NBYTES = 2 << 20
-"""The least that can be allowed: two blocks of 1 MiB."""
+"""The least memory that can be allowed: two blocks of 1 MiB."""
 
 SPARE_BLOCKS = 4
 """Blocks beyond one a reader: those that are being emptied. More of them would only be out of the caches when it is their turn."""
@@ -73,19 +74,15 @@ READERS = 12
 """Threads that read, at the most: more take the interpreter lock from the one that starts the copies."""
 
 SHORT_READERS = 4
-"""The same where most bytes are those of short rows: the thread that makes their tensors needs the lock, and readers are ahead."""
+"""Readers where most bytes are those of short rows: the thread that makes their tensors needs the lock."""
 
 LARGE_NBYTES = 1 << 20
 """Tensors up to this size have small segments of their own in torch's allocator (CUDACachingAllocator.cpp, kSmallSize)."""
 
 UNLOCKED = "page-locked memory was refused; ordinary memory was used, and copies were slower"
 
-Progress = Callable[[int], None]
-
 
 class Size(Value, frozen=True):
-    """How many blocks there are, and of what size."""
-
     count: int
     nbytes: int
 
@@ -126,7 +123,8 @@ def load_rows(
     with gc_paused(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), ExitStack() as open_stores:
         for store in stores:
             open_stores.enter_context(store.reading())
-        moves = {id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in _plans(groups, size, readers)}
+        plans = [RowPlan(rows, size.nbytes, readers=readers) for rows in groups]
+        moves = {id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in plans}
         blocks = POOL.lend(count, size.nbytes)
         locked = all(block.locked for block in blocks)
         try:
@@ -162,10 +160,6 @@ def load_fills(
     return load_rows([*others, *rows], progress=progress, most=most, losses=losses)
 
 
-def _plans(groups: Sequence[DeviceRows], size: Size, readers: int) -> Iterator[RowPlan]:
-    return (RowPlan(rows, size.nbytes, readers=readers) for rows in groups)
-
-
 def reserve(wanted: Iterable[tuple[torch.device, int]]) -> None:
     """Have torch's allocator take memory for tensors of these sizes in one piece a GPU, which it then cuts up for them."""
     totals: dict[torch.device, int] = {}
@@ -185,8 +179,6 @@ Full = Sequence[tuple[BlockTask, HostBlock]]
 
 
 class _Events(list[CopyEvent]):
-    """Points in the work of several devices."""
-
     def synchronize(self) -> None:
         for mark in self:
             mark.synchronize()
@@ -198,7 +190,7 @@ class _Events(list[CopyEvent]):
 def _put_all(
     full: Full, *, moves: Mapping[int, Move], found: Mapping[torch.device, CopyStream], progress: Progress | None
 ) -> CopyEvent:
-    """Start all copies out of blocks. Before the first, all tensors are made."""
+    """Start all copies out of full blocks. Before the first, all tensors are made."""
     marks = _Events()
     for move in moves.values():
         move.prepare()
@@ -215,7 +207,7 @@ def _put_all(
 
 
 def _put(full: Full, moves: Mapping[int, Move], stream: CopyStream) -> CopyEvent:
-    """Those that go to one device."""
+    """Start the copies to one device."""
     try:
         copies = Copies()
         with stream.on():
@@ -238,14 +230,14 @@ def _put(full: Full, moves: Mapping[int, Move], stream: CopyStream) -> CopyEvent
 
 
 class Copies:
-    """What is left to be done for some blocks when all of their rows were looked at."""
+    """The copies that are left to start when all rows of some blocks were looked at."""
 
     def __init__(self) -> None:
         self.targets: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         """In page-locked memory."""
         self.later: list[Callable[[], None]] = []
-        """Makes tensors, on the caller's stream."""
+        """Make tensors, on the caller's stream."""
 
 
 class Move:
@@ -254,7 +246,7 @@ class Move:
     def __init__(self, plan: RowPlan, stream: CopyStream, losses: CastLosses) -> None:
         self.plan, self._stream, self._losses = plan, stream, losses
         self._sums: dict[int, Sums] = {}
-        """Of rows that come in several pieces, by their positions."""
+        """Checksums of rows that come in several pieces, by their positions."""
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         """The bytes that a row is copied to straight, by its position and how many of its bytes came before."""
         self._kinds: dict[tuple[torch.dtype, torch.Size], ByteKind] = {}
@@ -301,7 +293,7 @@ class Move:
     # On the threads of the readers.
 
     def read(self, task: BlockTask, block: HostBlock) -> None:
-        """Fill a block, and sum it."""
+        """Fill a block, and compare its checksums."""
         plan, memory = self.plan, block.array.data
         store = plan.rows.source.store
         for read in task.reads:
@@ -317,7 +309,7 @@ class Move:
             self._read_strided(task, block)
 
     def _sum(self, stretch: Stretch, memory: memoryview) -> None:
-        """Compare the checksums of whole rows, and take note of the others."""
+        """Compare the checksums of whole rows, and add up those of the others."""
         plan, (first, last, skip, nbytes, at) = self.plan, stretch
         if last == first + 1:
             odd = plan.odd.get(first)
@@ -349,7 +341,7 @@ class Move:
             raise self.plan.rows.damaged(int(self.plan.order[position]), found)
 
     def finish(self) -> None:
-        """Compare what came in pieces."""
+        """Compare the checksums of rows that came in pieces."""
         self.prepare()
         for position, sums in sorted(self._sums.items()):
             self._compare(position, sums.crc32())
@@ -401,7 +393,7 @@ class Move:
             self._losses.add(one.part.lazy.name, value, one.part.target)
 
     def _short(self, stretch: Stretch, places: Ints, block: HostBlock, copies: Copies, together: list[tuple[Ints, Ints]]) -> None:
-        """A row by itself: a part of one that is converted, or a short one."""
+        """Put a row by itself: a part of one that is converted, or a short one."""
         first, _, skip, nbytes, at = stretch
         if nbytes == self.plan.nbytes.item(first):
             together.append((np.arange(first, first + 1), places))
@@ -500,7 +492,7 @@ Owners = list[tuple[ByteKind, list[int]]]
 
 
 def _cut(arrived: torch.Tensor, kinds: Sequence[ByteKind], places: Ints) -> Iterator[tuple[list[torch.Tensor], Owners]]:
-    """Rows as integers where they have arrived, those of a width together: all of them, and whose they are, in the same order."""
+    """Rows as integers where they have arrived, by the width of the integers: the pieces, and their rows in the same order."""
     known: dict[int, ByteKind] = {id(kind): kind for kind in kinds}
     codes = np.fromiter(map(id, kinds), np.int64, len(kinds))
     order = np.argsort(codes, kind="stable")

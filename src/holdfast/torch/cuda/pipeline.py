@@ -33,14 +33,14 @@ class CopyEvent(Protocol):
     """A point in the work of a device."""
 
     def synchronize(self) -> None:
-        """Come back when all that was asked for before this point is done."""
+        """Wait until all work before this point is done."""
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Whether all work before this point is done."""
 
 
 MOST_BLOCKS = 4
-"""Blocks that are put together. They are free together as well, when the last of them is copied."""
+"""Blocks that are copied together. They are free together as well, when the last of them is copied."""
 
 
 Put = Callable[[Sequence[tuple[Task, Block]]], CopyEvent]
@@ -55,7 +55,7 @@ LEADERS = 3
 
 
 class Failed:
-    """What a reader puts in place of a full block."""
+    """A reader's failure, in place of a full block."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -101,7 +101,7 @@ def run_pipeline(
             full.put(None)
 
     begun: list[int] = []
-    """One for each that was to be started, and so will say that it has ended."""
+    """One entry for each reader that was to be started, and so will report its end."""
     readers: list[threading.Thread] = []
 
     def begin(run: Callable[[], None]) -> None:
@@ -173,7 +173,7 @@ def run_pipeline(
 
 
 def _taken(full: SimpleQueue[T]) -> list[T]:
-    """What is there, up to so many."""
+    """All items that are there, up to `MOST_BLOCKS`."""
     found: list[T] = []
     with suppress(Empty):
         while len(found) < MOST_BLOCKS:
@@ -182,7 +182,7 @@ def _taken(full: SimpleQueue[T]) -> list[T]:
 
 
 def _alone(tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Put[Task, Block]) -> None:
-    """Where no thread can start: one task after the other."""
+    """Run one task after the other, where no thread can start."""
     for task in tasks:
         read(task, block)
         put([(task, block)]).synchronize()

@@ -50,7 +50,7 @@ TOGETHER = 32
 what has crossed the bus together takes 100 µs with it."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By their width."""
+"""Integer dtypes by their width."""
 
 
 class ByteKind(NamedTuple):
@@ -79,17 +79,17 @@ class Conversion(Value, frozen=True, eq=False):
     """A tensor that takes the elements of a range by a copy of its own."""
 
     dtype: torch.dtype
-    """As the file has them."""
+    """The dtype of the elements in the file."""
     target: torch.Tensor
     """Flat, or of any shape where the range is never cut."""
     conj: bool = False
     neg: bool = False
     storage: Storage | None = None
-    """Where the range is a part of it, and all parts together are compared with its checksum."""
+    """The storage of which the range is a part: all parts together are compared with its checksum."""
 
     @property
     def grain(self) -> int:
-        """Between multiples of this many bytes the range is not cut; 0 where it is not cut at all."""
+        """The range is cut at multiples of this many bytes alone; 0 where it is not cut at all."""
         return self.dtype.itemsize if self.target.ndim == 1 else 0
 
 
@@ -104,7 +104,7 @@ class StridedRead(Value, frozen=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take in a block, where a packed element takes one."""
+        """Bytes in a block, where a packed element takes one."""
         return self.part.lazy.size * self.part.lazy.dtype.numpy.itemsize
 
 
@@ -118,14 +118,14 @@ class DeviceRows(Struct, eq=False):
     """CRC-32 of each range as its file records it, or `UNKNOWN`."""
     destinations: Sequence[Destination]
     name: Callable[[int], str]
-    """What a row is called in messages, by its number."""
+    """The name of a row in messages, by its number."""
     damaged: Callable[[int, int], Corrupted]
-    """What to raise for a row that has another checksum: its number, and the checksum that was found."""
+    """The error for a row that has another checksum: its number, and the checksum that was found."""
     strided: Sequence[StridedRead] = ()
     checks: Checks = field(default_factory=lambda: Checks({}))
-    """Of storages that come in several ranges."""
+    """The checksums of storages that come in several ranges."""
     tensors: list[torch.Tensor | None] = field(default_factory=list)
-    """What each row has become, where that is a tensor of its own."""
+    """The tensor that each row has become, where that is one of its own."""
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +133,6 @@ class DeviceRows(Struct, eq=False):
 
     @property
     def short_nbytes(self) -> int:
-        """Bytes of rows that cross the bus together."""
         return int(self.ranges.nbytes[self.ranges.nbytes <= SHORT_NBYTES].sum())
 
 
@@ -232,7 +231,7 @@ class Stretch(NamedTuple):
     nbytes: int
     """Bytes of the row that are taken here, where it is one."""
     at: int
-    """Where the first one begins in the block."""
+    """Where the first row begins in the block."""
 
 
 class Read(Struct, eq=False):
@@ -242,7 +241,6 @@ class Read(Struct, eq=False):
     start: int
     stop: int
     at: int
-    """Where it begins in the block."""
     stretches: list[Stretch]
 
 
@@ -252,15 +250,13 @@ class BlockTask(Struct, eq=False):
     plan: RowPlan
     reads: list[Read] = field(default_factory=list)
     strided: list[tuple[StridedRead, int]] = field(default_factory=list)
-    """With the place of each in the block."""
     nbytes: int = 0
-    """Bytes of elements."""
     read_nbytes: int = 0
     """Bytes that were read for them."""
 
 
 LEAST_NBYTES = 2 << 20
-"""What a block takes when there is much to read, at the least."""
+"""The least that a block takes when there is much to read."""
 
 
 class Shares:
@@ -280,7 +276,7 @@ class Shares:
         self._taken = 0
 
     def take(self) -> int:
-        """The bytes of the next block, which is taken to be filled."""
+        """The bytes of the next block."""
         most = self._most
         if self._readers > 1:
             self._taken += 1
@@ -313,11 +309,11 @@ class RowPlan:
                 self.odd[position], grains[position] = one, one.grain
         self.straight[list(self.odd)] = False
         self._grains: list[int] = grains.tolist()
-        """Between multiples of how many bytes a row is not cut; 0 where it is not cut at all."""
+        """A row is cut at multiples of so many bytes alone; 0 where it is not cut at all."""
         self._most, self._shares = most, Shares(int(self.nbytes.sum()), most, readers=readers)
 
     def tasks(self) -> Iterator[BlockTask]:
-        """What goes through the blocks, one after the other."""
+        """The tasks, one block each, one after the other."""
         yield from _Layout(self, self._most, self._shares).tasks(self._joined())
         yield from self._strided_tasks()
 
@@ -325,7 +321,7 @@ class RowPlan:
         return self.rows.name(int(self.order[position]))
 
     def cut(self, position: int, nbytes: int) -> int:
-        """How many of so many bytes a row may be cut behind; 0 where it has to be whole."""
+        """How many of so many bytes of a row go into a block; 0 where it has to be whole."""
         grain = self._grains[position]
         return nbytes // grain * grain if grain else 0
 
@@ -377,7 +373,7 @@ def _few_together(long: Bools) -> Bools:
 
 
 class _Layout:
-    """Rows on their way into blocks."""
+    """Lays rows into blocks."""
 
     def __init__(self, plan: RowPlan, most: int, shares: Shares) -> None:
         self._plan, self._most, self._shares = plan, most, shares
@@ -390,7 +386,7 @@ class _Layout:
             yield self._task
 
     def _stretches(self, key: str, first: int, last: int) -> Iterator[BlockTask]:
-        """Rows that are read together: one read, or several where blocks end."""
+        """Lay rows that are read together: one read, or several where blocks end."""
         plan, read, skip = self._plan, None, 0
         while first < last:
             begin = plan.starts.item(first) + skip
