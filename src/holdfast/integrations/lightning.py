@@ -4,11 +4,11 @@
     Trainer(plugins=[HoldfastIO(background=True)])   copied, and written while the training goes on
 
 1. A save is published by one rename, straight from the tensors to the file.
-2. In the background, saves and removals are done in the order in which they were asked for. So the checkpoint before is removed
-   when its successor is there, and stays if that failed. The failure is raised by the next call.
+2. In the background, saves and removals are done in order. So the checkpoint before is removed when its successor is there, and
+   stays if that failed. The failure is raised by the next call.
 3. `ModelCheckpoint` asks the disk which names are taken, and links `last.ckpt` to the newest. Both wait for a save to that very
-   name, if it is on its way. Nothing stands in for it on the disk: a name is a whole checkpoint, or is not there.
-4. The end of the program waits for what is under way. Sent to another process, a plugin has nothing under way there.
+   name, if it is on its way.
+4. The end of the program waits for all saves. Sent to another process, a plugin has no saves under way there.
 """
 
 from __future__ import annotations

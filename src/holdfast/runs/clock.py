@@ -1,14 +1,14 @@
 """How long a run has run: seconds that are counted from step to step, by a clock that nobody can set.
 
-The clock on the wall jumps: it is set, repaired, years behind until the network is there. So a step also says for how long the run
-had run when it was saved (`Step.ran`), and the age of a step for `Within` is what the newest has more.
+The clock on the wall jumps. So a step also says for how long the run had run when it was saved (`Step.ran`), and the age of a step
+for `Within` is what the newest has more.
 
 1. A program looks for the newest step: `latest`, `resume`, or its first save. It goes on with what that step says.
-2. From then on `time.monotonic` counts, for all Runs of this program in one place. What it saves says how far it has come.
+2. From then on `time.monotonic` counts, for all Runs of this program in one place. Its steps say how far it has come.
 3. Where another program has saved meanwhile, the time until then is that one's, and is not counted twice.
 
-What is counted is never more than the time that has passed. It is less by the pauses between programs, and by what a program did
-between its last save and its end.
+The count is never more than the time that has passed. It is less by the pauses between programs, and by what a program did between
+its last save and its end.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Exports on the way: published steps as checkpoints of another format, written in the background.
+"""Exports: published steps as checkpoints of another format, written in the background.
 
     Run("runs/llama", export=Export("hf", dtype="bf16", every=5_000, keep="model.*", rename={"model.*": "*"}))
 
     runs/llama/step-00005000/  ──convert──►  hf/step-00005000/model.safetensors
 
-One thread converts one step at a time (`holdfast.convert`: under its memory budget, published by one rename). A step that waits for
-it, or is being read, is not deleted by a rule. What fails is a warning at the next call on the run. The end of the run waits for
-what is left, and so does the end of the program.
+One thread converts one step at a time (`holdfast.convert`). A step that waits for it, or is being read, is not deleted by a rule. A
+failure is a warning at the next call on the run. The end of the run waits for what is left, and so does the end of the program.
 
 An export replaces what this run exported there before, and nothing else. A run knows its exports by receipts in its own place,
-`holdfast.exports.json`: names, lengths and times (in a bucket, etags) of the files of each target when they were published. What
-lies at a target and is not as its receipt says is somebody else's: another run's, a step, or an export that somebody changed. A
-program that dies between an export and its receipt leaves one that is not replaced either.
+`holdfast.exports.json`: names, lengths and times (in a bucket, etags) of the files of each target when they were published. A
+target that is not as its receipt says is somebody else's: another run's, a step, or an export that somebody changed. A program
+that dies between an export and its receipt leaves one that is not replaced either.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@
     afterwards  {"w": the same array, filled, "step": 900}
 
 Everything is compared before anything is read: names that one side lacks, shapes and dtypes that differ, all of them in one
-error. Then the checksums of all that is to be read are compared, and only then is it read: a step that is damaged leaves the state
-as it was. That is a second reading; the alternative, fresh memory that is copied at the end, is a second state.
-
-Dicts and lists are changed in place, and objects with `load_state_dict` are handed theirs; tuples, and a state that is no
-container, are given back new.
+error. Then the checksums of all that is to be read are compared, and only then is it read: a step that is damaged leaves the
+state as it was. (The alternative to the second reading is room for a second state.) Dicts and lists are changed in place, and
+objects with `load_state_dict` are handed theirs; tuples, and a state that is no container, are given back new.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """One writer a run: `.holdfast.lock` in its directory, held (flock) for as long as a Run is open for writing.
 
-The kernel gives a lock back when its process dies, whatever it dies of, so a file that can be locked is a dead run's: it is
-removed, and a new one made. It says who holds it, for the message that a second run gets. A reader never needs it.
+The kernel releases a lock when its process dies, so a file that can be locked is a dead run's: it is removed, and a new one made.
+It says who holds it, for the message that a second run gets. A reader never needs it.
 
-It is held as long as its name stands for the file that is open. Where the directory was renamed away, and perhaps made anew by
-another run, the path leads to no lock or to another's: `RunLock.check` compares, before each save, publication and deletion.
+Where the directory was renamed away, and perhaps made anew by another run, the path leads to no lock or to another's:
+`RunLock.check` compares, before each save, publication and deletion.
 
 A fork closes what it inherits (stores/files.py), so that it does not hold the lock of a parent that died. Where a file system has
-no locks, the word in the file has to do: a process of this machine that is alive is believed, one of another machine is not.
+no locks, the file alone counts: a process of this machine that is alive is believed, one of another machine is not.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""What was read back of a run, and what is no base of the next step because of it.
+"""Damage that was found in the steps of a run, and steps that are no base of the next one because of it.
 
-Files that did not change are shared by steps (a hard link, or an object that several manifests name). So is what becomes of them:
-one damaged file is the damage of every step that has it, and of every step that is linked on.
+Steps share files that did not change (a hard link, or an object that several manifests name), and so they share damage.
 
-    known damage     A step that does not read back makes doubtful what is there: it, and every other step. A doubted step is no
-                     base. Steps are written whole, and are doubted too, until one has been read back well; that one is a base, and
-                     so is what is linked to it. The doubts stand in `holdfast.proofs.json`, for the next process.
+    known damage     A step that does not read back makes every step that is there doubtful. A doubted step is no base. Steps are
+                     written whole, and are doubted too, until one has been read back well; that one is a base, and so is what is
+                     linked to it. The doubts stand in `holdfast.proofs.json`, for the next process.
     unknown damage   Where rules read nothing back, a thread reads shared files that are old, the one whose last proof is oldest
                      first: after each save at most a `SHARE` of the step's bytes, at no more than `RATE` bytes a second, and
                      nothing that was written or read within `OLD_S`. A doubted newest step is read whole.
 
-The thread ends when it has read its share, with `close`, and with the program. What it finds is a warning at the next call. A
-store that does not answer proves nothing, and is no damage.
+The thread ends when it has read its share, with `close`, and with the program. Damage is a warning at the next call. A store that
+does not answer is no damage.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Retention: which steps go, why the others stay, and letting them go.
+"""Retention: which steps are deleted, and why the others stay.
 
-`decide` is pure: whole steps, rules and pins in; for every step the reasons to keep it, and no reason means that it goes.
+`decide` is pure: whole steps, rules and pins in; for every step the reasons to keep it. A step without a reason is deleted.
 
     a rule             the union of what each rule keeps
     pinned             `holdfast pin`
@@ -8,9 +8,8 @@
     the one before     not until the newest has been read back, byte by byte
     in use             an export reads it
 
-Without rules nothing is deleted. `retain` runs after a step was published, and never before: it looks at the directory, decides,
-reads the newest back where the step before it is to go, and deletes (`RunPlace.let_go`). Steps that are not whole are not counted,
-and stay: what a crash may leave of our own is hidden and cleaned, so they are somebody's business.
+Without rules nothing is deleted. `retain` runs after a step was published, and never before. Steps that are not whole are not
+counted, and stay: what a crash may leave of our own is hidden and cleaned, so they are somebody else's.
 """
 
 from __future__ import annotations

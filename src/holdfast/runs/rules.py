@@ -8,11 +8,10 @@
 A rule has a short text (`latest:3`, `best:val_loss:2`, `within:24h`), which the command line takes and a run's directory keeps.
 Pure: no rule looks at a disk or at a clock.
 
-Clocks jump, and a rule by time deletes only what is surely older. Each step says when it was saved, by the clock on the wall, and
-for how long the run had run, by one that nobody can set (runs/clock.py). An age is what the newest step has more, of the two
-differences the lesser one. So a clock that runs away ages nothing, a step of another run that somebody put here neither, and a
-pause of a week does not let a day's steps go. A step that does not say how long the run had run counts as saved with the next one
-that does; above the last of those nothing has an age.
+A rule by time deletes only what is surely older. Each step says when it was saved, by the clock on the wall, and for how long the
+run had run (runs/clock.py). An age is what the newest step has more, of the two differences the lesser one. So a clock that jumps
+ages nothing, a step that was copied from another run neither, and a pause of a week does not let a day's steps go. A step that does
+not say how long the run had run counts as saved with the next one that does; above the last of those nothing has an age.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The sweep: what dead savers and half-finished deletions left in a bucket, and nothing else.
 
-In a directory a save that dies leaves a hidden folder, whose lock says that nobody lives. A bucket has no locks: data without a
-manifest may be a save that goes on. So the sweep waits (`grace`), and goes in this order:
+A bucket has no locks: data without a manifest may be a save that goes on. So the sweep waits (`grace`), and goes in this order:
 
-    1  the time, by the store's own clock: a small object is put, and its date is asked for
+    1  the time, by the store's own clock: a small object is put, and its date is read
     2  candidates: objects under the names that saves give to their data, in the run's prefix or one below it, and the probes,
        hidden uploads and claims of the commit (engine/targets/bucket_commit); older than the grace time
     3  all manifests beside them are read: what one of them names is no candidate
@@ -12,10 +11,8 @@ manifest may be a save that goes on. So the sweep waits (`grace`), and goes in t
     6  what none of them names is deleted; so are claims of processes that died
 
 Nothing that a published manifest names is deleted, nor anything beside a manifest that cannot be understood, nor what such a one
-mentions, nor any object of another name. A save must take less than the grace time from its first object to its manifest.
-
-Parts of uploads that did not come to their end are no objects, and no request here lists them: a lifecycle rule of the bucket
-removes them (docs/runs.md).
+mentions, nor any object of another name. Unfinished uploads are no objects, and no request here lists them: a lifecycle rule of the
+bucket removes them (docs/runs.md).
 """
 
 from __future__ import annotations

@@ -7,15 +7,13 @@
 
 1. Rows become tasks of one block each, in the order of the files (plan.py). Readers fill blocks and sum them; this thread
    starts the copies on the side stream of the device (pipeline.py).
-2. A tensor is a row of numbers until it is there. Short fresh ones are made by the copy itself: an integer plus zero. A call
-   into torch takes a microsecond, so many are asked for by one: tensors of a kind that are equally far from each other are cut
-   out of what has arrived together, in their shape. They are made on the caller's stream, which waits for the copy, so that
-   their memory belongs to that stream as if it had made them.
+2. A call into torch takes a microsecond, so short fresh tensors are made many by one call: tensors of a kind that are equally far
+   from each other are cut out of what has arrived together, in their shape, and copied (an integer plus zero). They are made on the
+   caller's stream, which waits for the copy, so that their memory belongs to that stream as if it had made them.
 3. Nothing shares a storage that did not in the file. Views of what arrived would cost less, and one tensor that somebody keeps
    would keep the block.
-4. Long fresh ones are carved from one large allocation: memory for all of them is asked of torch's allocator at once and given
-   back, and the allocator then cuts it up. The storages are as separate as always; only cudaMalloc is called once and not for
-   each. That is done while the first blocks are read; all tasks are planned before.
+4. Memory for all long fresh tensors is asked of torch's allocator at once and given back, and the allocator then cuts it up: one
+   cudaMalloc for all. That is done while the first blocks are read; all tasks are planned before.
 5. A row whose bytes have another checksum than its file records is found in its block, or when its last piece has passed by.
 """
 

@@ -5,8 +5,8 @@
     caller                     │ returns at once
     background thread          │ waits for the copies, then writes
 
-Page-locked memory takes all of it where it may: `max_host_memory`, or half of what the machine has to give. What goes beyond
-is ordinary memory, filled through the blocks of the pool by several threads, and the caller waits for that part.
+The copies are in page-locked memory, up to `max_host_memory`, or half of what the machine has to give. The rest is ordinary memory,
+filled through the blocks of the pool by several threads, and the caller waits for that part.
 """
 
 from __future__ import annotations

@@ -91,7 +91,9 @@ class Value(values.Value, frozen=True):
     def archive(self) -> bytes:
         """What torch.save would write for it; later changes of the object do not reach it."""
         out = io.BytesIO()
-        plan = lay_out_torch_zip(value_state(self.described)) if _is_opened(self.raw) else plan_object(self.raw, None)
+        # Values of an open checkpoint stand for torch's own, and are written as those.
+        opened = any(type(one).__module__.split(".")[0] == "holdfast" for _, one in walk(self.raw, every_child))
+        plan = lay_out_torch_zip(value_state(self.described)) if opened else plan_object(self.raw, None)
         write_stream(plan.files[0], out)
         return out.getvalue()
 
@@ -215,11 +217,6 @@ class _Flattening:
         leaves = self._leaves
         inside = (inner for _, inner in walk(value, lambda one: enumerate(one) if isinstance(one, list) else None))
         return any(isinstance(leaves.described(one), LazyTensor | Composite | Mapping) or leaves.is_tensor(one) for one in inside)
-
-
-def _is_opened(value: object) -> bool:
-    """Whether values of an open checkpoint are in it, which stand for torch's own and are written as those."""
-    return any(type(one).__module__.split(".")[0] == "holdfast" for _, one in walk(value, every_child))
 
 
 def dcp_index(contents: Contents, delivered: Delivered, *, path: str) -> bytes:

@@ -1,17 +1,14 @@
-"""The ranks that act together, and how they tell each other what they have done: through the group's own store, never a collective.
+"""The ranks that act together, and how they exchange messages: through the group's own store, never by a collective.
 
     rank 1 ──► key "…/3/1" ──┐
     rank 2 ──► key "…/3/2" ──┼──► rank 0 waits for all, decides, and sets "…/3/answer/1", "…/3/answer/2", for which they wait
     rank 0 ──────────────────┘
 
-1. A step is a gather to the first rank and an answer to each. What passes is bytes that the caller made; nothing is pickled.
-2. Every rank has a pulse: a thread of its own counts on in the store. Whoever waits for a rank whose pulse has stopped for
-   `deadline` seconds, or has not begun by then, gives up with a `RankLost` that names the ranks. A rank that is merely slow is
-   waited for.
-3. Collectives would hang where a rank is missing, and on a training group they would meet those of the training. The store does
-   neither: it can be asked from any thread, and every wait here has an end. It is asked now and then: the store's own `wait` writes
-   to stderr whenever it times out.
-4. Whoever reads a key removes it, so that a long training does not fill the store. At the end the first rank lingers until the
+1. A step is a gather to the first rank and an answer to each. The messages are bytes that the caller made; nothing is pickled.
+2. Every rank has a pulse: a thread of its own counts on in the store. A rank whose pulse has stopped for `deadline` seconds, or has
+   not begun by then, is given up with a `RankLost` that names it. A rank that is merely slow is waited for.
+3. The store is polled: its own `wait` writes to stderr whenever it times out.
+4. Whoever reads a key removes it, so that a long training does not fill the store. At the end the first rank stays until the
    others have read their answers: it often hosts the store, and its process may end next.
 
 One process without `torch.distributed` is a group of one, for which every step is a function call.
@@ -24,8 +21,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import cast
 
@@ -353,6 +350,17 @@ class Ranks:
             now = time.monotonic()
         for key in (*keys, *(f"{self._prefix}/pulse/{rank}" for rank in range(1, self.size))):
             store.delete_key(key)
+
+
+@contextmanager
+def together(ranks: Ranks, otherwise: str) -> Iterator[None]:
+    """A step of all ranks: what fails on one of them is raised on all."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
 
 
 def _set(store: Store, key: str, content: bytes) -> None:

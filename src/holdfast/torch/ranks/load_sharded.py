@@ -1,41 +1,28 @@
 """`load_sharded`: fill the tensors of a state, whatever part of each this rank has, from any checkpoint that `open` knows.
 
-    described   a checkpoint, and its names                       `Names`
-    matched     what this rank asks for, and what it would get    `Wanted`; of all ranks `Agreed`
-    read        its own bytes, into its own tensors               `fill`
-    handed on   what one rank has read for all                    `hand_on`, and objects get their state dicts
-
-1. Every rank opens the checkpoint and matches names: what is missing, unexpected, or of another shape or dtype is collected, all
-   of it, and shared. If anything does not fit anywhere, no rank has changed anything.
-2. Every rank reads exactly the byte runs of its own boxes, straight into its tensors, in one batch. Which ranks wrote the file, how
-   many and along which axis, does not matter: a box is a box. What all of them want whole is read by one and handed to the others,
-   where that is cheaper.
+1. Every rank opens the checkpoint and matches names (`wanted`). What is missing, unexpected, or of another shape or dtype is
+   collected, all of it, and shared. If anything does not fit on any rank, no rank has changed anything.
+2. Every rank reads exactly the byte ranges of its own boxes, straight into its tensors, in one batch. Which ranks wrote the file,
+   how many and along which axis, does not matter: a box is a box.
 3. Whether that went well is shared as well: all ranks return, or all raise the same error.
 
 One checkpoint (`marked`, `unmarked`). Each rank opens the path by itself, and another save may come between two of them: one half
-of a model would be of one step, the other half of the next. So each says what it has opened in four bytes, made of what opening has
-read anyway: names, dtypes, shapes, the checksums that are recorded, the text that a file carries about itself (DCP's `save_id`).
-Not of times or inodes, since ranks on several machines may have copies. Two checkpoints that record no checksum and no text may
-look alike.
+of a model would be of one step, the other half of the next. So each rank's message begins with four bytes for what it has opened,
+made of what opening has read anyway: names, dtypes, shapes, recorded checksums, the text that a file carries about itself (DCP's
+`save_id`). Not of times or inodes, since ranks on several machines may have copies. Two checkpoints that record no checksum and no
+text may look alike.
 
-Replicas (`offers`, `spread`, `hand_on`): what every rank wants whole is read by one rank each, and handed to the others.
-
-    every rank   what it wants whole: name, dtype, shape, device                      ──► gather
-    rank 0       what all of them want, spread over the ranks by bytes                ──► each knows who reads what
-    every rank   reads its share (and whatever else it needs)                         ──► did all of it go well?
-    every rank   takes part in a broadcast of each
-
-On one machine the file is in the page cache, and reading it again is cheaper than sending it over a socket; between machines, and
-between GPUs, it is the other way round, and an object store is paid by the byte. So "auto" hands on where the ranks are on several
-machines, the checkpoint in an object store, or the tensors on GPUs.
+Replicas (`offers`, `spread`, `hand_on`). What all ranks want whole is read by one rank each, and broadcast when all have read. On
+one machine the file is in the page cache, and reading it again is cheaper than sending it over a socket. So "auto" hands on where
+the ranks are on several machines, the checkpoint in an object store, or the tensors on GPUs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -65,9 +52,9 @@ from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
-from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of
-from holdfast.torch.ranks.wanted import PerRank, Wanted, match_state
-from holdfast.torch.tensors.fill import NO_ARRAY, Fills, fill
+from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of, together
+from holdfast.torch.ranks.wanted import Matching, PerRank, Wanted
+from holdfast.torch.tensors.fill import NO_ARRAY, fill
 
 Replicated = Literal["auto", "read", "broadcast"]
 
@@ -192,32 +179,17 @@ class ShardedLoad(Value, frozen=True, eq=False):
     """Whether nothing is changed anywhere unless all that any rank reads whole has its checksum."""
 
 
-class Agreed(Value, frozen=True, eq=False):
-    """What this rank asks for, when it is known that all of it fits everywhere."""
-
-    wanted: Wanted
-    unexpected: list[str]
-    """The checkpoint's names that no rank asked for."""
-    shares: dict[str, int]
-    """What is read for all, and the rank that reads it."""
-
-    def fills_of(self, rank: int) -> Fills:
-        """What a rank reads itself."""
-        theirs = {self.wanted.whole[name] for name, owner in self.shares.items() if owner != rank}
-        fills = self.wanted.fills
-        return fills.only([at for at in range(len(fills)) if at not in theirs]) if theirs else fills
-
-
 def load_together(asked: ShardedLoad) -> LoadedShards:
     """Described, matched, read, handed on: each step on all ranks, or on none."""
     ranks = ranks_of(asked.group, doing=f"load (replicated={asked.replicated})", deadline=asked.deadline)
     changed = "the load failed, and some tensors have been changed"
     with ExitStack() as held:
         held.callback(ranks.close)
-        agreed = _agree(asked, ranks, held)
-        wanted, shares, mine = agreed.wanted, agreed.shares, agreed.fills_of(ranks.rank)
+        wanted, unexpected, shares = _agree(asked, ranks, held)
+        others = {wanted.whole[name] for name, owner in shares.items() if owner != ranks.rank}
+        mine = wanted.fills.only([at for at in range(len(wanted.fills)) if at not in others]) if others else wanted.fills
         if asked.check:
-            with _together(ranks, UNCHANGED), asked.unharmed():
+            with together(ranks, UNCHANGED), asked.unharmed():
                 check_first([Request(mine.lazy(at), NO_ARRAY) for at in range(len(mine))])
 
         def read() -> None:
@@ -226,9 +198,9 @@ def load_together(asked: ShardedLoad) -> LoadedShards:
 
         if shares:
             # Nobody enters a broadcast that somebody else will not come to.
-            with _together(ranks, changed):
+            with together(ranks, changed):
                 read()
-        with _together(ranks, changed):
+        with together(ranks, changed):
             if shares:
                 hand_on(shares, wanted, asked.group)
             else:
@@ -238,7 +210,7 @@ def load_together(asked: ShardedLoad) -> LoadedShards:
         asked.where,
         tuple(wanted.names),
         tuple(wanted.missing),
-        tuple(agreed.unexpected),
+        tuple(unexpected),
         int(wanted.fills.nbytes.sum()),
         sum(source.read_nbytes for source in mine.sources if isinstance(source, OpenSource)),
         dict(wanted.values),
@@ -246,20 +218,12 @@ def load_together(asked: ShardedLoad) -> LoadedShards:
     )
 
 
-@contextmanager
-def _together(ranks: Ranks, otherwise: str) -> Iterator[None]:
-    """A step of all ranks: what fails on one of them is raised on all."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
+def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[Wanted, list[str], dict[str, int]]:
+    """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one.
 
-
-def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> Agreed:
-    """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one."""
-    far = not place_at(asked.where).on_disk
+    Gives what this rank wants, the checkpoint's names that no rank asked for, and by name the rank that reads a tensor for all.
+    """
+    remote = not place_at(asked.where).on_disk
     wanted, strict = Wanted(), asked.strict
     names: Names | None = None
     local: bytes | BaseException
@@ -270,7 +234,7 @@ def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> Agreed:
         with gc_paused():
             names = Names(checkpoint, asked.prefix)
             place = {"rank": ranks.rank, "size": ranks.size}
-            wanted = match_state(asked.state, names, cast=asked.cast, strict=strict, per_rank=asked.per_rank, **place)
+            wanted = Matching(names, cast=asked.cast, strict=strict, per_rank=asked.per_rank, **place).run(asked.state)
             seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
             # One rank alone has nobody to hand anything on to.
@@ -278,15 +242,15 @@ def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> Agreed:
             local = marked(checkpoint, write_document(RANK_MATCH, message), alone=ranks.size == 1)
     except Exception as error:
         local = error
-    answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), asked.replicated, far=far or ranks.apart()))
+    answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), asked.replicated, remote=remote or ranks.apart()))
     verdict = read_document(VERDICT, answer)
     used = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
     assert names is not None  # or this rank would have failed, and with it all of them
     unexpected = [name for name, one in zip(names.offered, used.tolist(), strict=False) if not one]
     if not verdict.fits:
-        with _together(ranks, UNCHANGED):
+        with together(ranks, UNCHANGED):
             wanted.check(names, unexpected, wanted.looked_for, strict=strict)
-    return Agreed(wanted, unexpected, verdict.shares)
+    return wanted, unexpected, verdict.shares
 
 
 @validated(device=device_given)
@@ -298,7 +262,7 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
         return checkpoint.read_tree(device=device)
 
 
-def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> list[bytes]:
+def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -> list[bytes]:
     """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
     with gc_paused():
         told = [read_document(RANK_MATCH, message) for message in messages]
@@ -308,7 +272,7 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> l
         used[one.checkpoint] = bits | used.get(one.checkpoint, bits)
     all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
     fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in told)
-    shares = spread([one.offers for one in told], replicated, far=far)
+    shares = spread([one.offers for one in told], replicated, remote=remote)
     verdicts = {seen: write_document(VERDICT, Verdict(fits, bits.tobytes(), shares)) for seen, bits in used.items()}
     return [verdicts[one.checkpoint] for one in told]
 
@@ -323,19 +287,14 @@ def _bits(names: Names) -> bytes:
 NBYTES = 4
 
 
-def mark_of(checkpoint: Checkpoint) -> bytes:
-    """What was opened, in four bytes."""
-    found = crc32(repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode())
-    for name, tensor in checkpoint.items():
+def marked(checkpoint: Checkpoint, message: bytes, *, alone: bool) -> bytes:
+    """A rank's message behind four bytes that stand for what it has opened; one rank alone has nobody to differ from."""
+    found = 0 if alone else crc32(repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode())
+    for name, tensor in () if alone else checkpoint.items():
         # The checksums of DCP's items stand in the items, which are not read to be told apart.
         sums = [0 if isinstance(storage, ItemStorage) else storage.crc32 for storage in tensor.storages]
         found = crc32(repr((name, tensor.dtype.name, tensor.shape, sums)).encode(), found)
-    return found.to_bytes(NBYTES, "little")
-
-
-def marked(checkpoint: Checkpoint, message: bytes, *, alone: bool) -> bytes:
-    """A rank's message with the mark of what it has opened; one rank alone has nobody to differ from."""
-    return (bytes(NBYTES) if alone else mark_of(checkpoint)) + message
+    return found.to_bytes(NBYTES, "little") + message
 
 
 def unmarked(messages: Sequence[bytes]) -> list[bytes]:
@@ -378,11 +337,11 @@ def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:
     ]
 
 
-def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, far: bool) -> dict[str, int]:
-    """Who reads what for all; the largest first, each by the rank that has least to read. `far`: not on the machine of all."""
+def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, remote: bool) -> dict[str, int]:
+    """Who reads what for all; the largest first, each by the rank that has least to read. `remote`: not on one disk for all."""
     common = set(told[0]).intersection(*told[1:]) if how != "read" and len(told) > 1 else set[Offer]()
     if how == "auto":
-        common = {offer for offer in common if far or offer.device != "cpu"}
+        common = {offer for offer in common if remote or offer.device != "cpu"}
         if sum(offer.nbytes for offer in common) * (len(told) - 1) < WORTH_NBYTES:
             common = set()
     load = [0] * len(told)

@@ -1,14 +1,8 @@
 """`holdfast.torch.Run`: a `holdfast.Run` whose steps are saved by all ranks of a group, now or in the background.
 
-    run = holdfast.torch.Run("runs/llama", keep=[Latest(3)])           on every rank
-    run.resume(into=state)                                             the same step on all ranks, whatever number of them saved it
-    handle = run.async_save(step, state, metrics={"val_loss": 2.1})    returns when the tensors are copied
-
-Every rank calls the same methods. What concerns the place (a lock, whether the step may be replaced, room, retention) is the
-first rank's business: it does it inside of the save, where its refusal reaches all ranks as the same error (saving.py). Ranks talk
-through the group's store and never through a collective, so that a save in the background does not meet the training's.
-
-A background save that failed is raised by the next call on this run, on every rank alike, and by `wait`.
+Every rank calls the same methods. What concerns the place (a lock, whether the step may be replaced, room, retention) the first
+rank does, inside of the save, where its refusal reaches all ranks as the same error (saving.py). A background save that failed is
+raised by the next call on this run, on every rank alike, and by `wait`.
 """
 
 from __future__ import annotations
@@ -17,16 +11,17 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
-from typing import Literal, TypeVar, Unpack, overload
+from typing import Literal, NamedTuple, TypeVar, Unpack, overload
 
-import msgspec
 import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
 from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, AsyncRankStepOptions, RankStepOptions, pick, validated
+from holdfast.core.value import replace
 from holdfast.errors import Corrupted, FormatError, HoldfastError, HoldfastWarning, RanksFailed
 from holdfast.ranks.write import AsStep
 from holdfast.runs.fill import unharmed
@@ -38,7 +33,7 @@ from holdfast.saving.state import Stateful
 from holdfast.seals.document import stamp
 from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle
-from holdfast.torch.ranks.group import ranks_of
+from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of, together
 from holdfast.torch.ranks.load_sharded import ShardedLoad, load_full, load_together
 from holdfast.torch.ranks.save_sharded import begin_requested, save_requested
 from holdfast.torch.ranks.saving import SavedShards, SaveRequest
@@ -50,8 +45,8 @@ ASK_S, MOST_CALLS = 1.0, 100_000
 T = TypeVar("T", bound=Stateful | Mapping[str, object])
 
 
-class Asking(msgspec.Struct):
-    """What the first rank says when all of them have been asked for signals."""
+class Signalled(NamedTuple):
+    """The first rank's answer when all ranks have been asked for signals."""
 
     stops: bool
     saves: bool
@@ -59,18 +54,7 @@ class Asking(msgspec.Struct):
     """After how many calls to ask again."""
 
 
-class FoundAnswer(msgspec.Struct):
-    """The step that the first rank found, for all of them."""
-
-    step: int
-    name: str
-    saved: float
-    metrics: dict[str, str]
-    """As text, which has NaN."""
-    nbytes: int
-
-
-ASKED, ANSWERS = message_kind("question for signals", Asking), message_kind("list of found steps", list[FoundAnswer])
+SIGNALLED, STEPS = message_kind("answer about signals", Signalled), message_kind("list of steps", list[Step])
 
 
 class Run(PlainRun):
@@ -171,14 +155,12 @@ class Run(PlainRun):
             self._calls_left -= 1
             if self._calls_left > 0:
                 return False
-            answer = self._ask_all(read_step(step))
-            self._calls_left, self._stops = answer.calls, answer.stops
-            if answer.saves:
+            self._stops, saves, self._calls_left = self._ask_all(read_step(step))
+            if saves:
                 self.save(step, state, metrics=metrics, values=values, per_rank=per_rank, check_replicas=check_replicas)
         return self._stops
 
-    def _ask_all(self, step: int) -> Asking:
-        """Whether a signal came to any rank, whether to save, and after how many calls to ask again: the first rank says it."""
+    def _ask_all(self, step: int) -> Signalled:
         assert self._guard is not None  # whoever calls has looked
         guard, calls, now = self._guard, self._calls_asked, time.monotonic()
 
@@ -187,17 +169,16 @@ class Run(PlainRun):
             between = max(now - self._asked_s, 1e-6) if self._asked_s is not None else ASK_S
             # A tenth of the grace time is the most that may pass before all ranks know.
             after = int(calls * min(ASK_S, guard.grace_s / 10) / between)
-            answer = Asking(stops, stops and self._is_worth_saving(step), max(1, min(after, 2 * calls, MOST_CALLS)))
-            return [write_document(ASKED, answer)] * len(messages)
+            answer = Signalled(stops, stops and self._is_worth_saving(step), max(1, min(after, 2 * calls, MOST_CALLS)))
+            return [write_document(SIGNALLED, answer)] * len(messages)
 
-        ranks = ranks_of(self.group, doing=f"ask for signals in {self.path!r}", deadline=self.deadline)
-        try:
-            raw = ranks.agree(b"0" if guard.came_s is None else b"1", decide)
-        finally:
-            ranks.close()
-        answer = read_document(ASKED, raw)
+        with self._ranks("ask for signals in") as ranks:
+            answer = read_document(SIGNALLED, ranks.agree(b"0" if guard.came_s is None else b"1", decide))
         self._asked_s, self._calls_asked = now, answer.calls
         return answer
+
+    def _ranks(self, doing: str) -> closing[Ranks]:
+        return closing(ranks_of(self.group, doing=f"{doing} {self.path!r}", deadline=self.deadline))
 
     def _before_signal(self) -> None:
         try:
@@ -261,7 +242,7 @@ class Run(PlainRun):
         return None
 
     def _is_gone_for_all(self, found: Step, cause: BaseException | None) -> bool:
-        """Whether a step that could not be loaded is not there any more, as the first rank sees it; it notes what is damaged."""
+        """Whether a step that could not be loaded is not there any more, as the first rank sees it; it records damage."""
 
         def decide(messages: list[bytes]) -> list[bytes]:
             gone = self._is_gone(found)
@@ -271,27 +252,13 @@ class Run(PlainRun):
             return [b"1" if gone else b""] * len(messages)
 
         damage = cause.message.encode("utf-8", "replace") if isinstance(cause, Corrupted | FormatError) else b""
-        ranks = ranks_of(self.group, doing=f"look again in {self.path!r}", deadline=self.deadline)
-        try:
+        with self._ranks("look again in") as ranks:
             return bool(ranks.agree(damage, decide))
-        finally:
-            ranks.close()
 
     def _whole(self, found: Step) -> object:
         """The whole step in the memory of this rank; what fails on one rank is raised by all."""
-        ranks = ranks_of(self.group, doing=f"resume {self.path!r}", deadline=self.deadline)
-        state: object = None
-        problem: Exception | None = None
-        try:
-            with unharmed():
-                state = load_full(found.path)
-        except Exception as error:
-            problem = error
-        try:
-            ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
-        finally:
-            ranks.close()
-        return state
+        with self._ranks("resume") as ranks, together(ranks, UNCHANGED), unharmed():
+            return load_full(found.path)
 
     def prune(self) -> tuple[Step, ...]:
         """As `holdfast.Run.prune`; every rank calls it, and the first one deletes."""
@@ -315,29 +282,14 @@ class Run(PlainRun):
         return next(iter(self._from_first("resume", look)), None)
 
     def _from_first(self, doing: str, work: Callable[[], Sequence[Step]]) -> tuple[Step, ...]:
-        """What the first rank finds or does, on all ranks; and what it raises."""
-        ranks = ranks_of(self.group, doing=f"{doing} {self.path!r}", deadline=self.deadline)
+        """The steps that the first rank finds or deletes, on all ranks; and what it raises."""
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            told = [
-                FoundAnswer(
-                    one.step, os.path.basename(one.path), one.saved, {name: repr(v) for name, v in one.metrics.items()}, one.nbytes
-                )
-                for one in work()
-            ]
-            return [write_document(ANSWERS, told)] * len(messages)
+            return [write_document(STEPS, [*work()])] * len(messages)
 
-        try:
-            raw = ranks.agree(b"", decide)
-        finally:
-            ranks.close()
-        return tuple(
-            Step(
-                one.step, join(self._folder.path, one.name), one.saved,
-                {name: float(value) for name, value in one.metrics.items()}, one.nbytes, one.name,
-            )
-            for one in read_document(ANSWERS, raw)
-        )  # fmt: skip
+        with self._ranks(doing) as ranks:
+            found = read_document(STEPS, ranks.agree(b"", decide))
+        return tuple(replace(one, path=join(self._folder.path, os.path.basename(one.path))) for one in found)
 
     def _request(self, step: int, options: RankStepOptions) -> SaveRequest:
         with self._folder.asking():
@@ -354,12 +306,11 @@ class Run(PlainRun):
         def linked(nbytes: int) -> None:
             self._linked_nbytes = nbytes
 
+        # Of the stamps of all ranks, the first one's is kept.
+        metadata = self._folder.with_stamp(options["metadata"], says)
         return pick(
             SaveRequest,
-            {
-                **options,
-                "metadata": self._folder.with_stamp(options["metadata"], says),
-            },  # of the stamps of all ranks, the first one's is kept
+            {**options, "metadata": metadata},
             path=self._step_path(step),
             format="native",
             durable=self.durable,

@@ -110,7 +110,7 @@ def save_requested(
     try:
         return write(plan(describe(job, content)))
     finally:
-        course.close()
+        course.open.close()
 
 
 def begin_requested(
@@ -162,7 +162,7 @@ def begin_requested(
         return handle
     finally:
         if not handed and course.claim():
-            course.close()
+            course.open.close()
 
 
 def _job(asked: SaveRequest, course: Course, *, group: dist.ProcessGroup | None, deadline: float) -> Job:

@@ -3,16 +3,13 @@
     Job ── describe ──► Described ── plan ──► Planned ── write ──► SavedShards
 
     describe   every rank   names, dtypes, shapes, boxes. No data moves                              ──► gather
-    plan       rank 0       replicas dropped and spread, boxes checked to tile; a hidden folder beside
-                            the target, or an id in an object store                                 ──► each rank its part
-    write      every rank   its files into that folder or bucket, checksums on the way, fsync        ──► receipts
+    plan       rank 0       replicas dropped and spread, boxes checked to tile; a target (engine/targets)  ──► each rank its part
+    write      every rank   its files to that target, checksums on the way, fsync                    ──► receipts
                rank 0       compare receipts with the plan, make the index, publish             ──► done, or what went wrong
 
 In the background the tensors of a value are copied on the way (`stage_described` or `stage_planned`), so that the caller may change
-its own; what comes after runs on another thread. What is decided and written without torch is in `holdfast.ranks`.
-
-An error on any rank at any step reaches every rank as the same `RanksFailed`. Before it is published nothing at the
-target has changed.
+its own; the rest runs on another thread. An error on any rank at any step reaches every rank as the same `RanksFailed`. Before the
+checkpoint is published nothing at the target has changed.
 """
 
 from __future__ import annotations

@@ -329,13 +329,10 @@ writes them: training then goes on without waiting for any other rank. Beyond th
 def little_in_common(table: Table) -> bool:
     """Whether a rank has little that the others may have as well: tensors of which it has all."""
     plain = int(table.nbytes_of([row for row, number in enumerate(table.storage) if number != ODD]).sum())
-    sizes = [(tensor.nbytes, _nbytes_here(tensor)) for tensor in table.odd.values()]
+    odd = table.odd.values()
+    sizes = [(tensor.nbytes, sum(tensor.dtype.nbytes(chunk.box.count) for chunk in tensor.chunks)) for tensor in odd]
     whole = plain + sum(nbytes for nbytes, here in sizes if here == nbytes)
     return whole <= max(COMMON_NBYTES, COMMON_SHARE * (plain + sum(here for _, here in sizes)))
-
-
-def _nbytes_here(tensor: LazyTensor) -> int:
-    return sum(tensor.dtype.nbytes(chunk.box.count) for chunk in tensor.chunks)
 
 
 def pieces_of(tensors: Iterable[LazyTensor]) -> dict[Piece, LazyTensor]:
@@ -345,13 +342,10 @@ def pieces_of(tensors: Iterable[LazyTensor]) -> dict[Piece, LazyTensor]:
         for chunk in tensor.chunks:
             key = _piece(tensor, chunk)
             if key not in found:
-                found[key] = tensor if len(tensor.chunks) == 1 and chunk.shape == tensor.shape else _alone(tensor, chunk)
+                whole = len(tensor.chunks) == 1 and chunk.shape == tensor.shape
+                alone = (replace(chunk, box=Box.whole(chunk.shape)),)
+                found[key] = tensor if whole else replace(tensor, shape=chunk.shape, chunks=alone)
     return found
-
-
-def _alone(tensor: LazyTensor, chunk: Chunk) -> LazyTensor:
-    """A chunk of a tensor as a tensor of its own."""
-    return replace(tensor, shape=chunk.shape, chunks=(replace(chunk, box=Box.whole(chunk.shape)),))
 
 
 def made_of(tensors: Mapping[int, LazyTensor], copies: Mapping[Piece, LazyTensor]) -> dict[int, LazyTensor]:

@@ -1,20 +1,19 @@
-"""What one rank asks of a checkpoint: every leaf of its state, what the checkpoint has for it, and what speaks against it.
+"""What one rank wants of a checkpoint: every leaf of its state, what the checkpoint has for it, and what does not fit.
 
-1. The state is walked. Objects with a state (`saving/state`) are asked for their state dict, which is filled like any other and
-   handed to them in the end; an optimizer that has not made its tensors yet gets them here (`make_state`).
+1. The state is walked. The state dict of an object (`saving/state`) is filled like any other and handed to the object in the end.
 2. Leaves are matched with the checkpoint as `load_into` matches the places of a module (`modules/match`).
 3. A name that the checkpoint has once for each rank stands for this rank's (`ranks/per_rank`).
-4. Shapes and dtypes are compared whatever else was asked for; which names nobody wanted is known when all ranks have told theirs.
+4. Shapes and dtypes are always compared. Which names no rank wants is known when all ranks have sent theirs.
 
-An optimizer makes its moments with its first step. To load into one that was just made, tensors are made here as the checkpoint
-has them: like their parameter where they have its shape, sharded as it is; else plain, and scalars on the CPU, from where
+An optimizer makes its moments with its first step. For one that was just made, tensors are made here as the checkpoint has them
+(`make_state`): like their parameter where they have its shape, sharded as it is; else plain, and scalars on the CPU, from where
 `load_state_dict` takes them to where the optimizer wants them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Literal, cast
 
@@ -104,15 +103,10 @@ class Wanted(Outcome):
             target.load_state_dict(state)
 
 
-def match_state(state: object, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank) -> Wanted:
-    """Look for everything in the state, and take its names. Reads data only where tied tensors are offered two."""
-    return Matching(names, rank, size, cast=cast, strict=strict, per_rank=per_rank).run(state)
-
-
 class Matching:
-    """One rank's state against a checkpoint."""
+    """One rank's state against a checkpoint. Reads data only where tied tensors are offered two."""
 
-    def __init__(self, names: Names, rank: int, size: int, *, cast: bool, strict: bool, per_rank: PerRank) -> None:
+    def __init__(self, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank) -> None:
         self._names = names
         self._size, self._key = size, rank_key(rank, size)
         self._cast, self._strict, self._per_rank = cast, strict, per_rank
@@ -125,6 +119,7 @@ class Matching:
         """Objects that were asked for their state, and containers, around the value at work."""
 
     def run(self, state: object) -> Wanted:
+        """Look for everything in the state, and take its names."""
         wanted, names, tensors = self._wanted, self._names, list[Leaf]()
         unroll(self._walk(state, (), found=(leaves := list[Leaf]())))
         wanted.looked_for += [leaf.name for leaf in leaves]
@@ -149,9 +144,7 @@ class Matching:
         wanted.missing.sort(key=order.__getitem__)
         return wanted
 
-    # The state.
-
-    # Every leaf of a nested state. Lists and tuples without tensors are leaves; an array is a tensor over its memory.
+    # The state: every leaf. Lists and tuples without tensors are leaves; an array is a tensor over its memory.
 
     def _enter(self, value: Stateful, at: Path, *, found: list[Leaf]) -> Unrolled[None]:
         under = dotted((*at, ""))
@@ -212,7 +205,7 @@ class Matching:
             rebuild(
                 value,
                 lambda one, _: isinstance(one, tensors) or is_sharded(one) or is_stateful(one),
-                inside=_looked_into,
+                inside=lambda one: None if is_stateful(one) else mapped_children(one),
                 make=made,
             )
         return self._held[id(value)][1]
@@ -363,10 +356,6 @@ def _setter(container: object, key: object) -> Put:
 
 def _step(key: object) -> str | int:
     return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)[:64]
-
-
-def _looked_into(value: object) -> Iterable[tuple[object, object]] | None:
-    return None if is_stateful(value) else mapped_children(value)
 
 
 def make_state(optimizer: torch.optim.Optimizer, state: object, checkpoint: Checkpoint, *, under: str) -> None:
