@@ -164,14 +164,11 @@ def share_values(states: Sequence[RankState], merged: Merged) -> tuple[list[tupl
             hint = f"pass values='first' to take the first, or per_rank=[{name!r}]"
             problems.append(f"the value {name!r} differs between {said}; {hint}")
         writes[ranks[0]].append(name)
-    problems += [_two_things(name, states) for name in shared if name in merged.catalogue.positions]
+    for name in [name for name in shared if name in merged.catalogue.positions]:
+        tensor = say_ranks(rank for rank, state in enumerate(states) if name in state.catalogue.positions)
+        value = say_ranks(rank for rank, state in enumerate(states) if name in state.values)
+        problems.append(f"{name!r} is a tensor on {tensor}, but a value on {value}")
     return [tuple(names) for names in writes], problems
-
-
-def _two_things(name: str, states: Sequence[RankState]) -> str:
-    tensor = say_ranks(rank for rank, state in enumerate(states) if name in state.catalogue.positions)
-    value = say_ranks(rank for rank, state in enumerate(states) if name in state.values)
-    return f"{name!r} is a tensor on {tensor}, but a value on {value}"
 
 
 def say_ranks(ranks: Iterable[int]) -> str:
@@ -249,7 +246,8 @@ def _merge(one: object, other: object, *, at: str, ranks: list[int], merged: Mer
     pairs = dict(mine)
     for raw, (key, value) in theirs.items():
         if raw in pairs:
-            value = _merge(pairs[raw][1], value, at=f"{at}.{_said(key)}".lstrip("."), ranks=ranks, merged=merged)
+            name = key if isinstance(key, str) else raw.decode()
+            value = _merge(pairs[raw][1], value, at=f"{at}.{name}".lstrip("."), ranks=ranks, merged=merged)
         pairs[raw] = key, value
     node = _node(kind, pairs)
     if metadata is not None and more is not None:
@@ -282,10 +280,6 @@ def _node(kind: tuple[tuple[str, object], ...], pairs: Pairs) -> dict[str, objec
     if kind == ((TAG, "dict"),) and not any(key.startswith(TAG) for key in entries):
         return dict(entries)
     return {**dict(kind), "entries": entries}
-
-
-def _said(key: object) -> str:
-    return key if isinstance(key, str) else msgspec.json.encode(key).decode()
 
 
 def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: str) -> tuple[object | None, list[str]]:

@@ -244,7 +244,8 @@ HEADER = DocumentKind(name="header of a rank", decoder=msgspec.json.Decoder(Head
 def encode(state: RankState) -> bytes:
     """A rank's state as bytes; `decode` gives it back."""
     catalogue = state.catalogue.encoded
-    header = _written(HEADER, Header(state.count, _pairs(state.values), state.aliases))
+    values = tuple((name, digest.hex()) for name, digest in state.values.items())
+    header = _written(HEADER, Header(state.count, values, state.aliases))
     header += b" " * (-(PREFIX_NBYTES + len(catalogue) + len(header)) % WORD)
     lengths = (len(part).to_bytes(WORD, "little") for part in (catalogue, header))
     columns = (column.astype("<i8", copy=False).tobytes() for column in (state.tensors, state.offsets, state.sizes))
@@ -262,7 +263,11 @@ def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankStat
     begin = middle + int.from_bytes(data[2 * WORD : PREFIX_NBYTES], "little")
     if begin > len(data) or begin % WORD:
         raise HeaderError(f"the header of a rank's description ends at byte {begin} of {len(data)}", offset=begin)
-    catalogue = _catalogue(data[PREFIX_NBYTES:middle], known)
+    digest = hashlib.blake2b(data[PREFIX_NBYTES:middle], digest_size=16).digest()
+    if digest not in known:
+        document = read_document(CATALOGUE, data[PREFIX_NBYTES:middle])
+        known[digest] = Catalogue(document.names, document.dtypes, document.shapes)
+    catalogue = known[digest]
     text = data[middle:begin].rstrip(b" ")
     if begin - middle - len(text) >= WORD:
         raise HeaderError("the header of a rank is not in the form in which it is written")
@@ -280,18 +285,6 @@ def decode_all(described: Iterable[bytes], own: Catalogue | None = None) -> list
     """The states of all ranks, in order; those with the same tensors share one catalogue, or `own`, that of the first rank."""
     known = {} if own is None else {own.digest: own}
     return [decode(data, known) for data in described]
-
-
-def _catalogue(raw: bytes, known: dict[bytes, Catalogue]) -> Catalogue:
-    digest = hashlib.blake2b(raw, digest_size=16).digest()
-    if digest not in known:
-        document = read_document(CATALOGUE, raw)
-        known[digest] = Catalogue(document.names, document.dtypes, document.shapes)
-    return known[digest]
-
-
-def _pairs(values: Mapping[str, bytes]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, digest.hex()) for name, digest in values.items())
 
 
 def _digests(pairs: tuple[tuple[str, str], ...]) -> dict[str, bytes]:

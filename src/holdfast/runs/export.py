@@ -40,7 +40,7 @@ from holdfast.runs.steps import NAMED, Step, step_name
 from holdfast.saving.formats import Options, format_for, written_suffixes
 from holdfast.seals.document import SEAL
 from holdfast.stores.paths import place_of
-from holdfast.stores.place import Place, place_at
+from holdfast.stores.place import place_at
 
 TARGET = re.compile(r"step-[0-9]+(\.\w+)?", re.ASCII)
 """The name of an exported step, if it ends with the suffix of a format."""
@@ -219,7 +219,10 @@ def _mark(folder: str, *, steps: bool) -> str | None:
     """The file that shows that a folder is a run's directory: what a run writes down, or (`steps`) a step that one saved."""
     place = place_at(folder)
     if not place.on_disk:
-        return _mark_in_bucket(place)
+        with suppress(HoldfastError):  # what does not answer now is raised by the export
+            names = place.files()
+            return next((name for name in MARKS if name in names), None)
+        return None
     found = next((name for name in MARKS if os.path.lexists(place.below(name))), None)
     if found is not None or not steps:
         return found
@@ -227,11 +230,4 @@ def _mark(folder: str, *, steps: bool) -> str | None:
         for step in (entry for entry in os.scandir(folder) if NAMED.fullmatch(entry.name) and not entry.is_symlink()):
             if all(os.path.lexists(os.path.join(step.path, inner)) for inner in (MANIFEST, SEAL)):
                 return step.name
-    return None
-
-
-def _mark_in_bucket(folder: Place) -> str | None:
-    with suppress(HoldfastError):  # what does not answer now is told by the export
-        names = folder.files()
-        return next((name for name in MARKS if name in names), None)
     return None

@@ -83,9 +83,12 @@ def fill(into: object, checkpoint: Checkpoint, *, checked: bool = False) -> obje
     fit = Fit()
     made = unroll(_fitted(into, checkpoint.tree, None, fit))
     if fit.missing or fit.unexpected or fit.mismatched:
-        raise DoesNotFit(
-            _said(fit), missing=fit.missing, unexpected=fit.unexpected, mismatched=fit.mismatched, file=checkpoint.path
-        )
+        parts = [f"the step does not have {_some(fit.missing)}"] if fit.missing else []
+        parts += [f"only the step has {_some(fit.unexpected)}"] if fit.unexpected else []
+        parts += [f"{name}: {why}" for name, why in list(fit.mismatched.items())[:3]]
+        message = f"the state and the step do not go together: {'; '.join(parts)}"
+        wrong = {"missing": fit.missing, "unexpected": fit.unexpected}
+        raise DoesNotFit(message, **wrong, mismatched=fit.mismatched, file=checkpoint.path)
     if not checked:
         with unharmed():
             check_first(fit.requests)
@@ -141,7 +144,8 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
             rows.append((yield _fitted(one, other, (way, i), fit)))
         return rows
     if isinstance(into, Mapping | list | tuple | np.ndarray) and type(into) is not type(found) and into is not None:
-        fit.mismatched[name_at(way)] = f"a {type(into).__name__}, and the step has {_kind(found)}"
+        kind = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
+        fit.mismatched[name_at(way)] = f"a {type(into).__name__}, and the step has a {kind}"
         return into
     return _new(found, fit)
 
@@ -177,17 +181,6 @@ def _placed(into: object, made: object) -> Unrolled[object]:
     if isinstance(into, np.generic) and isinstance(made, np.ndarray) and not made.ndim:
         return made[()]
     return made
-
-
-def _kind(found: object) -> str:
-    return "a tensor" if isinstance(found, LazyTensor) else f"a {type(found).__name__}"
-
-
-def _said(fit: Fit) -> str:
-    parts = [f"the step does not have {_some(fit.missing)}"] if fit.missing else []
-    parts += [f"only the step has {_some(fit.unexpected)}"] if fit.unexpected else []
-    parts += [f"{name}: {why}" for name, why in list(fit.mismatched.items())[:3]]
-    return f"the state and the step do not go together: {'; '.join(parts)}"
 
 
 def _some(names: list[str]) -> str:

@@ -19,6 +19,9 @@ from holdfast.core.runtime import renewed
 from holdfast.errors import Refused
 from holdfast.torch.cuda.pipeline import CopyEvent
 
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_lock = renewed(threading.Lock())
+
 
 class CopyStream:
     """Where copies to and from a device run. This one is for devices without streams: copies are done when they return."""
@@ -59,7 +62,10 @@ class Side(CopyStream):
     wants_locked = True
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = _stream(device)
+        with _lock:
+            if device not in _streams:
+                _streams[device] = torch.cuda.Stream(device)
+            self.stream = _streams[device]
         self.current = torch.cuda.current_stream(device)
         self.follow()
 
@@ -91,14 +97,3 @@ def refuse_capture(devices: Iterable[torch.device]) -> None:
     """Raise `Refused` while a CUDA graph is captured."""
     if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
         raise Refused("a CUDA graph is being captured: a load or save cannot be a part of one; do it before or after the capture")
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-_lock = renewed(threading.Lock())
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    with _lock:
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
-        return _streams[device]

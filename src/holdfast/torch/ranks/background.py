@@ -44,11 +44,11 @@ _one_at_a_time = renewed(threading.Lock())
 
 
 class Course:
-    """One save on its way, to be brought to its end by one thread: it holds the turn, and what is open."""
+    """One save under way, to be brought to its end by one thread: it holds the turn, and what is open."""
 
     def __init__(self) -> None:
         self.open = ExitStack()
-        """What is closed at the end, last what was opened first; the turn comes last of all."""
+        """Closed at the end; the turn is given back last."""
         self._turn = False
         self._claimed = threading.Lock()
         self.open.callback(self._give_back)
@@ -118,7 +118,7 @@ HEAD_START_S = 0.001
 """How long the thread waits before it works: the caller gets the interpreter lock back at once, and not after some milliseconds."""
 
 STATUS = 120
-"""With which a program ends whose background save failed without anybody having looked."""
+"""The exit status of a program whose background save failed unseen."""
 
 
 class SaveHandle:
@@ -165,7 +165,7 @@ class SaveHandle:
             _sigterm.give_back()
 
     def _leave_behind(self) -> None:
-        """In a fork: the thread that would end it is not here."""
+        """In a fork: the thread that would end the save is not here."""
         self._future = Future()
         message = f"this save belongs to process {self._process}, of which this one is a fork; wait for it there"
         self._future.set_exception(SaveError(message, file=self.path))
@@ -177,14 +177,14 @@ class SaveHandle:
 
 _running: set[SaveHandle] = set()
 _unseen: set[SaveHandle] = set()
-"""Those that failed, and nobody has looked."""
+"""Saves that failed, and whose failure nobody has seen."""
 _ending = False
 _told: set[int] = set()
 """Processes of `multiprocessing` that wait at their end."""
 
 
 def watch(handle: SaveHandle) -> None:
-    """From now on the end of the program waits for this save."""
+    """Have the end of the program wait for this save."""
     _running.add(handle)
     # SIGTERM waits for the save only where the default handler is in place, and only from the main thread.
     on_main = threading.current_thread() is threading.main_thread()
@@ -212,7 +212,7 @@ def _wait() -> None:
 
 
 def _failures() -> list[SaveHandle]:
-    """Saves that failed unseen; also those that go on, for which whoever ends the program did not wait."""
+    """Saves that failed unseen; also those that go on, where whoever ends the program did not wait."""
     return [*_unseen, *_own()]
 
 
@@ -226,7 +226,6 @@ def _warn() -> None:
 
 
 def _flush(number: int, frame: FrameType | None) -> None:
-    """SIGTERM: end when the save is over."""
     _wait()
     _warn()
     _sigterm.pass_on(number, frame)
@@ -236,7 +235,7 @@ _sigterm = SignalOverride(_flush, wanted=lambda: any(not handle._future.done() f
 
 
 class Stderr:
-    """`sys.stderr` as it was, but for the very last flush, by the interpreter. That fails where a save failed unseen."""
+    """`sys.stderr` as it was, but for the very last flush, by the interpreter: it fails where a save failed unseen."""
 
     closed = False
 
@@ -267,7 +266,7 @@ def _at_exit() -> None:
 
 
 def _tell() -> None:
-    """At the end of the program: have the exit status say what failed, and then say it in words."""
+    """At the end of the program: have the exit status and a warning say what failed."""
     if _failures():
         if not isinstance(sys.stderr, Stderr):
             sys.stderr = cast(TextIO, Stderr(sys.stderr))
@@ -285,7 +284,6 @@ def _at_end_of_child() -> None:
 
 
 def _in_child() -> None:
-    """In a fork."""
     global _ending
     _ending = False
     for handle in _running:

@@ -56,11 +56,10 @@ _connections: dict[str, tuple[Store, Store]] = {}
 """By the name of a group: its store, and our own connection to it. Making one may take seconds where names are looked up slowly."""
 _lock = renewed(threading.Lock())
 _inherited: tuple[object, ...] = ()
-"""In a fork: the groups of its parent."""
 
 
 def _in_child() -> None:
-    """In a fork: its parent's connections are not its own, and in its parent's groups it is nobody."""
+    """In a fork: the parent's connections are not its own, and it is no member of the parent's groups."""
     global _inherited
     _calls.clear()
     _connections.clear()
@@ -95,7 +94,7 @@ def ranks_of(group: dist.ProcessGroup | None = None, *, doing: str, deadline: fl
 
 
 def _own_connection(name: str, store: Store) -> Store:
-    """A connection of our own where the store has connections: somebody else's wait on a shared one would hold up our pulse."""
+    """A connection of our own where the store has connections: a wait on a shared one would hold up our pulse."""
     known = _connections.get(name)
     if known is not None and known[0] is store:
         return known[1]
@@ -110,13 +109,13 @@ def _own_connection(name: str, store: Store) -> Store:
 
 
 def _host_key(name: str) -> str:
-    """Where the ranks of a group on this machine are counted."""
+    """The key under which the ranks of a group on this machine are counted."""
     return f"holdfast/{name}/host/{socket.gethostname()}"
 
 
-Said = tuple[str, str, list[str] | None, str | None]
-"""What a rank says beside its content: what it does, what failed, the problems of a `CannotHold`, the path of nothing."""
-Message = tuple[Said, bytes]
+Head = tuple[str, str, list[str] | None, str | None]
+"""The head of a rank's message: what it does, what failed, the problems of a `CannotHold`, the path of a `NoSuchPath`."""
+Message = tuple[Head, bytes]
 
 
 def _read_message(raw: bytes) -> Message:
@@ -149,11 +148,10 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the one that decides."""
         return self.rank == 0
 
     def threads(self) -> int:
-        """How many threads this rank may use, beside the other ranks on its machine; those that have come so far are counted."""
+        """How many threads this rank may use, beside the ranks on its machine that have come so far."""
         return default_threads(self._neighbours())
 
     def apart(self) -> bool:
@@ -175,7 +173,8 @@ class Ranks:
         begins with what that means (`otherwise`). A `DurabilityUncertain` of `decide` stays one, on every rank: something was
         published.
         """
-        said = self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local), _absent(local)
+        missed = local.filename or "" if isinstance(local, NoSuchPath) else None
+        said = self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local), missed
         content = local if isinstance(local, bytes) else b""
         cause = local if isinstance(local, BaseException) else None
         try:
@@ -208,7 +207,7 @@ class Ranks:
         raise RanksFailed(f"{otherwise}: {_causes(known)}", causes=known) from cause
 
     def close(self) -> None:
-        """Stop the pulse; on the first rank, when the others have read what it told them."""
+        """Stop the pulse; on the first rank, when the others have read their answers."""
         store, self._store = self._store, None
         if os.getpid() != self._process:
             return  # a fork: the connection is its parent's, which goes on
@@ -220,8 +219,7 @@ class Ranks:
             self._pulse.join(timeout=2)
 
     def _judged(self, gathered: list[Message]) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
-        """The causes of ranks that failed, everybody's contents, all problems where each cause is a `CannotHold`, and the path
-        where there is nothing for any rank."""
+        """The causes of failed ranks, all contents, all problems if each is a `CannotHold`, the path if no rank found anything."""
         causes: dict[int, str] = {}
         problems: dict[str, None] | None = {}
         contents, absent = [], list[str]()
@@ -236,8 +234,8 @@ class Ranks:
                 problems = None if problems is None or refused is None else problems | dict.fromkeys(refused)
         return causes, contents, None if problems is None else list(problems), absent[0] if len(absent) == self.size else None
 
-    def _gather(self, said: Said, content: bytes) -> list[Message] | None:
-        """On the first rank what the others say; None on the others, which tell it. Raises `RankLost` for a rank that is gone."""
+    def _gather(self, said: Head, content: bytes) -> list[Message] | None:
+        """On the first rank the messages of the others; None on the others. Raises `RankLost` for a rank that is gone."""
         self._step += 1
         keys = {rank: f"{self._prefix}/{self._step}/{rank}" for rank in range(1, self.size)}
         if not self.first:
@@ -248,7 +246,7 @@ class Ranks:
         return [_read_message(found[rank]) for rank in keys]
 
     def _answer(self, contents: list[bytes] | None) -> bytes:
-        """To every rank its own of the first rank's contents."""
+        """Send every rank its answer; on the others, wait for it."""
         if self._store is None:
             assert contents is not None
             return contents[0]
@@ -268,7 +266,7 @@ class Ranks:
             raise self._broken([0], error) from error
 
     def _collect(self, keys: dict[int, str]) -> dict[int, bytes]:
-        """The values of keys, each the work of one rank, for as long as the ranks that are missing are alive."""
+        """The values of keys, each set by one rank, for as long as the missing ranks are alive."""
         store = self._store
         assert store is not None
         self._beat_here(store)
@@ -339,7 +337,7 @@ class Ranks:
             )
 
     def _part(self, store: Store) -> None:
-        """The last words: the others say that they have read their answers, and the first one waits for that, but not for long."""
+        """The others say that they have read their answers, and the first rank waits for that, but not for long."""
         if not self.first:
             _set(store, f"{self._prefix}/end/{self.rank}", b"")
             return
@@ -378,13 +376,7 @@ def _said(error: BaseException) -> str:
 
 
 def _problems(local: object) -> list[str] | None:
-    """What is listed by a refusal; None for anything else."""
     return list(local.problems) if isinstance(local, CannotHold) else None
-
-
-def _absent(local: object) -> str | None:
-    """The path at which nothing is; None for anything else."""
-    return local.filename or "" if isinstance(local, NoSuchPath) else None
 
 
 def _failure(causes: dict[int, str], problems: list[str] | None = None, absent: str | None = None) -> bytes:
@@ -392,7 +384,7 @@ def _failure(causes: dict[int, str], problems: list[str] | None = None, absent: 
 
 
 def _causes(known: dict[int, str]) -> str:
-    """Who had which cause, in words; ranks with the same one together."""
+    """The causes in words; ranks with the same one together."""
     alike: dict[str, list[int]] = {}
     for rank, text in known.items():
         alike.setdefault(text, []).append(rank)

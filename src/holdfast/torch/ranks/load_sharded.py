@@ -91,25 +91,25 @@ class LoadedShards(Shown):
 
 
 class RankMatch(msgspec.Struct):
-    """What a rank tells the others before anything is changed."""
+    """The message of a rank before anything is changed."""
 
     checkpoint: bytes
-    """A hash of the names that it may ask for: ranks that see the same are judged together."""
+    """A hash of the names that it may want: ranks that see the same are judged together."""
     used: bytes
-    """A bit for each of them, set where this rank asks for it."""
+    """A bit for each of these names, set where this rank wants it."""
     fits: bool
     strict: bool
     offers: list[Offer]
 
 
 class Verdict(msgspec.Struct):
-    """What a rank is told."""
+    """The answer of the first rank."""
 
     fits: bool
     used: bytes
     """The bits of all ranks that see the same checkpoint."""
     shares: dict[str, int]
-    """What is read for all, and the rank that reads it."""
+    """Tensors that one rank reads for all, and that rank."""
 
 
 @validated(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
@@ -150,15 +150,15 @@ def load_sharded(
     A damaged file is found while it is read: the error says that tensors have been written to by then.
     """
     state, path = state_and_path(state, path)
-    asked = ShardedLoad(
+    request = ShardedLoad(
         place_of(path, store), state, group, strict, per_rank, cast, threads, deadline, prefix, verify, replicated, progress,
         max_host_memory,
     )  # fmt: skip
-    return load_together(asked)
+    return load_together(request)
 
 
 class ShardedLoad(Value, frozen=True, eq=False):
-    """What one call of `load_sharded` is asked for."""
+    """The arguments of one load."""
 
     where: str
     state: Stateful | Mapping[str, object]
@@ -174,26 +174,26 @@ class ShardedLoad(Value, frozen=True, eq=False):
     progress: Callable[[int], None] | None = None
     max_host_memory: int | None = None
     unharmed: Guard = nullcontext
-    """Entered around what changes nothing yet; may say more of what is raised there."""
+    """A block around everything before the first change; may say more of what is raised there."""
     check: bool = False
     """Whether nothing is changed anywhere unless all that any rank reads whole has its checksum."""
 
 
-def load_together(asked: ShardedLoad) -> LoadedShards:
-    """Described, matched, read, handed on: each step on all ranks, or on none."""
-    ranks = ranks_of(asked.group, doing=f"load (replicated={asked.replicated})", deadline=asked.deadline)
+def load_together(request: ShardedLoad) -> LoadedShards:
+    """Match, read and hand on: each step on all ranks, or on none."""
+    ranks = ranks_of(request.group, doing=f"load (replicated={request.replicated})", deadline=request.deadline)
     changed = "the load failed, and some tensors have been changed"
     with ExitStack() as held:
         held.callback(ranks.close)
-        wanted, unexpected, shares = _agree(asked, ranks, held)
+        wanted, unexpected, shares = _agree(request, ranks, held)
         others = {wanted.whole[name] for name, owner in shares.items() if owner != ranks.rank}
         mine = wanted.fills.only([at for at in range(len(wanted.fills)) if at not in others]) if others else wanted.fills
-        if asked.check:
-            with together(ranks, UNCHANGED), asked.unharmed():
+        if request.check:
+            with together(ranks, UNCHANGED), request.unharmed():
                 check_first([Request(mine.lazy(at), NO_ARRAY) for at in range(len(mine))])
 
         def read() -> None:
-            notes = fill(mine, asked.progress, max_host_memory=asked.max_host_memory)
+            notes = fill(mine, request.progress, max_host_memory=request.max_host_memory)
             wanted.notes += dict.fromkeys(notes)
 
         if shares:
@@ -202,12 +202,12 @@ def load_together(asked: ShardedLoad) -> LoadedShards:
                 read()
         with together(ranks, changed):
             if shares:
-                hand_on(shares, wanted, asked.group)
+                hand_on(shares, wanted, request.group)
             else:
                 read()
             wanted.finish()
     return LoadedShards(
-        asked.where,
+        request.where,
         tuple(wanted.names),
         tuple(wanted.missing),
         tuple(unexpected),
@@ -218,31 +218,31 @@ def load_together(asked: ShardedLoad) -> LoadedShards:
     )
 
 
-def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[Wanted, list[str], dict[str, int]]:
+def _agree(request: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[Wanted, list[str], dict[str, int]]:
     """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one.
 
     Gives what this rank wants, the checkpoint's names that no rank asked for, and by name the rank that reads a tensor for all.
     """
-    remote = not place_at(asked.where).on_disk
-    wanted, strict = Wanted(), asked.strict
+    remote = not place_at(request.where).on_disk
+    wanted, strict = Wanted(), request.strict
     names: Names | None = None
     local: bytes | BaseException
     try:
-        with asked.unharmed():
-            checkpoint = open_checkpoint(asked.where, verify=asked.verify, threads=asked.threads or ranks.threads())
+        with request.unharmed():
+            checkpoint = open_checkpoint(request.where, verify=request.verify, threads=request.threads or ranks.threads())
             held.callback(checkpoint.close)
         with gc_paused():
-            names = Names(checkpoint, asked.prefix)
+            names = Names(checkpoint, request.prefix)
             place = {"rank": ranks.rank, "size": ranks.size}
-            wanted = Matching(names, cast=asked.cast, strict=strict, per_rank=asked.per_rank, **place).run(asked.state)
+            wanted = Matching(names, cast=request.cast, strict=strict, per_rank=request.per_rank, **place).run(request.state)
             seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
             # One rank alone has nobody to hand anything on to.
-            message = RankMatch(seen, _bits(names), fits, strict, offers(wanted, asked.group) if ranks.size > 1 else [])
+            message = RankMatch(seen, _bits(names), fits, strict, offers(wanted, request.group) if ranks.size > 1 else [])
             local = marked(checkpoint, write_document(RANK_MATCH, message), alone=ranks.size == 1)
     except Exception as error:
         local = error
-    answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), asked.replicated, remote=remote or ranks.apart()))
+    answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), request.replicated, remote=remote or ranks.apart()))
     verdict = read_document(VERDICT, answer)
     used = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
     assert names is not None  # or this rank would have failed, and with it all of them
@@ -263,7 +263,7 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
 
 
 def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -> list[bytes]:
-    """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
+    """On the first rank: does it all fit, which names does nobody want, and who reads what."""
     with gc_paused():
         told = [read_document(RANK_MATCH, message) for message in messages]
     used: dict[bytes, np.ndarray] = {}
@@ -278,7 +278,7 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -
 
 
 def _bits(names: Names) -> bytes:
-    """A bit for each name, in order, set where it was asked for; those of the last byte that stand for no name are set."""
+    """A bit for each name, in order, set where it is wanted; the bits of the last byte that stand for no name are set."""
     flags = np.ones(-(-len(names.offered) // 8) * 8, np.bool_)
     flags[: len(names.offered)] = [name not in names.left for name in names]
     return np.packbits(flags).tobytes()
@@ -315,8 +315,6 @@ WORTH_NBYTES = 16 << 20
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A tensor that a rank wants whole."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -328,7 +326,7 @@ RANK_MATCH, VERDICT = message_kind("match of a rank", RankMatch), message_kind("
 
 
 def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:
-    """What this rank wants whole and could get from another: dense tensors on devices that the group can send between."""
+    """The tensors that this rank wants whole and could get from another: dense, on devices that the group can send between."""
     devices, targets, lengths = _devices(group), wanted.fills.targets, wanted.fills.nbytes.tolist()
     return [
         Offer(name, str(target.dtype), tuple(target.shape), target.device.type, nbytes)
@@ -338,7 +336,7 @@ def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:
 
 
 def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, remote: bool) -> dict[str, int]:
-    """Who reads what for all; the largest first, each by the rank that has least to read. `remote`: not on one disk for all."""
+    """The rank that reads each tensor for all: the largest first, by the rank that has least to read. `remote`: not on one disk."""
     common = set(told[0]).intersection(*told[1:]) if how != "read" and len(told) > 1 else set[Offer]()
     if how == "auto":
         common = {offer for offer in common if remote or offer.device != "cpu"}
@@ -362,7 +360,6 @@ def hand_on(shares: Mapping[str, int], wanted: Wanted, group: dist.ProcessGroup 
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor: there are dtypes that no backend sends."""
     return tensor.view(-1).view(torch.uint8) if tensor.dtype != torch.uint8 else tensor.view(-1)
 
 

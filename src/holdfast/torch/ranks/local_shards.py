@@ -155,7 +155,7 @@ class LocalShardsWrapper(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same outside of autograd. What is assigned to it replaces the shards; `nn.Module.to` does that to parameters."""
+        """The wrapper outside of autograd. Assigning another one replaces the shards; `nn.Module.to` does that to parameters."""
         return self.detach()
 
     @data.setter
@@ -221,19 +221,17 @@ class LocalShardsWrapper(torch.Tensor):
 
     @staticmethod
     def handle_wait_tensor(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """Wait for every shard."""
         wait = cast(Callable[[torch.Tensor], torch.Tensor], _collectives.wait_tensor.default)
         return _this(args)._each(wait)
 
     @staticmethod
     def handle_to_copy(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """Every shard copied to another dtype or device, or just copied."""
         to_copy = cast(Callable[..., torch.Tensor], _aten._to_copy.default)
         return _this(args)._each(lambda shard: to_copy(shard, **kwargs))
 
     @staticmethod
     def handle_view(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """The same elements in another shape: any for one shard, its own for several."""
+        """The elements in another shape: any for one shard, its own for several."""
         this, wanted = _this(args), cast(Sequence[int], args[1])
         shape = resolved_shape(this.shape, wanted)
         if not this._local_shards:
@@ -267,12 +265,10 @@ class LocalShardsWrapper(torch.Tensor):
 
     @staticmethod
     def handle_detach(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """A new wrapper around the same memory, outside of autograd."""
         return _this(args)._each(torch.Tensor.detach)
 
     @staticmethod
     def handle_clone(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """Every shard copied, strides kept."""
         wanted = kwargs.get("memory_format")
         if wanted is not None and wanted is not torch.preserve_format:
             raise NotImplementedError(f"{wanted} is not supported for LocalShardsWrapper!")
@@ -288,7 +284,7 @@ class LocalShardsWrapper(torch.Tensor):
         return LocalShardsWrapper([new_empty(this._like, size, **kwargs)], [(0,) * len(size)])
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LocalShardsWrapper:
-        """The same arrangement with every shard changed."""
+        """A wrapper with the same offsets and every shard changed."""
         if not self._local_shards:
             return LocalShardsWrapper([], [], change(self._like))
         return LocalShardsWrapper([change(shard) for shard in self._local_shards], [tuple(o) for o in self.local_offsets()])
@@ -296,7 +292,7 @@ class LocalShardsWrapper(torch.Tensor):
     # Copies and files.
 
     def _made_of(self) -> Args:
-        """What to call the class with for another like this one."""
+        """The arguments of the class for another wrapper like this one."""
         if not self._local_shards:
             return ([], [], self._like)
         return (list(self._local_shards), [tuple(offset) for offset in self.local_offsets()])
@@ -326,7 +322,7 @@ class LocalShardsWrapper(torch.Tensor):
 
 
 def _checked(shards: list[torch.Tensor], offsets: list[tuple[int, ...]]) -> list[Box]:
-    """The box of each shard, or the reason why they cannot be one tensor's."""
+    """The box of each shard; raises where they cannot be one tensor's."""
     if len(shards) != len(offsets):
         raise ValueError(f"every shard needs an offset: got {len(shards)} shards and {len(offsets)} offsets")
     for kind in ("dtype", "device"):

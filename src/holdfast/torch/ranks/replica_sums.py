@@ -68,7 +68,6 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
 
 
 def _small_rows(table: Table) -> list[int]:
-    """Rows that are all of their storages, and short: these are read together, from wherever they are."""
     short = [kind.whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
     kind, storage = table.kind, table.storage
     return [row for row in range(len(table)) if storage[row] != ODD and short[kind[row]]]

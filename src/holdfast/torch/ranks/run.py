@@ -77,11 +77,11 @@ class Run(PlainRun):
         self.deadline = deadline
         self._handle: SaveHandle | None = None
         self._new_nbytes: int | None = None
-        """What the last step took."""
+        """Bytes that the last step took."""
         self._base: str | None = None
         """The name of the step whose files the last one may share."""
         self._linked_nbytes = 0
-        """Bytes of the last step that are those of its base."""
+        """Bytes of the last step that its base has, too."""
         self._stops = False
         self._calls_left = self._calls_asked = 1
         self._asked_s: float | None = None
@@ -97,14 +97,14 @@ class Run(PlainRun):
         """
         began = time.perf_counter()
         self._settle()
-        asked = self._request(step, options)
+        request = self._request(step, options)
         try:
-            done = save_requested(state, asked, group=self.group, deadline=self.deadline)
+            done = save_requested(state, request, group=self.group, deadline=self.deadline)
         except HoldfastError:
             self._failed += 1
             raise
         took = time.perf_counter() - began
-        saved = self._after(asked, done)
+        saved = self._after(request, done)
         self._note(saved, stalled_s=time.perf_counter() - began, took_s=took)
         return saved
 
@@ -116,17 +116,17 @@ class Run(PlainRun):
         """
         began = time.perf_counter()
         self._settle()
-        asked = self._request(step, options)
+        request = self._request(step, options)
         stalled: list[float] = []
 
         def after(done: SavedShards) -> None:
             took = time.perf_counter() - began
-            saved = self._after(asked, done)
+            saved = self._after(request, done)
             self._note(saved, stalled_s=stalled[0] if stalled else took, took_s=took)
 
         try:
             self._handle = begin_requested(
-                state, asked, group=self.group, deadline=self.deadline, max_host_memory=options["max_host_memory"], after=after
+                state, request, group=self.group, deadline=self.deadline, max_host_memory=options["max_host_memory"], after=after
             )
         except HoldfastError:
             self._failed += 1
@@ -146,7 +146,7 @@ class Run(PlainRun):
     ) -> bool:
         """As `holdfast.Run.interrupted`, on every rank: a signal to any of them is a signal to all, which save the same step.
 
-        Every rank calls it equally often. The ranks ask each other about once a second, and at the other calls nothing is asked.
+        Every rank calls it equally often. The ranks ask each other about once a second, and at the other calls nothing is request.
         """
         self._check_block()
         if self._guard is None:
@@ -226,11 +226,11 @@ class Run(PlainRun):
                 if into is None:
                     state = self._whole(found)
                 else:
-                    asked = ShardedLoad(
+                    request = ShardedLoad(
                         found.path, into, group=self.group, deadline=self.deadline, strict=strict, per_rank=per_rank, cast=cast,
                         threads=threads, unharmed=unharmed, check=not deep,
                     )  # fmt: skip
-                    load_together(asked)
+                    load_together(request)
                     state = into
             except RanksFailed as error:
                 if not self._is_gone_for_all(found, error.__cause__):
@@ -272,8 +272,6 @@ class Run(PlainRun):
         return self._from_first(f"rewind to {step}", lambda: back(step))
 
     def _agreed(self, *, deep: bool) -> Step | None:
-        """The newest whole step, as the first rank sees it."""
-
         def look() -> tuple[Step, ...]:
             found = self.latest(deep=deep)
             return () if found is None else (found,)
@@ -298,8 +296,11 @@ class Run(PlainRun):
         def begin(nbytes: int) -> tuple[bool, str | None]:
             with self._folder.asking():
                 self._begin()
+                # Unchanged files are linked: a step takes about what the one before it took.
+                last = self._new_nbytes
+                expected = nbytes if last is None else min(nbytes, last + last // 8)
                 _, replaced, base = self._place(step, overwrite=bool(options["overwrite"]))
-                self._make_room(self._expected(nbytes), Coming(step, says.saved, says.metrics, says.ran))
+                self._make_room(expected, Coming(step, says.saved, says.metrics, says.ran))
             self._base = None if base is None else os.path.basename(base)
             return replaced, self._base
 
@@ -320,15 +321,11 @@ class Run(PlainRun):
             ),
         )
 
-    def _expected(self, nbytes: int) -> int:
-        """How many bytes a step is going to take, where what did not change is linked: about what the one before it took."""
-        return nbytes if self._new_nbytes is None else min(nbytes, self._new_nbytes + self._new_nbytes // 8)
-
-    def _after(self, asked: SaveRequest, done: SavedShards) -> Step:
-        """The step is published: the first rank lets the rules delete. On others its files may not be seen yet."""
-        assert asked.step is not None  # `_request` sets it
-        says = asked.step.stamp
-        made = Step(says.step, asked.path, says.saved, says.metrics, done.nbytes, step_name(says.step), ran=says.ran)
+    def _after(self, request: SaveRequest, done: SavedShards) -> Step:
+        """After a step is published, the first rank lets the rules delete. On others its files may not be seen yet."""
+        assert request.step is not None  # `_request` sets it
+        says = request.step.stamp
+        made = Step(says.step, request.path, says.saved, says.metrics, done.nbytes, step_name(says.step), ran=says.ran)
         if self._lock is None:
             return self._folder.get(says.step) or made
         # One look for the step and for the rules.
@@ -353,7 +350,7 @@ class Run(PlainRun):
             super()._finish()
 
     def _end_of_save(self) -> None:
-        """Wait for the save in the background; every rank does, so that all of them hear of a failure at the same call."""
+        """Wait for the save in the background; every rank does, so that all of them raise a failure at the same call."""
         handle, self._handle = self._handle, None
         if handle is not None:
             try:
