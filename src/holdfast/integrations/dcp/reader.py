@@ -389,11 +389,30 @@ class Reader(CheckpointPlace, StorageReader):
         for item in asked:
             name = item.storage_index.fqn
             planner.load_bytes(item, io.BytesIO(archived(values[name], name, self.path)))
-        batch = FillBatch(planner)
+        batch: list[tuple[ReadItem, Fill]] = []
+        places: set[tuple[torch.device, int]] = set()
+
+        def finish() -> None:
+            fill([one for _, one in batch])
+            for item, one in batch:
+                planner.commit_tensor(item, one.target)
+            batch.clear()
+            places.clear()
+
         for item in plan.items:
-            if item.type != LoadItemType.BYTE_IO:
-                batch.add(item, stored)
-        batch.finish()
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            part = stored.part(item.storage_index, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            if tuple(target.shape) != tuple(part.shape):
+                name = item.storage_index.fqn
+                raise DoesNotFit(f"{name}: a part of shape {list(part.shape)} for a target of {list(target.shape)}")
+            place = (target.device, target.data_ptr())
+            if target.numel() and place in places:
+                finish()  # a planner may hand out one buffer again and again: what is in it goes to the planner before that
+            places.add(place)
+            batch.append((item, Fill(part, target)))
+        finish()
         return finished(None)
 
     def close(self) -> None:
@@ -409,38 +428,6 @@ class Reader(CheckpointPlace, StorageReader):
                 extensions=self._extensions,
             )  # fmt: skip
         return self._stored
-
-
-class FillBatch:
-    """Tensors that are filled together, and then given to the planner."""
-
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
-        self._fills: list[Fill] = []
-        self._items: list[ReadItem] = []
-        self._places: set[tuple[torch.device, int]] = set()
-
-    def add(self, item: ReadItem, stored: Stored) -> None:
-        """Take an item. A planner may hand out one buffer again and again: what is in it goes to the planner before that."""
-        part = stored.part(item.storage_index, item.storage_offsets, item.lengths)
-        target = self._planner.resolve_tensor(item).detach()
-        if tuple(target.shape) != tuple(part.shape):
-            name = item.storage_index.fqn
-            raise DoesNotFit(f"{name}: a part of shape {list(part.shape)} for a target of {list(target.shape)}")
-        place = (target.device, target.data_ptr())
-        if target.numel() and place in self._places:
-            self.finish()
-        self._places.add(place)
-        self._fills.append(Fill(part, target))
-        self._items.append(item)
-
-    def finish(self) -> None:
-        """Read everything, and commit it to the planner."""
-        fill(self._fills)
-        for item, one in zip(self._items, self._fills, strict=True):
-            self._planner.commit_tensor(item, one.target)
-        self._fills, self._items = [], []
-        self._places.clear()
 
 
 def finished(value: T) -> Future[T]:

@@ -49,12 +49,12 @@ from holdfast.torch.cuda.plan import (
     DeviceRows,
     RowPlan,
     Stretch,
-    StridedRead,
     rows_of,
+    strided_nbytes,
 )
 from holdfast.torch.cuda.streams import CopyStream, copy_streams
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
-from holdfast.torch.tensors.scratch import CastLosses, Fill, copy_values, flat
+from holdfast.torch.tensors.scratch import CastLosses, Fill, ScratchPiece, copy_values, flat
 
 DEFAULT_NBYTES = 1 << 30
 """Host memory that a load may lock, unless the caller says otherwise."""
@@ -347,7 +347,7 @@ class Move:
 
     def _read_strided(self, task: BlockTask, block: HostBlock) -> None:
         rows = self.plan.rows
-        requests = [Request(one.part.lazy, array_of(_value(one, at, block), one.part.lazy.dtype)) for one, at in task.strided]
+        requests = [Request(one.lazy, array_of(_value(one, at, block), one.lazy.dtype)) for one, at in task.strided]
         if isinstance(rows.source, OpenSource):
             # Not `source.read`: it would compare the checksum of what is whole in these requests, and a large storage never is.
             plan = rows.source.plan(requests)
@@ -387,8 +387,8 @@ class Move:
         self._spread(together, block, copies)
         for one, at in task.strided:
             value = _value(one, at, block).to(plan.rows.device, non_blocking=True)
-            copy_values(value, one.part.target.detach(), conj=one.part.conj, neg=one.part.neg)
-            self._losses.add(one.part.lazy.name, value, one.part.target)
+            copy_values(value, one.target.detach(), conj=one.conj, neg=one.neg)
+            self._losses.add(one.lazy.name, value, one.target)
 
     def _short(self, stretch: Stretch, places: Ints, block: HostBlock, copies: Copies, together: list[tuple[Ints, Ints]]) -> None:
         """Put a row by itself: a part of one that is converted, or a short one."""
@@ -479,10 +479,10 @@ class Move:
         self._losses.add(self.plan.name(position), value, target)
 
 
-def _value(one: StridedRead, at: int, block: HostBlock) -> torch.Tensor:
+def _value(one: ScratchPiece, at: int, block: HostBlock) -> torch.Tensor:
     """The elements of a piece that the engine has read into a block."""
-    lazy = one.part.lazy
-    return block.tensor[at : at + one.nbytes].view(torch_dtype(lazy.dtype)).view(lazy.shape)
+    lazy = one.lazy
+    return block.tensor[at : at + strided_nbytes(one)].view(torch_dtype(lazy.dtype)).view(lazy.shape)
 
 
 Owners = list[tuple[ByteKind, list[int]]]

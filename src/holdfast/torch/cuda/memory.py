@@ -42,7 +42,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import run_all
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import Virtual, VirtualFile
-from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
+from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL
 from holdfast.torch.cuda.pipeline import CopyEvent
 from holdfast.torch.cuda.streams import CopyStream, Side, copy_streams, refuse_capture
 from holdfast.torch.tensors.from_lazy import torch_dtype, view_dtype
@@ -145,7 +145,8 @@ class GpuSource(OpenSource):
         with self._turns:
             (block,) = POOL.lend(1)
             try:
-                yield self._fetch(tensor, block)
+                self._copy(tensor, block.tensor[: tensor.nbytes]).synchronize()
+                yield block.array.data[: tensor.nbytes]
             finally:
                 POOL.take_back([block])
 
@@ -204,14 +205,11 @@ class GpuSource(OpenSource):
         nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
         gather(lambda first, stop: [self._byte_row(tensor) for tensor in tensors[first:stop]], starts, nbytes, room, stream)
 
-    def _fetch(self, tensor: LazyTensor, block: HostBlock) -> memoryview:
-        self._copy(tensor, block.tensor[: tensor.nbytes]).synchronize()
-        return block.array.data[: tensor.nbytes]
-
     def _copy(self, tensor: LazyTensor, out: torch.Tensor) -> CopyEvent:
         stream = self.memory.stream(self._device(tensor))
         with torch.no_grad(), stream.on():
-            self._start(tensor, out)
+            # What is made on the way belongs to the side stream, and is used again behind this copy.
+            out.copy_(self._byte_row(tensor), non_blocking=True)
             return stream.mark()
 
     def _device(self, tensor: LazyTensor) -> torch.device:
@@ -222,10 +220,6 @@ class GpuSource(OpenSource):
         for tensor in tensors:
             with torch.no_grad():
                 yield self._byte_row(tensor)
-
-    def _start(self, tensor: LazyTensor, out: torch.Tensor) -> None:
-        # What is made on the way belongs to the side stream, and is used again behind this copy.
-        out.copy_(self._byte_row(tensor), non_blocking=True)
 
     def _byte_row(self, tensor: LazyTensor) -> torch.Tensor:
         place = contiguous_bytes(tensor)

@@ -54,13 +54,6 @@ LEADERS = 3
 """Readers that are started by the caller, and start the others."""
 
 
-class Failed:
-    """A reader's failure, in place of a full block."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 def run_pipeline(
     tasks: Iterable[Task],
     blocks: Sequence[Block],
@@ -78,7 +71,7 @@ def run_pipeline(
     turn = threading.Lock()
     stop = threading.Event()
     free: SimpleQueue[Block | None] = SimpleQueue()
-    full: SimpleQueue[tuple[Task, Block] | Failed | None] = SimpleQueue()
+    full: SimpleQueue[tuple[Task, Block] | BaseException | None] = SimpleQueue()
     for block in blocks:
         free.put(block)
 
@@ -96,7 +89,7 @@ def run_pipeline(
                 full.put((task, block))
         except BaseException as error:
             stop.set()
-            full.put(Failed(error))
+            full.put(error)
         finally:
             full.put(None)
 
@@ -140,7 +133,7 @@ def run_pipeline(
             # Somebody reads, or has read by now.
             items = items or [full.get()]
             ended += items.count(None)
-            failures += [item.error for item in items if isinstance(item, Failed)]
+            failures += [item for item in items if isinstance(item, BaseException)]
             filled = [item for item in items if isinstance(item, tuple)]
             if filled and not stop.is_set():
                 try:

@@ -97,15 +97,9 @@ Destination = ByteKind | torch.Tensor | Conversion
 """What a row becomes: a fresh tensor, the content of a contiguous one, or elements of another."""
 
 
-class StridedRead(Value, frozen=True, eq=False):
-    """Elements that the engine has to read, because they do not lie in one piece."""
-
-    part: ScratchPiece
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in a block, where a packed element takes one."""
-        return self.part.lazy.size * self.part.lazy.dtype.numpy.itemsize
+def strided_nbytes(piece: ScratchPiece) -> int:
+    """Bytes in a block of elements that the engine reads, because they do not lie in one piece. A packed element takes one byte."""
+    return piece.lazy.size * piece.lazy.dtype.numpy.itemsize
 
 
 class DeviceRows(Struct, eq=False):
@@ -121,7 +115,7 @@ class DeviceRows(Struct, eq=False):
     """The name of a row in messages, by its number."""
     damaged: Callable[[int, int], Corrupted]
     """The error for a row that has another checksum: its number, and the checksum that was found."""
-    strided: Sequence[StridedRead] = ()
+    strided: Sequence[ScratchPiece] = ()
     checks: Checks = field(default_factory=lambda: Checks({}))
     """The checksums of storages that come in several ranges."""
     tensors: list[torch.Tensor | None] = field(default_factory=list)
@@ -129,7 +123,7 @@ class DeviceRows(Struct, eq=False):
 
     @property
     def nbytes(self) -> int:
-        return int(self.ranges.nbytes.sum()) + sum(one.nbytes for one in self.strided)
+        return int(self.ranges.nbytes.sum()) + sum(map(strided_nbytes, self.strided))
 
     @property
     def short_nbytes(self) -> int:
@@ -143,12 +137,12 @@ def rows_of(source: Source, device: torch.device, fills: Sequence[Fill], *, most
     crcs: list[int] = []
     destinations: list[Destination] = []
     owners: list[tuple[Storage, str]] = []
-    strided: list[StridedRead] = []
+    strided: list[ScratchPiece] = []
     in_pieces: dict[Storage, str] = {}
     for one in fills:
         apart = False
         for piece in _pieces(one, most):
-            if isinstance(piece, StridedRead):
+            if isinstance(piece, ScratchPiece):
                 strided.append(piece)
                 apart = True
                 continue
@@ -176,7 +170,7 @@ Piece = tuple[Storage, int, int, Destination]
 """A storage, the first byte in its file, how many bytes, and what they become."""
 
 
-def _pieces(one: Fill, most: int) -> Iterator[Piece | StridedRead]:
+def _pieces(one: Fill, most: int) -> Iterator[Piece | ScratchPiece]:
     lazy, target = one.lazy, one.target
     if _in_c_order(lazy, target):
         # Most tensors lie in the file as in memory: no need to look at them dimension by dimension.
@@ -207,12 +201,12 @@ def _flat(lazy: LazyTensor, target: torch.Tensor, *, conj: bool = False, neg: bo
     return storage, storage.start + chunk.offset // 8, lazy.nbytes, row
 
 
-def _boxes(one: Fill, most: int) -> Iterator[Piece | StridedRead]:
+def _boxes(one: Fill, most: int) -> Iterator[Piece | ScratchPiece]:
     for part in parts_of(one, most):
         lazy = part.lazy
         place = None if lazy.dtype.packed else contiguous_bytes(lazy)
         if place is None:
-            yield StridedRead(part)
+            yield part
         else:
             storage, dtype = lazy.chunks[0].storage, torch_dtype(lazy.dtype)
             # Also where it is all of the storage: what becomes of the others is noted in the same place.
@@ -249,7 +243,7 @@ class BlockTask(Struct, eq=False):
 
     plan: RowPlan
     reads: list[Read] = field(default_factory=list)
-    strided: list[tuple[StridedRead, int]] = field(default_factory=list)
+    strided: list[tuple[ScratchPiece, int]] = field(default_factory=list)
     nbytes: int = 0
     read_nbytes: int = 0
     """Bytes that were read for them."""
@@ -349,12 +343,12 @@ class RowPlan:
     def _strided_tasks(self) -> Iterator[BlockTask]:
         task, end = BlockTask(self), 0
         for piece in self.rows.strided:
-            if task.strided and end + piece.nbytes > self._most:
+            if task.strided and end + strided_nbytes(piece) > self._most:
                 yield task
                 task, end = BlockTask(self), 0
             task.strided.append((piece, end))
-            task.nbytes += piece.part.lazy.nbytes
-            end = _aligned(end + piece.nbytes)
+            task.nbytes += piece.lazy.nbytes
+            end = _aligned(end + strided_nbytes(piece))
         if task.strided:
             yield task
 
