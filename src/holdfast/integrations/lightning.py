@@ -200,8 +200,6 @@ def _ask_us_first() -> None:
 
 
 def _waiting(call: Callable[..., object]) -> Callable[..., object]:
-    """A call that first waits for the files among its arguments."""
-
     @functools.wraps(call)
     def waits(*given: object, **named: object) -> object:
         for value in (*given, *named.values()):

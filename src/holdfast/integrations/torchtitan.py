@@ -151,7 +151,6 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         return os.path.join(self.folder, f"step-{step}")
 
     def _state(self, *, without: list[str] | None = None) -> dict[str, object]:
-        """All that is saved; the model's tensors by their own names."""
         unknown = [name for name in without or () if name not in self._states]
         if unknown:
             raise BadArgument(f"exclude_from_loading names {', '.join(unknown)}, and the state has {', '.join(self._states)}")

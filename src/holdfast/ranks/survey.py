@@ -123,7 +123,6 @@ def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> 
 
 
 def _gather(parts: Sequence[tuple[int, RankBoxes, int, int]], *, first: int, rank: int) -> _Boxes:
-    """The boxes of ranges of ranks, in the order of the ranks."""
     if not parts:
         none, no_columns = np.zeros(0, np.int32), np.zeros((rank, 0), np.int64)
         return _Boxes(np.zeros(0, np.int64), none, none, no_columns, no_columns)
@@ -261,7 +260,6 @@ def _edges(begins: Bools, count: int) -> Ints:
 
 
 def _first_of_each(groups: Ints, items: Ints) -> list[int]:
-    """The first item of each group, in the order of the groups."""
     if not len(items):
         return []
     _, first = np.unique(groups, return_index=True)
@@ -308,7 +306,6 @@ class _Different(Value, frozen=True):
 
 
 def _defects_of_cut(extents: Ints, totals: Ints, boxes: _Different) -> Iterator[Defect]:
-    """The defects of the tensors that have boxes."""
     tensors, starts, sizes = boxes.tensors, boxes.starts, boxes.sizes
     edges = _edges(tensors[1:] != tensors[:-1], len(tensors))
     heads, tails = edges[:-1], edges[1:] - 1

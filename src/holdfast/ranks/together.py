@@ -48,7 +48,6 @@ def message(description: Description, state: RankState | None, sums: bytes) -> b
 
 
 def _split(joined: bytes) -> tuple[bytes, bytes]:
-    """The part in front, whose length comes first, and the rest."""
     stop = 8 + int.from_bytes(joined[:8], "little")
     return joined[8:stop], joined[stop:]
 

@@ -108,7 +108,6 @@ def _of_each_kind(catalogue: Catalogue) -> dict[tuple[str, int, bool], int]:
 
 
 def _sample(contents: Contents, rows: Sequence[int]) -> Contents:
-    """Contents with these tensors alone, and one value."""
     catalogue = contents.catalogue
     names = tuple([catalogue.names[row] for row in rows])
     dtypes, shapes = tuple([catalogue.dtypes[row] for row in rows]), tuple([catalogue.shapes[row] for row in rows])
@@ -125,7 +124,6 @@ def _sample(contents: Contents, rows: Sequence[int]) -> Contents:
 
 
 def _nowhere(name: str, outline: Outline) -> LazyTensor:
-    """A tensor whose elements nobody is going to read."""
     dtype, shape = outline
     storage = Storage("nowhere", 0, dtype.nbytes(math.prod(shape)), home=NOWHERE.store)
     return LazyTensor.contiguous(name, dtype, shape, storage, NOWHERE)

@@ -351,7 +351,6 @@ class RunBucket(RunPlace):
         self._remove_data(steps)
 
     def _manifest_etag(self, step: Step) -> str | None:
-        """The etag that the manifest of a step has now; None where it was deleted."""
         found = if_there(self.bucket.head, self.key(step.name, MANIFEST))
         return None if found is None else found.etag or ""
 
@@ -521,7 +520,6 @@ class RunBucket(RunPlace):
         return says
 
     def _read(self, name: str) -> Says | None:
-        """The content of a manifest, read; None where it is gone."""
         key = self.key(name, MANIFEST)
         try:
             got = if_there(self.bucket.whole, key, LIMITS.index_nbytes)

@@ -315,7 +315,6 @@ def open_for_writing(folder: RunDirectory, kept: RunRules, *, durable: bool) -> 
 
 
 def _read_record(files: Files, kind: DocumentKind[D], *, at: int) -> D | None:
-    """A document in a run's directory, which is open."""
     there = files.stat(kind.file, at=at)
     if there is None:
         return None

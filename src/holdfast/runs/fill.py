@@ -162,7 +162,6 @@ def _ask(into: np.ndarray, found: LazyTensor, way: Way, fit: Fit) -> None:
 
 
 def _placed(into: object, made: object) -> Unrolled[object]:
-    """Put what was made into the containers that were given."""
     if isinstance(made, HeldState):
         made.keeps.load_state_dict((yield _placed(made.own, made.made)))
         return made.into

@@ -207,7 +207,6 @@ class Proving:
             pass  # Nothing was proved, and the next save asks again.
 
     def _prove_step(self, step: Step, place: RunPlace) -> None:
-        """Read a doubted step back, so that the next one may be linked to it."""
         report = verify(step.path, threads=1, progress=self._pace)
         if report.ok:
             self.good(step)

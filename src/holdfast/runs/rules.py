@@ -49,7 +49,6 @@ class Rule:
     __slots__ = ()
 
     def _keeps(self, steps: Sequence[Facts]) -> list[int]:
-        """The numbers of the steps that the rule keeps."""
         raise NotImplementedError
 
 

@@ -321,7 +321,6 @@ class Run(RunView):
         return True
 
     def _check_block(self) -> None:
-        """Raise where `signals` is given, and the block in which signals are held back was not entered."""
         if self._signals and self._block is None and not self._closed:
             message = "signals= holds signals back in the `with` block of the run, and this is outside: `with Run(…) as run:`"
             raise SaveError(message, file=self.path)
@@ -404,7 +403,6 @@ class Run(RunView):
         return sum(every.values())
 
     def _relieve(self, coming: Coming, error: NotCommitted) -> bool:
-        """Whether something was done about a disk that turned out to be full."""
         if self.when_full == "evict":
             return bool(self._retain(coming, enough=0))
         if self.when_full == "pause":

@@ -199,7 +199,6 @@ class RunFolder:
 
     @contextmanager
     def _looking(self) -> Iterator[_Look | None]:
-        """One look; None where there is no directory."""
         files = self.files
         try:
             at = files.open_directory(self.path)
@@ -293,7 +292,6 @@ class _Look:
         return self._inside(name, lambda folder: None if folder is None else self._seal(SEAL, at=folder))
 
     def _seal(self, name: str, *, at: int) -> Seal | None:
-        """A seal, parsed; None where there is none."""
         found = self.files.stat(name, at=at)
         if found is None:
             return None

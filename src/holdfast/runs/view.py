@@ -123,5 +123,4 @@ class RunView:
         return self._folder.unpin(read_step(step), durable=self.durable)
 
     def _busy(self) -> Mapping[int, str]:
-        """Steps that are in use, with the reason in words."""
         return {}

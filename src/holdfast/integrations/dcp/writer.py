@@ -158,7 +158,6 @@ class Writer(CheckpointPlace, StorageWriter):
         return [replace(plan, storage_data=Share(target.join_name, f"__{rank}_")) for rank, plan in enumerate(plans)]
 
     def _found(self) -> list[str] | None:
-        """The names in the folder that is to be replaced; None where there is none."""
         if not place_at(self.path).on_disk:
             return None
         with refusing("looking at the target", self.path):
@@ -256,7 +255,6 @@ class Writer(CheckpointPlace, StorageWriter):
         return results
 
     def _transformed(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: Output) -> list[WriteResult]:
-        """Write items one after the other, each through the extensions."""
         results = []
         end = Appended(out)
         for item in items:

@@ -205,7 +205,6 @@ def _put_all(
 
 
 def _put(full: Full, moves: Mapping[int, Move], stream: CopyStream) -> CopyEvent:
-    """Start the copies to one device."""
     try:
         copies = Copies()
         with stream.on():
@@ -437,7 +436,6 @@ class Move:
             copies.later.append(partial(self._make, arrived, members[fresh].tolist(), places[fresh]))
 
     def _fill(self, arrived: torch.Tensor, members: list[int], places: Ints) -> None:
-        """Copy rows that have arrived to tensors that are there."""
         targets = [self._target(position) for position in members]
         kinds = [self._kind(target) for target in targets]
         for pieces, owners in _cut(arrived, kinds, places):
@@ -471,7 +469,6 @@ class Move:
                 first += len(numbers)
 
     def _convert(self, position: int, one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy elements that have arrived into a tensor of another dtype or order."""
         if value.storage_offset() % one.dtype.itemsize:
             value = value.clone()
         value = value.view(one.dtype).view(target.shape)
@@ -480,7 +477,6 @@ class Move:
 
 
 def _value(one: ScratchPiece, at: int, block: HostBlock) -> torch.Tensor:
-    """The elements of a piece that the engine has read into a block."""
     lazy = one.lazy
     return block.tensor[at : at + strided_nbytes(one)].view(torch_dtype(lazy.dtype)).view(lazy.shape)
 
@@ -507,14 +503,12 @@ def _cut(arrived: torch.Tensor, kinds: Sequence[ByteKind], places: Ints) -> Iter
 
 
 def _typed(kind: ByteKind, made: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Integers as the tensors that they stand for."""
     if kind.dtype is not kind.integer:
         made = map(torch.Tensor.view, made, repeat(kind.dtype))
     return made if kind.counts == kind.shape else map(torch.Tensor.view, made, repeat(kind.shape))
 
 
 def _integers(kind: ByteKind, target: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of a kind as integers."""
     row = target if kind.counts == kind.shape else flat(target)
     return row if row.dtype is kind.integer else row.view(kind.integer)
 

@@ -162,7 +162,6 @@ class GpuSource(OpenSource):
                         np.copyto(row[piece.start : piece.start + piece.nbytes], np.frombuffer(data, np.uint8))
 
     def _read_together(self, requests: Sequence[Request]) -> None:
-        """Read small tensors, as many at a time as go into a block."""
         for device, own in self._by_device((request.tensor, request) for request in requests).items():
             for group in _groups([tensor.nbytes for tensor, _ in own], BLOCK_NBYTES):
                 members = own[group]
@@ -325,7 +324,6 @@ class GpuStorages:
 
 
 def _all_bytes(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """All bytes of a tensor's storage, where they are."""
     count, rest = divmod(nbytes, tensor.element_size())
     if rest:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -345,7 +343,6 @@ def _in_c_order(out: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _groups(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Ranges of these sizes that are no longer than `most` together, or one by itself."""
     first = total = 0
     for number, nbytes in enumerate(sizes):
         if number > first and total + nbytes > most:

@@ -166,7 +166,6 @@ def run_pipeline(
 
 
 def _taken(full: SimpleQueue[T]) -> list[T]:
-    """All items that are there, up to `MOST_BLOCKS`."""
     found: list[T] = []
     with suppress(Empty):
         while len(found) < MOST_BLOCKS:

@@ -185,7 +185,6 @@ def _pieces(one: Fill, most: int) -> Iterator[Piece | ScratchPiece]:
 
 
 def _in_c_order(lazy: LazyTensor, target: torch.Tensor) -> bool:
-    """Whether elements lie in C order in the file as well as in memory."""
     if lazy.dtype.packed or contiguous_bytes(lazy) is None:
         return False
     return target.is_contiguous() and not (target.is_conj() or target.is_neg())

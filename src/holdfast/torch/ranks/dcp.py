@@ -378,7 +378,6 @@ def _filled(cuts: Sequence[Sequence[bytes]], names: Sequence[bytes], starts: Int
 
 
 def _texts(texts: Sequence[str]) -> dict[str, bytes]:
-    """Texts as opcodes, each with its entry in the memo."""
     distinct = [*dict.fromkeys(texts)]
     raws = [*map(str.encode, distinct)]
     each = zip(distinct, raws, map(len, raws), strict=True)
@@ -397,7 +396,6 @@ LIMITS = np.array([1 << 8, 1 << 16, 1 << 31, 1 << 39, 1 << 47, 1 << 55], np.int6
 
 
 def _numbers(column: Ints) -> list[bytes]:
-    """Numbers that are not negative, as opcodes."""
     raw, widths = column.astype("<i8").tobytes(), np.searchsorted(LIMITS, column, side="right").tolist()
     return [OPENINGS[width] + raw[8 * at : 8 * at + WIDTHS[width]] for at, width in enumerate(widths)]
 

@@ -109,7 +109,6 @@ def _own_connection(name: str, store: Store) -> Store:
 
 
 def _host_key(name: str) -> str:
-    """The key under which the ranks of a group on this machine are counted."""
     return f"holdfast/{name}/host/{socket.gethostname()}"
 
 
@@ -246,7 +245,6 @@ class Ranks:
         return [_read_message(found[rank]) for rank in keys]
 
     def _answer(self, contents: list[bytes] | None) -> bytes:
-        """Send every rank its answer; on the others, wait for it."""
         if self._store is None:
             assert contents is not None
             return contents[0]
@@ -384,7 +382,6 @@ def _failure(causes: dict[int, str], problems: list[str] | None = None, absent: 
 
 
 def _causes(known: dict[int, str]) -> str:
-    """The causes in words; ranks with the same one together."""
     alike: dict[str, list[int]] = {}
     for rank, text in known.items():
         alike.setdefault(text, []).append(rank)

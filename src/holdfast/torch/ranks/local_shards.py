@@ -284,7 +284,6 @@ class LocalShardsWrapper(torch.Tensor):
         return LocalShardsWrapper([new_empty(this._like, size, **kwargs)], [(0,) * len(size)])
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LocalShardsWrapper:
-        """A wrapper with the same offsets and every shard changed."""
         if not self._local_shards:
             return LocalShardsWrapper([], [], change(self._like))
         return LocalShardsWrapper([change(shard) for shard in self._local_shards], [tuple(o) for o in self.local_offsets()])
@@ -292,7 +291,6 @@ class LocalShardsWrapper(torch.Tensor):
     # Copies and files.
 
     def _made_of(self) -> Args:
-        """The arguments of the class for another wrapper like this one."""
         if not self._local_shards:
             return ([], [], self._like)
         return (list(self._local_shards), [tuple(offset) for offset in self.local_offsets()])
@@ -340,7 +338,6 @@ def _checked(shards: list[torch.Tensor], offsets: list[tuple[int, ...]]) -> list
 
 
 def _this(args: Args) -> LocalShardsWrapper:
-    """The wrapper that an operator is called on."""
     if not isinstance(args[0], LocalShardsWrapper):
         raise NotImplementedError(f"a {type(args[0]).__name__} first and a LocalShardsWrapper later is not supported")
     return args[0]

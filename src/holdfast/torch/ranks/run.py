@@ -283,11 +283,12 @@ class Run(PlainRun):
         """The steps that the first rank finds or deletes, on all ranks; and what it raises."""
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            return [write_document(STEPS, [*work()])] * len(messages)
+            named = [replace(one, path=os.path.basename(one.path)) for one in work()]  # each rank has its own path to the run
+            return [write_document(STEPS, named)] * len(messages)
 
         with self._ranks(doing) as ranks:
             found = read_document(STEPS, ranks.agree(b"", decide))
-        return tuple(replace(one, path=join(self._folder.path, os.path.basename(one.path))) for one in found)
+        return tuple(replace(one, path=join(self._folder.path, one.path)) for one in found)
 
     def _request(self, step: int, options: RankStepOptions) -> SaveRequest:
         with self._folder.asking():

@@ -314,7 +314,6 @@ def _boxes(table: Table, columns: RankState, numbers: Ints) -> Boxes:
 
 
 def _columns(described: Described) -> tuple[RankState, bytes | Exception]:
-    """The tensors and boxes of this rank, and its message to the first rank."""
     job, sums, columns = described.job, b"", NO_COLUMNS
     if isinstance(described.description, Exception):
         return columns, described.description

@@ -64,8 +64,6 @@ class Marked(Protocol):
 
 @cache
 def _classes() -> tuple[type, type]:
-    """DTensor and ShardedTensor, which are there where torch has `distributed`."""
-
     class Never:
         pass
 

@@ -305,7 +305,6 @@ def _is_copied(tensor: LazyTensor) -> bool:
 
 
 def _moved(tensor: LazyTensor, place: int, *, resident: Resident, room: HostBlock) -> LazyTensor:
-    """A tensor over the copy of another one's elements."""
     memory = resident.memory(room.address + place, room.array.data[place : place + tensor.nbytes], owner=room)
     strides = c_strides(tensor.shape, tensor.dtype.numpy.itemsize)
     return resident.strided(memory, tensor.dtype, tensor.shape, strides, 0).renamed(tensor.name)

@@ -318,7 +318,6 @@ class Matching:
 
 
 def _by_rank(value: object) -> bool:
-    """Whether this mapping holds nothing but one entry for each rank."""
     return isinstance(value, Mapping) and bool(value) and all(size_in(key) is not None for key in value)
 
 
