@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.formats.safetensors.craft_safetensors import craft
+from tests.ranks.columns import rank_state
 from tests.support import torch_bytes
 
 import holdfast
@@ -123,7 +124,7 @@ def test_boxes_of_many_ranks_have_a_column_a_dimension(tmp_path):
     assert found.tensors.tolist() == [0, 1, 2]
     assert (found.offsets.tolist(), found.sizes.tolist()) == ([[0, 0, 0], [0, 0, 0]], [[8, 4, 1], [4, 1, 1]])
     boxes = [Box((0, 0), (2, 4)), Box((6, 0), (8, 4))]
-    cut = RankState.of([("w", "float32", (8, 4), boxes), ("b", "float32", (4,), [Box((0,), (4,))])])
+    cut = rank_state([("w", "float32", (8, 4), boxes), ("b", "float32", (4,), [Box((0,), (4,))])])
     assert (cut.tensors.tolist(), cut.offsets.tolist()) == ([0, 0, 1], [[0, 6, 0], [0, 0, 0]])
     assert cut.sizes.tolist() == [[2, 2, 4], [4, 4, 1]]
 

@@ -14,7 +14,7 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.runs import directory
 from holdfast.runs.directory import RunDirectory, clean, hide, open_for_writing
-from holdfast.runs.record import RunRules, pin_step, read_pins, unpin_step
+from holdfast.runs.record import RunRules
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Every, Latest, Rule
 from holdfast.runs.steps import step_name
@@ -219,16 +219,15 @@ def test_the_nth_call_of_a_turn_fails(fault: Fault, request: pytest.FixtureReque
 def test_a_power_cut_while_pins_change():
     """The pins are always the old or the new, and what is pinned is not deleted."""
     model = start(1, 2, 3)
-    pin_step(RunDirectory(ROOT, model), 1, "paper")
+    RunDirectory(ROOT, model).pin(1, "paper")
     seen = set()
 
     def pins(tree: Tree) -> tuple[int, ...]:
-        here = Model(tree=tree)
-        return tuple(read_pins(here, at=here.open_directory(ROOT)))
+        return tuple(RunDirectory(ROOT, Model(tree=tree)).pins())
 
     watch(model, "holdfast.pins.json", lambda call, tree: seen.add(pins(tree)))
-    pin_step(RunDirectory(ROOT, model), 2, "talk")
-    unpin_step(RunDirectory(ROOT, model), 1)
+    RunDirectory(ROOT, model).pin(2, "talk")
+    RunDirectory(ROOT, model).unpin(1)
     assert seen == {(1,), (1, 2), (2,)}
     model.watch = None
     turn(model, 4, [Latest(1)])

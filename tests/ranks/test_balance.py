@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from holdfast.core.box import Box
 from holdfast.ranks import plan
 from holdfast.ranks.plan import deal, deal_classes, plan_ranks
-from holdfast.ranks.state import RankState
+from tests.ranks.columns import boxes_of, loads_of, rank_state
 
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
 LOADS = st.lists(st.integers(0, 5000), min_size=1, max_size=9)
@@ -62,7 +62,7 @@ def holdings(draw):
 
 def planned(count, tensors):
     states = [
-        RankState.of([(f"t{i}", "int16", (n,), [Box((0,), (n,))]) for i, (n, holders) in enumerate(tensors) if rank in holders])
+        rank_state([(f"t{i}", "int16", (n,), [Box((0,), (n,))]) for i, (n, holders) in enumerate(tensors) if rank in holders])
         for rank in range(count)
     ]
     plan = plan_ranks(states)
@@ -78,8 +78,8 @@ def test_nested_holders_end_within_one_box_of_the_least_possible(drawn):
     # What is held by ranks of a set alone must lie on them, however it is dealt.
     least = max((sum(2 * n for n, h in tensors if set(h) <= set(s)) / len(s) for s in sets), default=0)
     largest = max((2 * n for n, h in tensors if len(h) > 1), default=0)
-    assert plan.nbytes.max() <= least + largest
-    assert plan.nbytes.sum() == sum(2 * n for n, _ in tensors)
+    assert loads_of(plan).max() <= least + largest
+    assert loads_of(plan).sum() == sum(2 * n for n, _ in tensors)
 
 
 @given(st.integers(1, 6), st.data())
@@ -87,11 +87,11 @@ def test_any_holders(count, data):
     ranks = st.sets(st.integers(0, count - 1), min_size=1).map(lambda s: tuple(sorted(s)))
     tensors = data.draw(st.lists(st.tuples(st.integers(1, 500), ranks), max_size=30))
     plan = planned(count, tensors)
-    writers = {name: rank for rank in range(count) for name, _ in plan.boxes(rank)}
+    writers = {name: rank for rank in range(count) for name, _ in boxes_of(plan, rank)}
     assert sum(len(w.boxes) for w in plan.writes) == len(tensors) == len(writers)
     for i, (_, holders) in enumerate(tensors):
         assert writers[f"t{i}"] in holders
-    assert plan.nbytes.tolist() == [sum(2 * tensors[int(name[1:])][0] for name, _ in plan.boxes(r)) for r in range(count)]
+    assert loads_of(plan).tolist() == [sum(2 * tensors[int(name[1:])][0] for name, _ in boxes_of(plan, r)) for r in range(count)]
 
 
 def test_crossing_holders_end_within_one_box_of_the_least_possible():
@@ -117,5 +117,5 @@ def test_a_mesh_is_dealt_evenly():
     # 4 × 4 ranks; half of the tensors are replicated along rows, half along columns.
     rows, columns = ([tuple(range(4 * i, 4 * i + 4)) for i in range(4)], [tuple(range(i, 16, 4)) for i in range(4)])
     tensors = [(100, holders) for _ in range(20) for holders in (*rows, *columns)]
-    loads = planned(16, tensors).nbytes
+    loads = loads_of(planned(16, tensors))
     assert loads.min() == loads.max() == 2000

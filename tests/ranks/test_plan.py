@@ -11,13 +11,13 @@ from holdfast.core.box import Box
 from holdfast.core.value import replace
 from holdfast.ranks import survey
 from holdfast.ranks.plan import plan_ranks
-from holdfast.ranks.state import RankState
+from tests.ranks.columns import boxes_of, loads_of, rank_state
 from tests.ranks.test_defects import attempts, first_defect, tilings
 
 
 def rank_with(*tensors, **more):
     """A rank that has (name, shape, boxes) of float32."""
-    return RankState.of([(name, "float32", shape, boxes) for name, shape, boxes in tensors], **more)
+    return rank_state([(name, "float32", shape, boxes) for name, shape, boxes in tensors], **more)
 
 
 def rows(n, *stretches):
@@ -42,7 +42,7 @@ def worlds(draw, of):
                 mine.append(Box(shape, shape))
             if mine or draw(st.booleans()):
                 own.append((f"t{t}", "int16", shape, mine))
-        state = RankState.of(own)
+        state = rank_state(own)
         if draw(st.booleans()):
             # Boxes of different tensors mixed.
             order = np.array(draw(st.permutations(range(state.count))), np.int64)
@@ -69,7 +69,7 @@ def test_every_box_is_written_once_by_one_who_has_it(world):
     assert plan.problems == ()
     counts = [np.zeros(shape, int) for shape, _ in tensors]
     for rank, state in enumerate(states):
-        writes, boxes = plan.writes[rank], plan.boxes(rank)
+        writes, boxes = plan.writes[rank], boxes_of(plan, rank)
         places = [(plan.catalogue.positions[name], box.start) for name, box in boxes]
         assert places == sorted(places)
         for i, (name, box) in zip(writes.boxes.tolist(), boxes, strict=True):
@@ -113,9 +113,9 @@ def test_slabs_make_no_difference(world, boxes):
 
 def test_nobody_and_nothing():
     assert all_of(plan_ranks([])) == ((), (), (), (), [])
-    plan = plan_ranks([RankState.of([]), rank_with(("e", (0, 3), []), ("s", (), [Box((), ())]))])
+    plan = plan_ranks([rank_state([]), rank_with(("e", (0, 3), []), ("s", (), [Box((), ())]))])
     assert plan.problems == ()
-    assert [plan.boxes(0), plan.boxes(1)] == [[], [("s", Box((), ()))]]
+    assert [boxes_of(plan, 0), boxes_of(plan, 1)] == [[], [("s", Box((), ()))]]
 
 
 def test_the_catalogue_is_in_the_order_of_the_first_rank():
@@ -126,8 +126,8 @@ def test_the_catalogue_is_in_the_order_of_the_first_rank():
     ]
     plan = plan_ranks(states)
     assert plan.catalogue.names == ("c", "a", "b")
-    assert [[name for name, _ in plan.boxes(rank)] for rank in (0, 1)] == [["c", "a"], ["b"]]
-    assert plan.nbytes.tolist() == [8, 4]
+    assert [[name for name, _ in boxes_of(plan, rank)] for rank in (0, 1)] == [["c", "a"], ["b"]]
+    assert loads_of(plan).tolist() == [8, 4]
 
 
 def test_holes():
@@ -170,7 +170,7 @@ def test_out_of_bounds():
 
 
 def test_disagreement_about_what_a_tensor_is():
-    half = RankState.of([("w", "float16", (8, 2), [])])
+    half = rank_state([("w", "float16", (8, 2), [])])
     states = [rank_with(("w", *rows(8, (0, 8)))), half, half, rank_with(("w", *rows(9))), rank_with(("w", *rows(8)))]
     said = "'w' is float32 (8, 2) on ranks 0 and 4, but float16 (8, 2) on ranks 1 and 2, but float32 (9, 2) on rank 3"
     said += "; pass per_rank=['w'] where each rank has its own"
@@ -222,7 +222,7 @@ def test_tied_tensors_are_stored_once():
     plan = plan_ranks([tied((0, 4)), tied((4, 8)), tied((8, 8), tie=False), rank_with(("x", *rows(1, (0, 1))))])
     assert plan.problems == ()
     assert plan.aliases == (("head", "embed"),)
-    assert [[name for name, _ in plan.boxes(r)] for r in range(4)] == [["body", "embed"], ["body", "embed"], [], ["x"]]
+    assert [[name for name, _ in boxes_of(plan, r)] for r in range(4)] == [["body", "embed"], ["body", "embed"], [], ["x"]]
     assert plan.notes == ()
 
 
@@ -249,8 +249,8 @@ def test_tied_on_some_ranks_only_is_stored_twice_and_noted(others, where):
     assert plan.problems == ()
     assert plan.aliases == ()
     assert plan.notes == (f"'head' and 'embed' share memory on rank 0 but not on {where}, so both are stored",)
-    assert {"head", "embed"} <= {name for r in range(len(plan.writes)) for name, _ in plan.boxes(r)}
-    assert plan.nbytes.sum() == 3 * 8 * 2 * 4
+    assert {"head", "embed"} <= {name for r in range(len(plan.writes)) for name, _ in boxes_of(plan, r)}
+    assert loads_of(plan).sum() == 3 * 8 * 2 * 4
 
 
 def test_tied_in_name_only():
@@ -258,7 +258,7 @@ def test_tied_in_name_only():
     plan = plan_ranks([rank_with(*both, aliases=[("head", "embed")]) for both in tensors])
     assert (plan.problems, plan.aliases) == ((), ())
     assert plan.notes == ("'head' and 'embed' share memory nowhere in the same boxes, so both are stored",)
-    assert plan.nbytes.sum() == 2 * 8 * 2 * 4
+    assert loads_of(plan).sum() == 2 * 8 * 2 * 4
 
 
 def test_slabs_share_their_sets_of_holders(monkeypatch):
@@ -271,7 +271,7 @@ def test_slabs_share_their_sets_of_holders(monkeypatch):
     monkeypatch.setattr(survey, "BATCH_BOXES", 8)
     monkeypatch.setattr(survey, "BATCH_BOXES_A_RANK", 0)
     assert all_of(plan_ranks(states)) == all_of(whole)
-    assert whole.nbytes.tolist() == [20 * 2 * 2 * 4] * 4
+    assert loads_of(whole).tolist() == [20 * 2 * 2 * 4] * 4
 
 
 def test_ranks_that_know_tensors_of_fewer_dimensions():
@@ -279,12 +279,12 @@ def test_ranks_that_know_tensors_of_fewer_dimensions():
     line = ("line", (4,), [Box((0,), (2,))]), ("line", (4,), [Box((2,), (4,))])
     plan = plan_ranks([rank_with(line[0]), rank_with(cube, line[1])])
     assert plan.problems == ()
-    assert [plan.boxes(0), plan.boxes(1)] == [[("line", line[0][2][0])], [("line", line[1][2][0]), ("cube", cube[2][0])]]
+    assert [boxes_of(plan, 0), boxes_of(plan, 1)] == [[("line", line[0][2][0])], [("line", line[1][2][0]), ("cube", cube[2][0])]]
 
 
 def test_packed_types_take_whole_bytes_in_each_box():
-    halves = [RankState.of([("w", "float4_e2m1fn", (10,), [Box((5 * i,), (5 * i + 5,))])]) for i in range(2)]
-    assert plan_ranks(halves).nbytes.tolist() == [3, 3]
+    halves = [rank_state([("w", "float4_e2m1fn", (10,), [Box((5 * i,), (5 * i + 5,))])]) for i in range(2)]
+    assert loads_of(plan_ranks(halves)).tolist() == [3, 3]
 
 
 def test_no_more_than_linear():

@@ -76,7 +76,7 @@ def offer(name: str, nbytes: int = 100, device: str = "cpu", shape: tuple[int, .
 
 
 def shares(*told: list[Offer], how: str = "broadcast", machines: bool = False) -> dict[str, int]:
-    return spread(told, how, far=machines)
+    return spread(told, how, remote=machines)
 
 
 def test_only_what_all_want_alike_is_shared():

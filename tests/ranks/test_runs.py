@@ -122,7 +122,7 @@ def full_disk(world: World, path: str) -> list[str]:
     run.save(3, state_of(world, 3))
     said = []
     run.when_full = "error"
-    run._space.budget = 4_000
+    run.budget = 4_000
     try:
         run.save(4, state_of(world, 4))
     except RanksFailed as error:
@@ -288,7 +288,7 @@ def test_ranks_share_what_did_not_change(pool: Pool, tmp_path: Path, size: int):
     run = holdfast.Run(tmp_path)
     assert [step.step for step in run] == [3, 4]
     assert all(holdfast.verify(step.path).ok for step in run)
-    assert run._space.used(run.steps()) < 450_000
+    assert run._used() < 450_000
 
 
 def overtaken(world: World, path: str, given: bool) -> tuple[object, ...]:

@@ -145,9 +145,9 @@ class World:
         return done
 
     def marked(self) -> set[int]:
-        from holdfast.runs.bucket import PINS, _marks
+        from holdfast.runs.record import PINS, marked_steps
 
-        return _marks(self.run()._folder._said_in(PINS)[0])  # type: ignore[attr-defined]
+        return marked_steps(self.run()._folder.read_record(PINS))
 
     def dying(self, kill: tuple[int, bool] | None) -> AbstractContextManager[None]:
         return _die(kill)

@@ -501,7 +501,7 @@ def test_both_servers_say_what_a_step_is(either: int, url: str, monkeypatch: pyt
     for number in (1, 2, 3):
         run.save(number, state(number), metrics={"loss ü": number / 3})
     assert run.pin(2, "paper").step == 2
-    monkeypatch.setattr("holdfast.runs.bucket_steps.BucketSteps._read", lambda self, name: pytest.fail("it was read"))
+    monkeypatch.setattr("holdfast.runs.bucket.RunBucket._read", lambda self, name: pytest.fail("it was read"))
     fresh = holdfast.Run(url, keep="latest:1")
     assert fresh.latest().metrics == {"loss ü": 1.0}
     assert numbers(fresh) == [2, 3]

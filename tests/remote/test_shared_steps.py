@@ -83,7 +83,7 @@ def test_steps_share_objects_and_each_opens_alone(store: MemoryStore, monkeypatc
     assert all(map(loads, run))
     assert all(holdfast.verify(step.path).ok for step in run)
     stored = sum(one["size"] for batch in obstore.list(store, "run") for one in batch)
-    used = run._space.used(run.steps())
+    used = run._used()
     assert sum(step.nbytes for step in run) > 1.5 * used
     assert used == stored - sum(len(obstore.get(store, f"run/{name}").bytes()) for name in ("holdfast.run.json",))
     asked: list[str] = []

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.runs.directory import RunDirectory, open_for_writing
-from holdfast.runs.record import RunRules, pin_step
+from holdfast.runs.record import RunRules
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Best, Every, Latest, Rule, Within
 from holdfast.runs.steps import step_name
@@ -230,7 +230,7 @@ class World:
     def pin(self, event: Pin) -> None:
         if self.whole:
             number = sorted(self.whole)[event.which % len(self.whole)]
-            pin_step(self.folder, number, "random")
+            self.folder.pin(number, "random")
             self.pins.add(number)
 
 

@@ -37,7 +37,7 @@ from holdfast.seals.make import unseal
 from holdfast.stores.paths import AnyPath, local_path
 
 NAMED = re.compile(r"checkpoint_(\d+)")
-"""What accelerate calls its folders by itself."""
+"""The names that accelerate gives its folders by itself."""
 
 
 def guard(accelerator: Accelerator) -> None:
@@ -128,7 +128,7 @@ def load_state(accelerator: Accelerator, input_dir: AnyPath | None = None, *, de
 
 @contextmanager
 def _named_by_us(accelerator: Accelerator) -> Iterator[None]:
-    """accelerate neither chooses the folder nor deletes others meanwhile."""
+    """A block in which accelerate neither chooses the folder nor deletes others."""
     project = accelerator.project_configuration
     before, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
     try:
@@ -138,6 +138,5 @@ def _named_by_us(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _open_up(accelerator: Accelerator, folder: AnyPath, *, durable: bool = True) -> None:
-    """Take the seal from a folder that is going to be written to."""
     if accelerator.is_main_process:
         unseal(folder, durable=durable)

@@ -49,10 +49,10 @@ Shardings: TypeAlias = "Where | Mapping[str, object] | Callable[[str, tuple[int,
 
 Choose: TypeAlias = "Callable[[str, tuple[int, ...]], Where]"
 Index = tuple[slice, ...] | None
-"""What JAX calls a part of an array; None is all of it."""
+"""A part of an array, as JAX says it; None is all of it."""
 
 Box = tuple[tuple[int, int], ...]
-"""The same as a value: start and stop in each dimension."""
+"""An `Index` as a value: start and stop in each dimension."""
 
 MOST_VISITS = 100_000
 """Visits of shared containers, beyond the first of each. A file of a few hundred bytes can ask for 2^64."""
@@ -96,10 +96,10 @@ def load(
         depth = (limits or Limits()).depth
         paths = tensor_paths(tree, limits or Limits(), MOST_VISITS + HELD_NBYTES * len(state.tensors))
         names = {path: name for name, path in paths.items()}
-        _Mapped(names, depth, tensors.setdefault).walk(tree, (), False)
+        _mapped(tree, names, depth, tensors.setdefault)
         wanted = _placed(tensors, _chooser(shardings, tensors, checkpoint.path), casts)
         arrays = dict(_made(_planned(dict.fromkeys(wanted.values()), checkpoint.path)))
-        return _Mapped(names, depth, lambda name, tensor: arrays[wanted[name]]).walk(tree, (), False)
+        return _mapped(tree, names, depth, lambda name, tensor: arrays[wanted[name]])
 
 
 class WantedArray(Value, frozen=True, eq=False):
@@ -110,7 +110,7 @@ class WantedArray(Value, frozen=True, eq=False):
     dtype: DType
 
     def parts(self) -> dict[Box, LazyTensor]:
-        """What this process reads of it: the slices of its devices, or all of it where that is no more."""
+        """The slices that this process reads: those of its devices, or all of it where that is no more."""
         shape = self.lazy.shape
         jax.ShapeDtypeStruct(shape, self.lazy.dtype.numpy, sharding=self.sharding)  # says whether the rank will do
         indices = self.sharding.addressable_devices_indices_map(shape).values()
@@ -129,38 +129,34 @@ class WantedArray(Value, frozen=True, eq=False):
         return jax.make_array_from_callback(shape, self.sharding, part, dtype=_held(self.dtype))
 
 
-class _Mapped:
-    """Makes a tree again with plain dicts in it, and what `leaf` makes of every tensor and its name."""
+def _mapped(tree: object, names: Mapping[Path, str], depth: int, leaf: Callable[[str, LazyTensor], object]) -> object:
+    """A tree again with plain dicts in it, and what `leaf` makes of every tensor and its name."""
+    left, seen = MOST_VISITS, set[int]()
 
-    def __init__(self, names: Mapping[Path, str], depth: int, leaf: Callable[[str, LazyTensor], object]) -> None:
-        self._names = names
-        self._depth = depth
-        self._leaf = leaf
-        self._left = MOST_VISITS
-        self._seen: set[int] = set()
-
-    def walk(self, value: object, path: Path, again: bool) -> object:
-        walk = self.walk
-        self._left -= again
-        if self._left < 0:
+    def walk(value: object, path: Path, again: bool) -> object:
+        nonlocal left
+        left -= again
+        if left < 0:
             raise LimitExceeded("this state refers to the same containers too often to be a tree of JAX", expected=MOST_VISITS)
         if isinstance(value, dict | list | tuple | Opaque):
-            again = again or id(value) in self._seen
-            self._seen.add(id(value))
+            again = again or id(value) in seen
+            seen.add(id(value))
         match value:
             case LazyTensor():
-                return self._leaf(self._names.get(path, value.name), value)
+                return leaf(names.get(path, value.name), value)
             case dict():
                 return {key: walk(inner, (*path, step(key)), again) for key, inner in value.items()}
             case list() | tuple() if type(value) in (list, tuple):
                 return type(value)([walk(inner, (*path, at), again) for at, inner in enumerate(value)])
-            case Opaque() if (module := module_contents(value)) is not None and len(path) <= self._depth:
+            case Opaque() if (module := module_contents(value)) is not None and len(path) <= depth:
                 return {key: walk(one, (*path, key), again) for _, children in module for key, one in children if one is not None}
             case Composite():
                 part = next(iter(value.parts.values())).name
                 advice = f"leave it out (drop={part.rpartition('.')[0]!r}), or have its parts from holdfast.open"
                 raise Unsupported(f"a {value.kind} tensor, of which JAX has no kind; {advice}", tensor=part)
         return value
+
+    return walk(tree, (), False)
 
 
 def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> dict[str, WantedArray]:
@@ -181,7 +177,7 @@ def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> 
 
 
 def _planned(wanted: Iterable[WantedArray], path: str) -> dict[WantedArray, dict[Box, LazyTensor]]:
-    """What is read for each. Raises `DoesNotFit` with all shardings that do not fit."""
+    """The slices that are read for each array. Raises `DoesNotFit` with all shardings that do not fit."""
     planned: dict[WantedArray, dict[Box, LazyTensor]] = {}
     wrong: dict[str, str] = {}
     for one in wanted:
@@ -217,7 +213,6 @@ def _batches(planned: Mapping[WantedArray, dict[Box, LazyTensor]]) -> Iterator[l
 
 
 def _chooser(shardings: Shardings, names: Iterable[str], path: str) -> Choose:
-    """What says where a tensor goes."""
     if shardings is None or isinstance(shardings, Sharding | jax.Device):
         return lambda name, shape: shardings
     if callable(shardings):
@@ -266,7 +261,7 @@ def _box(index: Index, shape: tuple[int, ...]) -> Box:
 
 
 def _held(dtype: DType, tensor: str | None = None) -> np.dtype[np.generic]:
-    """What JAX holds elements as; without 64 bits, unless it is told."""
+    """The dtype that JAX has for elements; without 64 bits, unless these are enabled."""
     if dtype.paired or dtype.bits == 6:  # asked, JAX says so only when it has the elements
         raise Unsupported(f"JAX has no {dtype}; leave it out (drop=…)", tensor=tensor)
     found: np.dtype[np.generic] = jax.dtypes.canonicalize_dtype(dtype.numpy)

@@ -15,19 +15,15 @@ from holdfast.runs.run import Run
 from holdfast.stores.paths import AnyPath, local_path
 
 Keep = int | Rule | str | Collection[Rule | str] | None
-"""How many, or which: `3` is `Latest(3)`; None for all."""
+"""How many checkpoints stay, or which: `3` is `Latest(3)`; None for all."""
 
 
 def rules_of(keep: Keep) -> tuple[Rule, ...]:
-    """What `keep=` means."""
     return (Latest(keep),) if isinstance(keep, int) else read_rules(keep)
 
 
 def keep_by(folder: AnyPath, rules: Collection[Rule], *, durable: bool = True) -> None:
-    """Delete the sealed steps that no rule keeps. To be asked when a new one is sealed, and never before; warns of what stays.
-
-    What is not whole is not counted, and is left to a person.
-    """
+    """Delete the sealed steps that no rule keeps. Call it when a new one is sealed, and never before; it warns of what stays."""
     for note in retain(RunDirectory(os.path.abspath(local_path(folder))), rules, durable=durable).notes:
         warnings.warn(note, HoldfastWarning, stacklevel=3)
 

@@ -4,11 +4,11 @@
     Trainer(plugins=[HoldfastIO(background=True)])   copied, and written while the training goes on
 
 1. A save is published by one rename, straight from the tensors to the file.
-2. In the background, saves and removals are done in the order in which they were asked for. So the checkpoint before is removed
-   when its successor is there, and stays if that failed. The failure is raised by the next call.
+2. In the background, saves and removals are done in order. So the checkpoint before is removed when its successor is there, and
+   stays if that failed. The failure is raised by the next call.
 3. `ModelCheckpoint` asks the disk which names are taken, and links `last.ckpt` to the newest. Both wait for a save to that very
-   name, if it is on its way. Nothing stands in for it on the disk: a name is a whole checkpoint, or is not there.
-4. The end of the program waits for what is under way. Sent to another process, a plugin has nothing under way there.
+   name, if it is on its way.
+4. The end of the program waits for all saves. Sent to another process, a plugin has no saves under way there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
         self._queue = Queue() if background else None
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: Where, storage_options: object = None) -> None:
-        """Save a checkpoint. Behind the caller's back, if that was asked for: then this returns when it has been copied."""
+        """Save a checkpoint. In the background, this returns when the checkpoint has been copied."""
         if storage_options is not None:
             raise TypeError(f"a file on disk has no storage_options; found {storage_options!r}")
         target = local_path(path)
@@ -69,7 +69,7 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
         self._queue.put(lambda: self._write(copied, target), target)
 
     def load_checkpoint(self, path: Where, map_location: MapLocation = None, weights_only: bool | None = None) -> dict[str, object]:
-        """Load one, when all that was to be written is written. Nothing in it is run, unless `weights_only=False`."""
+        """Load a checkpoint, after all saves. Nothing in it is run, unless `weights_only=False`."""
         found = local_path(path)
         if self._queue is not None:
             self._queue.wait()
@@ -88,7 +88,7 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
             self._queue.put(lambda: _remove(target), target, after_success=True)
 
     def teardown(self) -> None:
-        """Wait for what is under way, and raise what went wrong."""
+        """Wait for saves in the background, and raise what went wrong."""
         if self._queue is not None:
             self._queue.wait()
 
@@ -112,19 +112,19 @@ class Queue:
 
     def __init__(self) -> None:
         self._tasks: deque[tuple[Callable[[], None], str, bool]] = deque()
-        """What is at work, and what waits."""
+        """The work that is being done, and behind it what waits."""
         self._turn = threading.Condition()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed = False
-        """Whether the last save failed, told or not."""
+        """Whether the last save failed, raised or not."""
         _queues.add(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Queue, ()  # the work belongs to the process that was given it
 
     def put(self, work: Callable[[], None], path: str, *, after_success: bool = False) -> None:
-        """Do it behind all that was put before; with `after_success`, at once if that is done, and not at all if it failed."""
+        """Do this work behind all other; with `after_success`, at once if that is done, and not at all if it failed."""
         with self._turn:
             self._tasks.append((work, os.path.abspath(path), after_success))
             if len(self._tasks) > 1:
@@ -141,7 +141,7 @@ class Queue:
             raise failure
 
     def wait(self) -> None:
-        """Come back when everything is done and the thread is gone; raises what went wrong."""
+        """Wait until everything is done and the thread has ended; raises what went wrong."""
         with self._turn:
             self._turn.wait_for(lambda: not self._tasks)
             thread = self._thread
@@ -150,7 +150,7 @@ class Queue:
         self.check()
 
     def wait_for(self, path: Where) -> None:
-        """Come back when nothing is on its way to this file. What went wrong is told to whoever asked for the work."""
+        """Wait until no work on this file is left. What went wrong is raised to whoever put the work."""
         with self._turn:
             self._turn.wait_for(lambda: os.path.abspath(path) not in (task[1] for task in self._tasks))
 
@@ -177,7 +177,7 @@ _queues: WeakSet[Queue] = WeakSet()
 
 
 def _in_child() -> None:
-    """A fork has none of the threads, and none of their work."""
+    """In a fork: it has none of the threads, and none of their work."""
     for queue in list(_queues):
         queue.__init__()  # type: ignore[misc]  # all of it anew
 
@@ -200,8 +200,6 @@ def _ask_us_first() -> None:
 
 
 def _waiting(call: Callable[..., object]) -> Callable[..., object]:
-    """The same call, when the files among its arguments are not on their way any more."""
-
     @functools.wraps(call)
     def waits(*given: object, **named: object) -> object:
         for value in (*given, *named.values()):
@@ -247,7 +245,6 @@ class StateCopies:
 
 
 def _entered(value: object) -> Iterable[tuple[object, object]] | None:
-    """What is in a container that is copied by itself."""
     ordered = isinstance(value, dict) and (hasattr(value, "_metadata") or type(value).__name__ == "OrderedDict")
     return children(value) if ordered or type(value) in (dict, list, tuple) else None
 

@@ -44,7 +44,7 @@ from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 T = TypeVar("T")
 STEP = re.compile(r"step-(\d+)")
 SHARD = "5GB"
-"""Of the files that Hugging Face reads; it writes them so, too."""
+"""The size of files for Hugging Face, which writes them so, too."""
 
 
 class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan is not there when types are checked
@@ -139,7 +139,7 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         self._purge()
 
     def _maybe_wait_for_staging(self) -> None:
-        """Called every step. Nothing is waited for: what comes now comes behind the copies. A save that is over is seen to."""
+        """Called every step: see to a save that is over. Work from now on comes behind the copies anyway."""
         # One that failed is raised where all ranks wait for it.
         if self.save_future is not None and self.save_future.durable:
             self._wait_for_saving()
@@ -151,7 +151,6 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         return os.path.join(self.folder, f"step-{step}")
 
     def _state(self, *, without: list[str] | None = None) -> dict[str, object]:
-        """All that is saved; the model's tensors by their own names."""
         unknown = [name for name in without or () if name not in self._states]
         if unknown:
             raise BadArgument(f"exclude_from_loading names {', '.join(unknown)}, and the state has {', '.join(self._states)}")
@@ -160,7 +159,7 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         return left | model
 
     def _fill(self, path: str, state: dict[str, object], *, cast: bool = False) -> None:
-        """Load a step into a state, all of which must be there, and hand the model its own."""
+        """Load a step into a state, all of which must be there, and hand the model its part."""
         self._filled(path, state, cast=cast)
         self._model.load_state_dict(state)
 
@@ -181,7 +180,7 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         self._model.load_state_dict(self._adapter.from_hf(state))
 
     def _export(self, path: str) -> None:
-        """The model alone, in the dtype and the form that were asked for; complete when this returns."""
+        """Save the model alone, in the dtype and format of the configuration; complete when this returns."""
         dtype = TORCH_DTYPE_MAP[self.config.export_dtype]
         state = {
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -206,7 +205,6 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         _agreed(put_together)
 
     def _steps(self) -> Iterator[int]:
-        """The steps in the folder, the newest first."""
         names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
         yield from sorted((int(found[1]) for name in names if (found := STEP.fullmatch(name))), reverse=True)
 
@@ -245,7 +243,7 @@ def _rank() -> int:
 
 
 def _agreed(call: Callable[[], T]) -> T:
-    """What the first rank finds, on all ranks; if it fails there, all raise."""
+    """The result of the first rank, on all ranks; if it fails there, all raise."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return call()
     told: list[object] = [None, None]

@@ -29,7 +29,7 @@ from holdfast.seals.make import unseal
 from holdfast.stores.paths import AnyPath
 
 CHECKPOINT = re.compile(r"checkpoint-\d+")
-"""How the Trainer calls its folders."""
+"""The names of the Trainer's folders."""
 
 
 class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may not be there when types are checked
@@ -46,7 +46,7 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
         self._began = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
-        """Note when the training began, and say what would undo the work."""
+        """Record when the training began, and warn of an option that would undo the work."""
         self._began = time.time()
         if args.should_save and self._keep:
             ran_here(args.output_dir)  # from here on it counts
@@ -56,7 +56,7 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
             warnings.warn(message, HoldfastWarning, stacklevel=2)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
-        """Before a save over a folder that is there."""
+        """Unseal a folder that is going to be written over."""
         if control.should_save:
             self._about_to_write(args, state)
 
@@ -65,7 +65,7 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
             self._about_to_write(args, state)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
-        """With save_strategy="best" it is the evaluation that decides, when this is over."""
+        """With save_strategy="best", a save may follow the evaluation."""
         if str(getattr(args.save_strategy, "value", args.save_strategy)) == "best":
             self._about_to_write(args, state)
 
@@ -106,7 +106,6 @@ def latest_whole(output_dir: AnyPath, *, deep: bool = False) -> str | None:
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> str:
-    """Where the Trainer saves the step that it is at."""
     return os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
 
 

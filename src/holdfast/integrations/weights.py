@@ -30,7 +30,7 @@ class Options:
             name: read(extra.pop(name), f"{name!r} of the loader's extra config") for name, read in KNOWN.items() if name in extra
         }
         self.rest: object = extra if isinstance(given, Mapping) else given
-        """What is the framework's to understand."""
+        """The options of the framework itself."""
 
     def path(self, model: str | os.PathLike[str]) -> str:
         found = local_path(str(self._own.get("path", model)))

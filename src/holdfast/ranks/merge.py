@@ -45,7 +45,6 @@ class Merged(Value, frozen=True):
 
 
 def merge(states: Sequence[RankState]) -> Merged:
-    """One catalogue out of all."""
     holders: dict[Catalogue, list[int]] = {}
     for rank, state in enumerate(states):
         holders.setdefault(state.catalogue, []).append(rank)
@@ -89,7 +88,6 @@ class RankBoxes(Value, frozen=True):
     state: RankState
 
     def taken(self, columns: Ints, begin: int, stop: int) -> Ints:
-        """A stretch of columns of the rank's own, in the order of this."""
         return columns[..., begin:stop] if self.order is None else columns[..., self.order[begin:stop]]
 
 
@@ -166,14 +164,11 @@ def share_values(states: Sequence[RankState], merged: Merged) -> tuple[list[tupl
             hint = f"pass values='first' to take the first, or per_rank=[{name!r}]"
             problems.append(f"the value {name!r} differs between {said}; {hint}")
         writes[ranks[0]].append(name)
-    problems += [_two_things(name, states) for name in shared if name in merged.catalogue.positions]
+    for name in [name for name in shared if name in merged.catalogue.positions]:
+        tensor = say_ranks(rank for rank, state in enumerate(states) if name in state.catalogue.positions)
+        value = say_ranks(rank for rank, state in enumerate(states) if name in state.values)
+        problems.append(f"{name!r} is a tensor on {tensor}, but a value on {value}")
     return [tuple(names) for names in writes], problems
-
-
-def _two_things(name: str, states: Sequence[RankState]) -> str:
-    tensor = say_ranks(rank for rank, state in enumerate(states) if name in state.catalogue.positions)
-    value = say_ranks(rank for rank, state in enumerate(states) if name in state.values)
-    return f"{name!r} is a tensor on {tensor}, but a value on {value}"
 
 
 def say_ranks(ranks: Iterable[int]) -> str:
@@ -210,7 +205,7 @@ class MergedTrees(Struct):
     """By path: the ranks that have something else there than the first that has anything; the tree has that one's."""
 
     def problems(self) -> list[str]:
-        """A sentence for each path."""
+        """A sentence for each path at which ranks differ."""
         return [
             f"{at or 'the state'}: {say_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} another value than the first rank; "
             f"pass values='first' to take that, or per_rank=[{at!r}] to keep one for each rank"
@@ -225,7 +220,6 @@ class MergedTrees(Struct):
 
 
 def merge_trees(trees: Sequence[bytes]) -> MergedTrees:
-    """Merge the trees of the ranks, each as JSON text."""
     holders: dict[bytes, list[int]] = {}
     for rank, raw in enumerate(trees):
         holders.setdefault(raw, []).append(rank)
@@ -252,7 +246,8 @@ def _merge(one: object, other: object, *, at: str, ranks: list[int], merged: Mer
     pairs = dict(mine)
     for raw, (key, value) in theirs.items():
         if raw in pairs:
-            value = _merge(pairs[raw][1], value, at=f"{at}.{_said(key)}".lstrip("."), ranks=ranks, merged=merged)
+            name = key if isinstance(key, str) else raw.decode()
+            value = _merge(pairs[raw][1], value, at=f"{at}.{name}".lstrip("."), ranks=ranks, merged=merged)
         pairs[raw] = key, value
     node = _node(kind, pairs)
     if metadata is not None and more is not None:
@@ -287,10 +282,6 @@ def _node(kind: tuple[tuple[str, object], ...], pairs: Pairs) -> dict[str, objec
     return {**dict(kind), "entries": entries}
 
 
-def _said(key: object) -> str:
-    return key if isinstance(key, str) else msgspec.json.encode(key).decode()
-
-
 def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: str) -> tuple[object | None, list[str]]:
     """The tree of all ranks from what each told, None where it is a plain dict of tensors; and what stands in the way."""
     if len({*told}) == 1:
@@ -311,7 +302,7 @@ def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: 
 
 
 def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
-    """The tensors that differ, from what all ranks told: for each, the ranks that have one and the same."""
+    """The tensors that differ, from the sums of all ranks: for each, the groups of ranks that have the same."""
     alike: dict[bytes, list[int]] = {}
     for rank, sums in enumerate(told):
         if not sums:
@@ -337,7 +328,7 @@ def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
 
 
 def say_different(name: str, versions: Sequence[Sequence[int]]) -> str:
-    """One of them in words."""
+    """A sentence that one tensor differs between ranks."""
     return (
         f"{name!r}: its elements differ between {', '.join(map(say_ranks, versions))}; pass per_rank=[{name!r}] to keep one for "
         "each rank, or check_replicas=False to store one of them"

@@ -30,13 +30,13 @@ def rank_key(rank: int, size: int) -> str:
 
 
 def size_in(key: object) -> int | None:
-    """How many ranks a key of this kind speaks of; None for any other key."""
+    """How many ranks a key of this kind is for; None for any other key."""
     found = KEY.fullmatch(key) if isinstance(key, str) else None
     return None if found is None else int(found[2])
 
 
 def marked(path: Path, key: str) -> Iterator[tuple[str, Path]]:
-    """The names and paths under which a rank's own may stand, the outermost first."""
+    """The names and paths under which a rank's own value may stand, the outermost first."""
     name = dotted(path)
     for i, end in enumerate(name_ends(path), 1):
         yield f"{name[:end]}.{key}{name[end:]}", (*path[:i], key, *path[i:])
@@ -49,39 +49,32 @@ def mark(state: object, patterns: Sequence[str], key: str) -> tuple[object, list
     """
     if not patterns:
         return state, []
-    marking = _Marking(patterns, key)
-    return unroll(marking.marked(state, "")), [*marking.used]
+    matchers = {pattern: matcher(pattern) for pattern in patterns}
+    used: dict[str, None] = {}
+    around: set[int] = set()
+    left = MOST_LEAVES
 
-
-class _Marking:
-    """One walk of `mark`."""
-
-    def __init__(self, patterns: Sequence[str], key: str) -> None:
-        self._patterns = {pattern: matcher(pattern) for pattern in patterns}
-        self._key = key
-        self._left = MOST_LEAVES
-        self._around: set[int] = set()
-        self.used: dict[str, None] = {}
-
-    def marked(self, value: object, prefix: str) -> Unrolled[object]:
-        """A container in which everything that matches is marked; what stands in itself is left for whoever describes the state."""
-        around = self._around
+    def marked_in(value: object, prefix: str) -> Unrolled[object]:
+        """A container in which everything that matches is marked; one that contains itself is left as it is."""
+        nonlocal left
         if id(value) in around or not (isinstance(value, Mapping) or type(value) in (list, tuple)):
             return value
         around.add(id(value))
         made: list[object] = []
-        for key, inner in mapped_children(value) or ():
-            name = f"{prefix}{step(key)}"
-            hits = [pattern for pattern, means in self._patterns.items() if means(name)]
-            self.used.update(dict.fromkeys(hits))
+        for inner_key, inner in mapped_children(value) or ():
+            name = f"{prefix}{step(inner_key)}"
+            hits = [pattern for pattern, means in matchers.items() if means(name)]
+            used.update(dict.fromkeys(hits))
             if hits:
-                made.append({self._key: inner})
+                made.append({key: inner})
             else:
-                made.append((yield self.marked(inner, f"{name}.")) if isinstance(inner, Mapping | list | tuple) else inner)
+                made.append((yield marked_in(inner, f"{name}.")) if isinstance(inner, Mapping | list | tuple) else inner)
         around.remove(id(value))
-        self._left -= len(made)
-        if self._left < 0:
+        left -= len(made)
+        if left < 0:
             raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
         if isinstance(value, Mapping) and not isinstance(value, dict):
             return value if all(map(is_, made, value.values())) else dict(zip(value, made, strict=True))
         return rebuilt(value, made)
+
+    return unroll(marked_in(state, "")), [*used]

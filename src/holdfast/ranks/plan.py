@@ -45,14 +45,13 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Ints
-from holdfast.core.box import Box
 from holdfast.core.value import Value
 from holdfast.ranks.merge import Merged, agreed_aliases, hold, merge, share_values
 from holdfast.ranks.state import Catalogue, RankState
 from holdfast.ranks.survey import BITS, BoxBatch, Int32s, survey
 
 MAX_NBYTES = 1 << 60
-"""Of a whole checkpoint: an exbibyte. Sums of bytes then fit 64 bits."""
+"""The largest checkpoint: an exbibyte. Sums of bytes then fit 64 bits."""
 
 
 class RankWrites(Value, frozen=True, eq=False):
@@ -61,7 +60,7 @@ class RankWrites(Value, frozen=True, eq=False):
     boxes: Ints
     """The number of each box in the columns of the rank's own `RankState`."""
     tensors: Ints
-    """Its tensor, as a place in the catalogue of the plan."""
+    """The tensor of each box, as a place in the catalogue of the plan."""
     offsets: Ints
     """Lowest corners, a row for each dimension, as in `RankState`; dimensions beyond those that the rank knows are left out."""
     sizes: Ints
@@ -76,29 +75,14 @@ class RankPlan(Value, frozen=True, eq=False):
     catalogue: Catalogue
     """Every tensor of every rank. Those in `aliases`, and those without elements, are written by nobody."""
     writes: tuple[RankWrites, ...]
-    """What each rank writes. Empty where there are problems."""
     aliases: tuple[tuple[str, str], ...]
     """Pairs (name, base): the content of the name is that of the base."""
     problems: tuple[str, ...] = ()
-    """All of them; each names its tensor or value and the ranks."""
+    """All problems; each names its tensor or value and the ranks."""
     notes: tuple[str, ...] = ()
-    """What a person should know: names that share memory on some ranks only, and are stored twice."""
+    """Names that share memory on some ranks only, and are stored twice."""
     disputed: frozenset[str] = frozenset()
     """Names under which ranks have tensors of other dtypes or shapes; each is a problem."""
-
-    @property
-    def nbytes(self) -> Ints:
-        """Bytes of tensors that each rank writes."""
-        return np.array([w.nbytes for w in self.writes], np.int64)
-
-    def boxes(self, rank: int) -> list[tuple[str, Box]]:
-        """The name and box of everything that one rank writes, in order."""
-        writes, catalogue = self.writes[rank], self.catalogue
-        named = []
-        for i, t in enumerate(writes.tensors.tolist()):
-            dims = len(catalogue.shapes[t])
-            named.append((catalogue.names[t], Box.at(writes.offsets[:dims, i].tolist(), writes.sizes[:dims, i].tolist())))
-        return named
 
 
 def plan_ranks(states: Sequence[RankState]) -> RankPlan:
@@ -131,17 +115,15 @@ class _Written:
     def __init__(self, ranks: int) -> None:
         self.problems: list[tuple[int, str]] = []
         self.loads = np.zeros(ranks, np.int64)
-        """Bytes that each rank writes."""
         self.writers: list[Int32s] = []
         """Of each batch, for each different box the lowest rank that has it; after `deal`, the rank that writes it."""
         self.boxes: list[Int32s] = []
-        """What that rank calls it."""
+        """The number of the box on that rank."""
         self.shared: dict[int, _Shared] = {}
         """By the number of a batch: the boxes that have several holders, where there are some."""
         self.classes: dict[tuple[int, int], int] = {}
         """Sets of holders, by their key and how many they are, in the order in which they first occur."""
         self.holders: list[Ints] = []
-        """The ranks of each set."""
 
     def add(self, batch: BoxBatch) -> None:
         self.problems.extend(batch.problems)
@@ -201,7 +183,7 @@ class _Written:
         self.shared.clear()
 
     def by_rank(self) -> list[Ints]:
-        """For each rank the boxes that it writes, as it calls them and in the order of the batches."""
+        """For each rank the boxes that it writes, by its own numbers and in the order of the batches."""
         if not self.writers or not len(self.loads):
             return [np.zeros(0, np.int64) for _ in self.loads]
         stops = np.bincount(np.concatenate(self.writers), minlength=len(self.loads)).cumsum()
@@ -215,13 +197,12 @@ class _Shared(Value, frozen=True):
     """The boxes of one batch that have several holders."""
 
     numbers: Ints
-    """Their places among the different boxes of the batch."""
+    """Places of the boxes among the different boxes of the batch."""
     heads: Ints
-    """Where their holders begin."""
+    """Where the holders of each box begin."""
     counts: Ints
-    """How many holders they have."""
     classes: Ints
-    """Which set of holders that is."""
+    """The set of holders of each box."""
     nbytes: Ints
     ranks: Int32s
     boxes: Int32s

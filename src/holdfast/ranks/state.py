@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -71,11 +71,10 @@ class Catalogue:
     dtypes: tuple[str, ...]
     """Names of rows of `DTYPES`."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the whole tensors, not of anybody's part."""
+    """The shapes of the whole tensors, not of anybody's part."""
     encoded: bytes = field(init=False, repr=False)
     """The catalogue as JSON. Equal catalogues give equal bytes."""
     digest: bytes = field(init=False, repr=False)
-    """blake2b of `encoded`."""
     positions: Mapping[str, int] = field(init=False, repr=False)
     """From a name to its place here."""
     extents: Ints = field(init=False, repr=False)
@@ -127,7 +126,7 @@ class RankState(Value, frozen=True, eq=False):
     offsets: Ints
     """Lowest corners: a row for each of `catalogue.rank` dimensions, a column for each box."""
     sizes: Ints
-    """Lengths, of the same form."""
+    """Lengths, in the form of the offsets."""
     values: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     """Everything that is not a tensor: its name, and a hash of its content, on which all ranks agree."""
     aliases: tuple[tuple[str, str], ...] = ()
@@ -136,32 +135,6 @@ class RankState(Value, frozen=True, eq=False):
     def __post_init__(self) -> None:
         self._check_columns()
         self._check_names()
-
-    @classmethod
-    def of(
-        cls,
-        tensors: Iterable[tuple[str, str, Sequence[int], Sequence[Box]]],
-        *,
-        values: Mapping[str, bytes] | None = None,
-        aliases: Iterable[tuple[str, str]] = (),
-    ) -> RankState:
-        """From the name, dtype, shape and boxes of each tensor.
-
-        >>> state = RankState.of([("w", "float32", (8, 4), [Box((0, 0), (2, 4))]), ("b", "float32", (4,), [Box((0,), (4,))])])
-        >>> state.tensors.tolist(), state.offsets.tolist(), state.sizes.tolist()
-        ([0, 1], [[0, 0], [0, 0]], [[2, 4], [4, 1]])
-        """
-        rows = [(name, dtype, tuple(shape), list(boxes)) for name, dtype, shape, boxes in tensors]
-        catalogue = Catalogue(tuple(r[0] for r in rows), tuple(r[1] for r in rows), tuple(r[2] for r in rows))
-        owners = np.arange(len(rows), dtype=np.int64).repeat([len(r[3]) for r in rows])
-        offsets = np.zeros((catalogue.rank, len(owners)), np.int64)
-        sizes = np.ones((catalogue.rank, len(owners)), np.int64)
-        for i, (name, box) in enumerate((r[0], box) for r in rows for box in r[3]):
-            if box.rank != len(catalogue.shapes[int(owners[i])]):
-                raise MetadataError(f"a box of rank {box.rank} is no part of {catalogue.shapes[int(owners[i])]}", tensor=name)
-            offsets[: box.rank, i] = box.start
-            sizes[: box.rank, i] = box.shape
-        return cls(catalogue, owners, offsets, sizes, dict(values or {}), tuple(aliases))
 
     @classmethod
     def of_table(
@@ -190,7 +163,6 @@ class RankState(Value, frozen=True, eq=False):
 
     @property
     def count(self) -> int:
-        """How many boxes it has."""
         return len(self.tensors)
 
     def _check_columns(self) -> None:
@@ -253,7 +225,7 @@ def _possible(shape: tuple[int, ...]) -> bool:
 
 
 MAGIC = b"hf-rank\x02"
-"""What it is, and the version."""
+"""The kind of the message, and its version."""
 
 PREFIX_NBYTES = 24
 WORD = 8
@@ -272,7 +244,8 @@ HEADER = DocumentKind(name="header of a rank", decoder=msgspec.json.Decoder(Head
 def encode(state: RankState) -> bytes:
     """A rank's state as bytes; `decode` gives it back."""
     catalogue = state.catalogue.encoded
-    header = _written(HEADER, Header(state.count, _pairs(state.values), state.aliases))
+    values = tuple((name, digest.hex()) for name, digest in state.values.items())
+    header = _written(HEADER, Header(state.count, values, state.aliases))
     header += b" " * (-(PREFIX_NBYTES + len(catalogue) + len(header)) % WORD)
     lengths = (len(part).to_bytes(WORD, "little") for part in (catalogue, header))
     columns = (column.astype("<i8", copy=False).tobytes() for column in (state.tensors, state.offsets, state.sizes))
@@ -280,10 +253,7 @@ def encode(state: RankState) -> bytes:
 
 
 def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankState:
-    """The state that the bytes tell. Raises `HeaderError` or `MetadataError`, and nothing else, for any other bytes.
-
-    `known` holds the catalogues that were seen, by digest; a new one is added. The columns are views of `data`.
-    """
+    """The state in these bytes. Raises `HeaderError` or `MetadataError`, and nothing else, for any other bytes."""
     known = {} if known is None else known
     if data[:WORD] != MAGIC:
         raise HeaderError(f"the description of a rank begins with {MAGIC!r}", found=data[:WORD])
@@ -293,7 +263,11 @@ def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankStat
     begin = middle + int.from_bytes(data[2 * WORD : PREFIX_NBYTES], "little")
     if begin > len(data) or begin % WORD:
         raise HeaderError(f"the header of a rank's description ends at byte {begin} of {len(data)}", offset=begin)
-    catalogue = _catalogue(data[PREFIX_NBYTES:middle], known)
+    digest = hashlib.blake2b(data[PREFIX_NBYTES:middle], digest_size=16).digest()
+    if digest not in known:
+        document = read_document(CATALOGUE, data[PREFIX_NBYTES:middle])
+        known[digest] = Catalogue(document.names, document.dtypes, document.shapes)
+    catalogue = known[digest]
     text = data[middle:begin].rstrip(b" ")
     if begin - middle - len(text) >= WORD:
         raise HeaderError("the header of a rank is not in the form in which it is written")
@@ -308,21 +282,9 @@ def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankStat
 
 
 def decode_all(described: Iterable[bytes], own: Catalogue | None = None) -> list[RankState]:
-    """The states of all ranks, in order; those with the same tensors share one catalogue, or that of whoever asks (`own`)."""
+    """The states of all ranks, in order; those with the same tensors share one catalogue, or `own`, that of the first rank."""
     known = {} if own is None else {own.digest: own}
     return [decode(data, known) for data in described]
-
-
-def _catalogue(raw: bytes, known: dict[bytes, Catalogue]) -> Catalogue:
-    digest = hashlib.blake2b(raw, digest_size=16).digest()
-    if digest not in known:
-        document = read_document(CATALOGUE, raw)
-        known[digest] = Catalogue(document.names, document.dtypes, document.shapes)
-    return known[digest]
-
-
-def _pairs(values: Mapping[str, bytes]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, digest.hex()) for name, digest in values.items())
 
 
 def _digests(pairs: tuple[tuple[str, str], ...]) -> dict[str, bytes]:

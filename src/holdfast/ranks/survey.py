@@ -70,18 +70,17 @@ class BoxBatch(Value, frozen=True):
     ranks: Int32s
     """The holders of each box, ascending."""
     boxes: Int32s
-    """What each holder calls it: the number of the box in its own columns."""
+    """The number of the box in the columns of each holder."""
     nbytes: Ints
-    """Bytes of each box."""
     problems: tuple[tuple[int, str], ...]
-    """What is wrong with a tensor, and which it is."""
+    """Tensors that are not covered exactly once, and why."""
 
 
 class _Boxes(Value, frozen=True):
     """Boxes of all ranks, one column each."""
 
     tensors: Ints
-    """Numbered from the first of the batch."""
+    """Counted from the first tensor of the batch."""
     ranks: Int32s
     boxes: Int32s
     offsets: Ints
@@ -91,7 +90,6 @@ class _Boxes(Value, frozen=True):
         return _Boxes(self.tensors[where], self.ranks[where], self.boxes[where], *self.geometry(where))
 
     def geometry(self, where: Ints | Bools) -> tuple[Ints, Ints]:
-        """Offsets and sizes."""
         places = where.nonzero()[0] if where.dtype == np.bool_ else where
         return self.offsets.take(places, axis=1), self.sizes.take(places, axis=1)
 
@@ -125,7 +123,6 @@ def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> 
 
 
 def _gather(parts: Sequence[tuple[int, RankBoxes, int, int]], *, first: int, rank: int) -> _Boxes:
-    """The boxes of stretches of ranks, in the order of the ranks."""
     if not parts:
         none, no_columns = np.zeros(0, np.int32), np.zeros((rank, 0), np.int64)
         return _Boxes(np.zeros(0, np.int64), none, none, no_columns, no_columns)
@@ -256,14 +253,13 @@ class _About(Value, frozen=True):
 
 
 def _edges(begins: Bools, count: int) -> Ints:
-    """Where stretches of so many neighbours begin, and the end of the last one. `begins` is asked of all but the first."""
+    """Where groups of equal neighbours begin, and the end of the last one. `begins` has an entry for all but the first."""
     edges = np.ones(count + 1, np.bool_)
     edges[1:count] = begins
     return edges.nonzero()[0]
 
 
 def _first_of_each(groups: Ints, items: Ints) -> list[int]:
-    """The first item of each group, in the order of the groups."""
     if not len(items):
         return []
     _, first = np.unique(groups, return_index=True)
@@ -299,7 +295,7 @@ def defects(extents: Ints, tensors: Ints, *, starts: Ints, sizes: Ints) -> list[
     if np.count_nonzero(sizes != extents.take(tensors, axis=1)):
         found = {d.tensor: d for d in _defects_of_cut(extents, totals, _Different(tensors, starts, sizes))}
     totals[tensors] = 0
-    found.update((int(t), _nothing(int(t), extents)) for t in totals.nonzero()[0])
+    found.update((int(t), Defect(int(t), (0,) * len(extents), None)) for t in totals.nonzero()[0])
     return [found[t] for t in sorted(found)]
 
 
@@ -310,7 +306,6 @@ class _Different(Value, frozen=True):
 
 
 def _defects_of_cut(extents: Ints, totals: Ints, boxes: _Different) -> Iterator[Defect]:
-    """The defects of the tensors that have boxes."""
     tensors, starts, sizes = boxes.tensors, boxes.starts, boxes.sizes
     edges = _edges(tensors[1:] != tensors[:-1], len(tensors))
     heads, tails = edges[:-1], edges[1:] - 1
@@ -406,7 +401,3 @@ def _slowly(extents: Ints, boxes: _Different, *, begin: int, stop: int) -> Itera
     starts, sizes = boxes.starts[:, begin:stop].T.tolist(), boxes.sizes[:, begin:stop].T.tolist()
     if not covers(tuple(extents[:, tensor].tolist()), list(zip(map(tuple, starts), map(tuple, sizes), strict=True))):
         yield Defect(tensor, None, None)
-
-
-def _nothing(tensor: int, extents: Ints) -> Defect:
-    return Defect(tensor, (0,) * len(extents), None)

@@ -21,7 +21,7 @@ from holdfast.ranks.state import RankState, decode_all, encode
 
 
 class Description(msgspec.Struct):
-    """What a rank says beside its boxes."""
+    """What a rank tells beside its boxes."""
 
     tree: bytes | None
     """The state as typed JSON."""
@@ -31,28 +31,23 @@ class Description(msgspec.Struct):
     grads: list[str]
     """Names of the tensors that require gradients."""
     matched: list[str]
-    """Those of the patterns in `per_rank` that found something."""
+    """The patterns in `per_rank` that match something."""
 
 
 DESCRIPTION = message_kind("description of a rank", Description)
 
 
-def message(description: Description, state: RankState | None) -> bytes:
-    """What a rank has to say; `with_sums` completes it. The first rank has its own state, and tells nobody."""
-    return _joined(write_document(DESCRIPTION, description), b"" if state is None else encode(state))
+def message(description: Description, state: RankState | None, sums: bytes) -> bytes:
+    """What a rank tells the first one: checksums of what others may have as well, its description, its state.
 
-
-def with_sums(sums: bytes, message: bytes) -> bytes:
-    """The same behind the checksums of what others may have as well; none where it was told not to look."""
-    return _joined(sums, message)
-
-
-def _joined(front: bytes, rest: bytes) -> bytes:
-    return len(front).to_bytes(8, "little") + front + rest
+    The first rank has its own state, and gives None. Empty `sums` are not compared.
+    """
+    head = write_document(DESCRIPTION, description)
+    parts = [part for front in (sums, head) for part in (len(front).to_bytes(8, "little"), front)]
+    return b"".join((*parts, b"" if state is None else encode(state)))
 
 
 def _split(joined: bytes) -> tuple[bytes, bytes]:
-    """The part in front, whose length comes first, and the rest."""
     stop = 8 + int.from_bytes(joined[:8], "little")
     return joined[8:stop], joined[stop:]
 
@@ -62,11 +57,9 @@ class Together(Value, frozen=True):
 
     contents: Contents
     writes: Sequence[RankWrites]
-    """What each rank writes."""
     notes: Sequence[str]
-    """What a person should know."""
     sampled: bool
-    """Whether the nested state is one that a rank told, of which a sample was opened."""
+    """Whether all ranks have the same nested state, of which a sample was opened."""
 
     @property
     def nbytes(self) -> int:
@@ -75,10 +68,7 @@ class Together(Value, frozen=True):
 
 
 def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[str], own: RankState) -> Together:
-    """One checkpoint of what the ranks tell, each in the message of `with_sums`. Raises `CannotHold` with all problems.
-
-    `own` is the state of the first rank, which is the one that asks.
-    """
+    """Make one checkpoint of the messages of all ranks. Raises `CannotHold` with all problems."""
     heads, states, sums = [], [], []
     for told in messages:
         summed, rest = _split(told)

@@ -108,7 +108,6 @@ def _of_each_kind(catalogue: Catalogue) -> dict[tuple[str, int, bool], int]:
 
 
 def _sample(contents: Contents, rows: Sequence[int]) -> Contents:
-    """Contents of which these tensors are there, and one value."""
     catalogue = contents.catalogue
     names = tuple([catalogue.names[row] for row in rows])
     dtypes, shapes = tuple([catalogue.dtypes[row] for row in rows]), tuple([catalogue.shapes[row] for row in rows])
@@ -125,7 +124,6 @@ def _sample(contents: Contents, rows: Sequence[int]) -> Contents:
 
 
 def _nowhere(name: str, outline: Outline) -> LazyTensor:
-    """A tensor whose elements nobody is going to read."""
     dtype, shape = outline
     storage = Storage("nowhere", 0, dtype.nbytes(math.prod(shape)), home=NOWHERE.store)
     return LazyTensor.contiguous(name, dtype, shape, storage, NOWHERE)
@@ -140,7 +138,6 @@ def check_value(name: str, archive: bytes) -> None:
 
 
 def _nothing() -> bytes:
-    """The archive of None."""
     out = io.BytesIO()
     write_stream(lay_out_torch_zip(value_state(None)).files[0], out)
     return out.getvalue()
@@ -153,20 +150,20 @@ def _outlines(catalogue: Catalogue) -> Mapping[str, Outline]:
 
 
 class AsStep(Value, frozen=True):
-    """What makes the checkpoint a step of a run. Asked of the first rank alone, but for one."""
+    """The functions of a run that make the checkpoint a step of it. The first rank alone calls them, but for one."""
 
     stamp: Stamp
     begin: Callable[[int], tuple[bool, str | None]]
     """Called with the number of bytes that are to be written, before anything is: whether what is there may be replaced, and the
     name of the step whose files this one may share."""
     named: Callable[[str], str]
-    """Where a step of a name is. Asked of every rank."""
+    """The path of the step of a name. Called on every rank."""
     attributes: Callable[[Sequence[tuple[str, int]]], Mapping[str, str] | None]
     """From the data files to what the object of the manifest says of the step; None where a seal says it."""
     sure: Callable[[], None]
-    """Asked before it is published: what it raises keeps everything as it was."""
+    """Called before the checkpoint is published: what it raises keeps everything as it was."""
     linked: Callable[[int], None]
-    """Called with the number of bytes that are those of its base, before it is published."""
+    """Called with the number of bytes that its base has as well, before it is published."""
 
 
 class Publishing(Value, frozen=True):
@@ -177,7 +174,6 @@ class Publishing(Value, frozen=True):
     target: Target
     together: Together
     step: AsStep | None = None
-    """Where it is to be a step of a run."""
     base: str | None = None
     """The name of the step whose files it may share."""
 
@@ -185,7 +181,7 @@ class Publishing(Value, frozen=True):
 def open_publishing(
     path: str, format: Format, together: Together, *, durable: bool, overwrite: bool, step: AsStep | None = None
 ) -> Publishing:
-    """Make a place in which the checkpoint comes together."""
+    """Begin the target in which the checkpoint comes together."""
     base = None
     if step is not None:
         overwrite, base = step.begin(together.nbytes)
@@ -195,7 +191,7 @@ def open_publishing(
 def open_together(
     path: str, format: Format, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool] = is_part
 ) -> Target:
-    """On the first rank: make a place for a save to a path or URL. Raises `NotCommitted` where there may be none."""
+    """On the first rank: begin a target for a save to a path or URL. Raises `NotCommitted` where there may be none."""
     # Of a DCP directory no checksum is recorded beside its index: that would be a second name to write, and two names cannot be put
     # at once.
     index, indexes = format.index, [one.index for one in rank_formats()]

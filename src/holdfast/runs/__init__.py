@@ -1,7 +1,7 @@
 """Runs: the steps of a training run in one directory or bucket, found again after anything, and kept from filling the disk.
 
 run              `Run`: save, resume, prune; what a save does, in order
-place            what a run needs of where it is: `directory`, which tells which one it is, or `bucket` with `bucket_steps`
+place            what a run needs of where it is: `directory` (with `steps`), which tells which one it is, or `bucket`
 view             looking: latest, best, iteration, what the rules would do; pins
 rules            which steps are kept: `Latest`, `Every`, `Best`, `Within`; pure
 steps            which folders are steps, under which number, and whether each is whole
@@ -10,7 +10,6 @@ retention        what goes and why the rest stays; letting it go
 sweep            what dead savers left in a bucket
 record           the rules and the pins that a run's directory keeps
 lock             one writer a run, as long as its process lives
-space            room for a step: the disk and the budget
 signals          a signal waits until the state is saved
 export           published steps in another format, in the background: where they may go, and what they may replace
 fill             a step into a state that is there

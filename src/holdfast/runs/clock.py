@@ -1,14 +1,14 @@
 """How long a run has run: seconds that are counted from step to step, by a clock that nobody can set.
 
-The clock on the wall jumps: it is set, repaired, years behind until the network is there. So a step also says for how long the run
-had run when it was saved (`Step.ran`), and the age of a step for `Within` is what the newest has more.
+The clock on the wall jumps. So a step also says for how long the run had run when it was saved (`Step.ran`), and the age of a step
+for `Within` is what the newest has more.
 
 1. A program looks for the newest step: `latest`, `resume`, or its first save. It goes on with what that step says.
-2. From then on `time.monotonic` counts, for all Runs of this program in one place. What it saves says how far it has come.
+2. From then on `time.monotonic` counts, for all Runs of this program in one place. Its steps say how far it has come.
 3. Where another program has saved meanwhile, the time until then is that one's, and is not counted twice.
 
-What is counted is never more than the time that has passed. It is less by the pauses between programs, and by what a program did
-between its last save and its end.
+The count is never more than the time that has passed. It is less by the pauses between programs, and by what a program did between
+its last save and its end.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from holdfast.runs.place import RunPlace
 
 
 class RunClock:
-    """What one program counts of one run."""
+    """The time that one program counts of one run."""
 
     def __init__(self) -> None:
         self._ahead = 0.0
-        """What the run has more than `time.monotonic` says."""
+        """Seconds that the run has more than `time.monotonic` says."""
         self._known: set[float | None] = set()
-        """What the step says that was gone on with, and what this program's own say."""
+        """The counts that this program went on with, and those of its own steps."""
 
     def go_on(self, ran: float | None) -> None:
-        """The newest step says this, or None says anything; where that is not what this program knows, it begins to count here."""
+        """Count from here, unless `ran`, what the newest step says, is known already. None: no step says anything."""
         if ran not in self._known:
             self._ahead, self._known = (ran or 0.0) - time.monotonic(), {ran}
 
     def look(self, place: RunPlace) -> None:
-        """Go on with the newest step there that says it. Of those of an older Holdfast, or of other trainers, none does."""
+        """Go on with the newest step there that has a count. Steps of an older Holdfast, or of other trainers, have none."""
         newest = place.newest()
         if newest is not None and newest.ran is None:
             newest = next((one for one in reversed(place.steps()) if one.ran is not None), None)
@@ -49,5 +49,4 @@ class RunClock:
 
 @lru_cache(256)
 def clock_of(path: str) -> RunClock:
-    """What this program counts of the run at a path."""
     return RunClock()

@@ -17,48 +17,35 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
+from holdfast.core.documents import DocumentKind, write_document
 from holdfast.core.value import replace
-from holdfast.engine.commit.target import refusing
+from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import LockedName, empty, locked, longest_name, set_aside, temporary_name
 from holdfast.engine.commit.temporaries import clean as clean_target
+from holdfast.engine.commit.transactions import replace_file
+from holdfast.errors import HeaderError, NoSuchPath
 from holdfast.runs.lock import Holder, RunLock, seen_writing
-from holdfast.runs.place import Choose, RunPlace, Sizes
-from holdfast.runs.record import (
-    EXPORTS,
-    PROOFS,
-    Pin,
-    Proofs,
-    RunRules,
-    pin_step,
-    read_kept,
-    read_pins,
-    read_said,
-    receipts_of,
-    turn,
-    unpin_step,
-    write_kept,
-    write_said,
-)
+from holdfast.runs.place import Change, Choose, RunPlace, Sizes
+from holdfast.runs.record import MOST_NBYTES, PINS, D, RunRules, decoded, pins_by_step
 from holdfast.runs.steps import RunFolder, Step, step_name
 from holdfast.saving.planned import Planned, Saved
 from holdfast.seals.document import SEAL, Stamp, seal_name, with_seal
-from holdfast.stores.files import FileEntry, Files, is_temporary, make_parents
+from holdfast.stores.files import FileEntry, Files, is_temporary, make_parents, read_all
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.place import place_at
-from holdfast.stores.remote.url import Stamps
 
 PREFIX = "deleted~"
-"""What the name of a deleted step begins with, after its dot."""
+"""The name of a deleted step begins so, after its dot."""
 
 DEEPEST = 64
-"""Folders in folders that are followed. No trainer comes near; whoever does is left for a person to remove."""
+"""The most folders in folders that are followed. No trainer comes near; whoever does is left for a person to remove."""
 
 
 class Hidden:
-    """A step that has no name any more, and is ours to remove."""
+    """A step that has lost its name, and is ours to remove."""
 
     def __init__(self, kept: LockedName, *, seal: str | None, folder: bool) -> None:
         self._kept = kept
@@ -66,7 +53,7 @@ class Hidden:
         self._folder = folder
 
     def remove(self, *, durable: bool = True) -> None:
-        """Remove it. What cannot be removed stays under its hidden name, for the next `clean`."""
+        """Remove the files. What cannot be removed stays under its hidden name, for the next `clean`."""
         files, kept = self._kept.files, self._kept
         try:
             with suppress(OSError):
@@ -85,10 +72,7 @@ class Hidden:
 
 
 def forget_replaced(files: Files, names: Collection[str], *, at: int, there: Sequence[str]) -> None:
-    """Remove the folders that these steps replaced and that are there still, so that a power cut does not bring them back.
-
-    `there` is all that is in the directory.
-    """
+    """Remove the folders that these steps replaced and that are there still, so that a power cut does not bring them back."""
     if not any(name.endswith(".old") for name in there):
         return
     longest = files.longest_name(at)
@@ -121,7 +105,7 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
 
 
 def clean(files: Files, there: Sequence[str], *, at: int) -> None:
-    """Remove what deletions left that did not come to their end, of all that is there. What cannot be removed stays."""
+    """Remove what unfinished deletions left, among these names. What cannot be removed stays."""
     for name in there:
         if name.startswith(f".{PREFIX}") and is_temporary(name):
             with suppress(OSError):
@@ -167,14 +151,14 @@ def _empty(files: Files, folder: LockedName, depth: int = 0) -> None:
     empty(files, folder, plain)
 
 
-class RunDirectory(RunFolder):
-    """A run's directory (`RunPlace`)."""
+class RunDirectory(RunFolder, RunPlace):
+    """A run in a directory."""
 
     _lock: RunLock | None = None
-    """That of whoever opened it for writing; once it is given back, nothing is asked of it."""
+    """The lock of the run that opened it for writing."""
 
     def check(self, at: int | None = None) -> None:
-        """As `RunPlace.check`; `at` is the directory, where it is open already."""
+        """Compare the lock; `at` is the directory, where it is open already."""
         if self._lock is None:
             return
         with refusing("comparing the run's lock", self.path):
@@ -193,7 +177,6 @@ class RunDirectory(RunFolder):
         return free_nbytes(self.path)
 
     def sizes(self, step: Step) -> Sizes:
-        """Files by device and inode."""
         return {entry.identity: entry.nbytes for entry in self._entries(step).values()}
 
     def identities(self, step: Step) -> Mapping[str, str]:
@@ -205,7 +188,6 @@ class RunDirectory(RunFolder):
         return {name: found[name].changed_s if name in found else now for name in names}
 
     def _entries(self, step: Step) -> Mapping[str, FileEntry]:
-        """The files of a step, as far as they are there."""
         found: dict[str, FileEntry] = {}
         with suppress(OSError), self.opened() as (files, at):
             single = files.stat(step.name, at=at)
@@ -223,49 +205,34 @@ class RunDirectory(RunFolder):
                 files.close(inside)
         return found
 
-    def kept(self) -> RunRules | None:
-        with self.opened() as (files, at):
-            return read_kept(files, at=at)
-
-    def pins(self) -> Mapping[int, Pin]:
+    def read_record(self, kind: DocumentKind[D]) -> D | None:
         try:
             with self.opened() as (files, at):
-                return read_pins(files, at=at)
+                return _read_record(files, kind, at=at)
         except FileNotFoundError:
-            return {}
+            return None
 
-    def pin(self, step: int, why: str, *, durable: bool = True) -> Pin:
-        return pin_step(self, step, why, durable=durable)
-
-    def unpin(self, step: int, *, durable: bool = True) -> Pin:
-        return unpin_step(self, step, durable=durable)
-
-    def proofs(self) -> Proofs:
+    def change_record(self, kind: DocumentKind[D], change: Change[D], *, durable: bool) -> None:
         try:
-            with self.opened() as (files, at):
-                return read_said(files, PROOFS, at=at) or Proofs()
+            with turn(self) if kind.file == PINS.file else self.opened() as (files, at):
+                try:
+                    found = _read_record(files, kind, at=at)
+                except HeaderError:
+                    if kind.file == PINS.file:
+                        raise
+                    found = None
+                made = change(found)
+                if made is not None:
+                    replace_file(os.path.join(self.path, kind.file), write_document(kind, made), durable=durable, files=files)
         except FileNotFoundError:
-            return Proofs()
-
-    def note_proofs(self, proofs: Proofs) -> None:
-        write_said(self.files, self.path, PROOFS, proofs, durable=False)
+            raise NoSuchPath("there is no such directory", file=self.path) from None
 
     def writer(self) -> Holder | None:
         with self.opened() as (files, at):
             return seen_writing(files, at=at)
 
-    def exported(self) -> Mapping[str, Stamps]:
-        with self.opened() as (files, at):
-            found = read_said(files, EXPORTS, at=at)
-            return {} if found is None else found.exports
-
-    def note_exported(self, target: str, stamps: Stamps, *, durable: bool) -> None:
-        rest = {name: found for name, found in self.exported().items() if name != target}
-        write_said(self.files, self.path, EXPORTS, receipts_of({**rest, target: stamps}), durable=durable)
-
     def asking(self) -> AbstractContextManager[None]:
-        """What the file system refuses is told where it happens."""
-        return nullcontext()
+        return nullcontext()  # what the file system refuses is raised where it happens
 
     def begin(self, kept: RunRules, *, durable: bool) -> RunLock:
         with refusing("making the run's directory", self.path):
@@ -278,15 +245,12 @@ class RunDirectory(RunFolder):
         return self._lock
 
     def replaces(self, step: int) -> bool:
-        """What is not whole is of no use to anybody, and must not keep a run that goes on from saving this step again."""
-        return True
+        return True  # what is not whole is of no use to anybody
 
-    def noted(self, metadata: Mapping[str, str] | None, says: Stamp) -> Mapping[str, str] | None:
-        """The seal says it."""
-        return metadata
+    def with_stamp(self, metadata: Mapping[str, str] | None, says: Stamp) -> Mapping[str, str] | None:
+        return metadata  # the seal has the stamp
 
     def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
-        """The same save with a seal."""
         plan = with_seal(planned.plan, says)
         files = tuple(plan.listed)
         report = replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files))
@@ -296,7 +260,6 @@ class RunDirectory(RunFolder):
         return None
 
     def published(self, planned: Planned[Saved], says: Stamp) -> Step:
-        """The step as it was laid out, and as its seal has it: no look can make a failure of a save that is done."""
         files = sorted([(key, nbytes) for key, nbytes in planned.report.files if key != SEAL])
         name, nbytes = step_name(says.step), sum([nbytes for _, nbytes in files])
         path, names = os.path.join(self.path, name), tuple([key for key, _ in files])
@@ -311,7 +274,7 @@ class RunDirectory(RunFolder):
                 # Names are taken while nobody pins; nobody waits while gigabytes are unlinked.
                 with turn(self):
                     self.check(at)
-                    going = choose(read_pins(files, at=at))
+                    going = choose(pins_by_step(_read_record(files, PINS, at=at)))
                     there = files.list(at)
                     forget_replaced(files, [one.name for one in going], at=at, there=there)
                     for one in going:
@@ -336,7 +299,7 @@ class RunDirectory(RunFolder):
                 hide(files, one.name, at=at).remove(durable=durable)
 
 
-def open_for_writing(folder: RunFolder, kept: RunRules, *, durable: bool) -> RunLock:
+def open_for_writing(folder: RunDirectory, kept: RunRules, *, durable: bool) -> RunLock:
     """Take the run's lock, remove what deletions of dead processes left, and write the rules down."""
     files = folder.files
     lock = RunLock.take(files, folder.path)
@@ -344,15 +307,45 @@ def open_for_writing(folder: RunFolder, kept: RunRules, *, durable: bool) -> Run
         with refusing("preparing the run's directory", folder.path), folder.opened() as (_, at):
             with suppress(OSError):
                 clean(files, files.list(at), at=at)
-            write_kept(files, folder.path, kept, at=at, durable=durable)
+            folder.write_rules(kept, durable=durable)
     except BaseException:
         lock.close()
         raise
     return lock
 
 
+def _read_record(files: Files, kind: DocumentKind[D], *, at: int) -> D | None:
+    there = files.stat(kind.file, at=at)
+    if there is None:
+        return None
+    raw = read_all(files, kind.file, there, at=at, most=MOST_NBYTES)
+    if raw is None:
+        raise HeaderError("no plain file of a length that could be", file=kind.file)
+    return decoded(raw, kind)
+
+
+PATIENCE_S, PAUSE_S = 30.0, 0.02
+"""How long another process's turn is waited for, and between looks. A turn is a few renames."""
+
+
+@contextmanager
+def turn(folder: RunFolder) -> Iterator[tuple[Files, int]]:
+    """The directory, open and locked, while no other process changes pins or takes names from steps.
+
+    No step is deleted that was pinned before.
+    """
+    with folder.opened() as (files, at):
+        deadline = time.monotonic() + PATIENCE_S
+        while not locked(files, at):
+            if time.monotonic() > deadline:
+                raise refusal("another process has been deleting steps or changing pins for long; try again", folder.path)
+            time.sleep(PAUSE_S)
+        folder.check(at)
+        yield files, at
+
+
 def place_for(path: str) -> RunPlace:
-    """Where the run is that `place_of` gave the path or the URL of."""
+    """The place of a run, from the path or the URL that `place_of` gave."""
     place = place_at(path)
     if place.url is not None:
         from holdfast.runs.bucket import RunBucket  # what it imports is for those who have a bucket

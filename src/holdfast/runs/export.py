@@ -1,17 +1,16 @@
-"""Exports on the way: published steps as checkpoints of another format, written in the background.
+"""Exports: published steps as checkpoints of another format, written in the background.
 
     Run("runs/llama", export=Export("hf", dtype="bf16", every=5_000, keep="model.*", rename={"model.*": "*"}))
 
     runs/llama/step-00005000/  ──convert──►  hf/step-00005000/model.safetensors
 
-One thread converts one step at a time (`holdfast.convert`: under its memory budget, published by one rename). A step that waits for
-it, or is being read, is not deleted by a rule. What fails is a warning at the next call on the run. The end of the run waits for
-what is left, and so does the end of the program.
+One thread converts one step at a time (`holdfast.convert`). A step that waits for it, or is being read, is not deleted by a rule. A
+failure is a warning at the next call on the run. The end of the run waits for what is left, and so does the end of the program.
 
 An export replaces what this run exported there before, and nothing else. A run knows its exports by receipts in its own place,
-`holdfast.exports.json`: names, lengths and times (in a bucket, etags) of the files of each target when they were published. What
-lies at a target and is not as its receipt says is somebody else's: another run's, a step, or an export that somebody changed. A
-program that dies between an export and its receipt leaves one that is not replaced either.
+`holdfast.exports.json`: names, lengths and times (in a bucket, etags) of the files of each target when they were published. A
+target that is not as its receipt says is somebody else's: another run's, a step, or an export that somebody changed. A program
+that dies between an export and its receipt leaves one that is not replaced either.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from holdfast.runs.steps import NAMED, Step, step_name
 from holdfast.saving.formats import Options, format_for, written_suffixes
 from holdfast.seals.document import SEAL
 from holdfast.stores.paths import place_of
-from holdfast.stores.place import Place, place_at
+from holdfast.stores.place import place_at
 
 TARGET = re.compile(r"step-[0-9]+(\.\w+)?", re.ASCII)
-"""What an exported step may be called, if it ends with the suffix of a format."""
+"""The name of an exported step, if it ends with the suffix of a format."""
 
 MARKS = (RECORD.file, PINS.file, LOCK)
-"""What tells a run's directory."""
+"""Names that only a run's directory has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,13 @@ class Export:
         format_for("model/", self.format, Options())
 
     def target(self, step: int) -> str:
-        """Where a step goes. Safetensors are a folder, as other programs look for it."""
+        """The path of an exported step. Safetensors are a folder, as other programs look for it."""
         format = format_of(format_for("model/", self.format, Options()))
         suffix = "" if format.folder else format.suffixes[0]
         return place_at(place_of(self.path)).below(step_name(step) + suffix, folder=format.folder)
 
     def carry_out(self, step: Step, run: RunPlace, *, durable: bool = True) -> str:
-        """Convert a step of a run; what the run exported there before is replaced, and noted anew."""
+        """Convert a step of a run; what the run exported there before is replaced, and recorded anew."""
         target = self.target(step.step)
         self.check(run.path)
         if place_at(place_of(self.path)).on_disk:
@@ -97,7 +96,7 @@ class Export:
             raise refusal(f"{message}, or export elsewhere", target, errno.EEXIST) from None
         now = place_at(target).stamps()
         if now is not None:
-            run.note_exported(name, now, durable=durable)
+            run.add_exported(name, now, durable=durable)
         return target
 
     def check(self, run: str) -> None:
@@ -108,7 +107,7 @@ class Export:
 
 
 def read_exports(given: object, run: str) -> tuple[Export, ...]:
-    """What `export=` of the run at a place takes: one, or any number of them, each with a place of its own."""
+    """The exports of `export=` of the run at a place: one, or any number of them, each with a place of its own."""
     several = (given,) if isinstance(given, Export) else given
     if several is None:
         return ()
@@ -139,7 +138,7 @@ class Exports:
         self._process = os.getpid()
 
     def add(self, step: Step) -> None:
-        """A step was published."""
+        """Export a step that was published, where that is due."""
         due = [(export, step) for export in self._wanted if step.step % export.every == 0]
         if not due:
             return
@@ -151,13 +150,12 @@ class Exports:
             self._work()
 
     def busy(self) -> Mapping[int, str]:
-        """The steps that must stay."""
         with self._turn:
             waiting = {step.step: "waits to be exported" for _, step in self._queue}
             return waiting if self._now is None else {**waiting, self._now.step: "is being exported"}
 
     def tell(self) -> None:
-        """Warn of what has failed since this was asked last."""
+        """Warn of failures since the last call."""
         with self._turn:
             said, self._failed = self._failed, []
         for text in said:
@@ -218,10 +216,13 @@ def _around(path: str, *, itself: bool = False) -> Iterator[str]:
 
 
 def _mark(folder: str, *, steps: bool) -> str | None:
-    """What says that a folder is a run's directory: what a run writes down, or (`steps`) a step that one saved."""
+    """The file that shows that a folder is a run's directory: what a run writes down, or (`steps`) a step that one saved."""
     place = place_at(folder)
     if not place.on_disk:
-        return _mark_in_bucket(place)
+        with suppress(HoldfastError):  # what does not answer now is raised by the export
+            names = place.files()
+            return next((name for name in MARKS if name in names), None)
+        return None
     found = next((name for name in MARKS if os.path.lexists(place.below(name))), None)
     if found is not None or not steps:
         return found
@@ -229,11 +230,4 @@ def _mark(folder: str, *, steps: bool) -> str | None:
         for step in (entry for entry in os.scandir(folder) if NAMED.fullmatch(entry.name) and not entry.is_symlink()):
             if all(os.path.lexists(os.path.join(step.path, inner)) for inner in (MANIFEST, SEAL)):
                 return step.name
-    return None
-
-
-def _mark_in_bucket(folder: Place) -> str | None:
-    with suppress(HoldfastError):  # what does not answer now is told by the export
-        names = folder.files()
-        return next((name for name in MARKS if name in names), None)
     return None

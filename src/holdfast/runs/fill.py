@@ -4,11 +4,9 @@
     afterwards  {"w": the same array, filled, "step": 900}
 
 Everything is compared before anything is read: names that one side lacks, shapes and dtypes that differ, all of them in one
-error. Then the checksums of all that is to be read are compared, and only then is it read: a step that is damaged leaves the state
-as it was. That is a second reading; the alternative, fresh memory that is copied at the end, is a second state.
-
-Dicts and lists are changed in place, and objects with `load_state_dict` are handed theirs; tuples, and a state that is no
-container, are given back new.
+error. Then the checksums of all that is to be read are compared, and only then is it read: a step that is damaged leaves the
+state as it was. (The alternative to the second reading is room for a second state.) Dicts and lists are changed in place, and
+objects with `load_state_dict` are handed theirs; tuples, and a state that is no container, are given back new.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from holdfast.saving.state import Stateful, is_stateful, plainly_named
 
 
 class Fit(Struct):
-    """What was found while two trees were compared."""
+    """The differences between a state and a checkpoint, and the requests for what fits."""
 
     requests: list[Request] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -40,13 +38,11 @@ class Fit(Struct):
 
 
 class HeldState(Value, frozen=True):
-    """What an object that keeps a state is to be given."""
+    """An object with `load_state_dict`, and the state that it is to be given."""
 
     into: object
-    """The object itself, as the state has it."""
     keeps: Stateful
     own: object
-    """Its state dict as it is."""
     made: object
 
 
@@ -61,7 +57,7 @@ def loaded(checkpoint: Checkpoint) -> object:
 
 @contextmanager
 def unharmed() -> Iterator[None]:
-    """A block in which nothing of a state is changed: what is damaged is told with what to do."""
+    """A block in which nothing of a state is changed: errors about damage say so, and what to do."""
     try:
         yield
     except (Corrupted, FormatError) as error:
@@ -71,7 +67,7 @@ def unharmed() -> Iterator[None]:
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """A block in which a state is filled: what stops that is told with what it means."""
+    """A block in which a state is filled: errors say that a part of it has been."""
     try:
         yield
     except HoldfastError as error:
@@ -87,9 +83,12 @@ def fill(into: object, checkpoint: Checkpoint, *, checked: bool = False) -> obje
     fit = Fit()
     made = unroll(_fitted(into, checkpoint.tree, None, fit))
     if fit.missing or fit.unexpected or fit.mismatched:
-        raise DoesNotFit(
-            _said(fit), missing=fit.missing, unexpected=fit.unexpected, mismatched=fit.mismatched, file=checkpoint.path
-        )
+        parts = [f"the step does not have {_some(fit.missing)}"] if fit.missing else []
+        parts += [f"only the step has {_some(fit.unexpected)}"] if fit.unexpected else []
+        parts += [f"{name}: {why}" for name, why in list(fit.mismatched.items())[:3]]
+        message = f"the state and the step do not go together: {'; '.join(parts)}"
+        wrong = {"missing": fit.missing, "unexpected": fit.unexpected}
+        raise DoesNotFit(message, **wrong, mismatched=fit.mismatched, file=checkpoint.path)
     if not checked:
         with unharmed():
             check_first(fit.requests)
@@ -118,7 +117,7 @@ def _new(found: object, fit: Fit) -> object:
 
 
 def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]:
-    """What is to stand in the place of `into`: itself, where it is filled in place."""
+    """The value that replaces `into`: itself, where it is filled in place."""
     if isinstance(into, np.ndarray) and isinstance(found, LazyTensor):
         _ask(into, found, way, fit)
         return into
@@ -145,7 +144,8 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
             rows.append((yield _fitted(one, other, (way, i), fit)))
         return rows
     if isinstance(into, Mapping | list | tuple | np.ndarray) and type(into) is not type(found) and into is not None:
-        fit.mismatched[name_at(way)] = f"a {type(into).__name__}, and the step has {_kind(found)}"
+        kind = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
+        fit.mismatched[name_at(way)] = f"a {type(into).__name__}, and the step has a {kind}"
         return into
     return _new(found, fit)
 
@@ -162,7 +162,6 @@ def _ask(into: np.ndarray, found: LazyTensor, way: Way, fit: Fit) -> None:
 
 
 def _placed(into: object, made: object) -> Unrolled[object]:
-    """Put what was made into the containers that were given."""
     if isinstance(made, HeldState):
         made.keeps.load_state_dict((yield _placed(made.own, made.made)))
         return made.into
@@ -181,17 +180,6 @@ def _placed(into: object, made: object) -> Unrolled[object]:
     if isinstance(into, np.generic) and isinstance(made, np.ndarray) and not made.ndim:
         return made[()]
     return made
-
-
-def _kind(found: object) -> str:
-    return "a tensor" if isinstance(found, LazyTensor) else f"a {type(found).__name__}"
-
-
-def _said(fit: Fit) -> str:
-    parts = [f"the step does not have {_some(fit.missing)}"] if fit.missing else []
-    parts += [f"only the step has {_some(fit.unexpected)}"] if fit.unexpected else []
-    parts += [f"{name}: {why}" for name, why in list(fit.mismatched.items())[:3]]
-    return f"the state and the step do not go together: {'; '.join(parts)}"
 
 
 def _some(names: list[str]) -> str:

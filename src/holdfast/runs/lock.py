@@ -1,13 +1,13 @@
 """One writer a run: `.holdfast.lock` in its directory, held (flock) for as long as a Run is open for writing.
 
-The kernel gives a lock back when its process dies, whatever it dies of, so a file that can be locked is a dead run's: it is
-removed, and a new one made. It says who holds it, for the message that a second run gets. A reader never needs it.
+The kernel releases a lock when its process dies, so a file that can be locked is a dead run's: it is removed, and a new one made.
+It says who holds it, for the message that a second run gets. A reader never needs it.
 
-It is held as long as its name stands for the file that is open. Where the directory was renamed away, and perhaps made anew by
-another run, the path leads to no lock or to another's: `RunLock.check` compares, before each save, publication and deletion.
+Where the directory was renamed away, and perhaps made anew by another run, the path leads to no lock or to another's:
+`RunLock.check` compares, before each save, publication and deletion.
 
 A fork closes what it inherits (stores/files.py), so that it does not hold the lock of a parent that died. Where a file system has
-no locks, the word in the file has to do: a process of this machine that is alive is believed, one of another machine is not.
+no locks, the file alone counts: a process of this machine that is alive is believed, one of another machine is not.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ LOCK = ".holdfast.lock"
 MOST_NBYTES = 4096
 
 ATTEMPTS = 100
-"""How often a file is made again because another run took it away, or was as quick."""
+"""How often a file is made again because another run removed it, or was as quick."""
 
 CANNOT_LOCK = NO_LOCKS | {errno.EBADF}
-"""With which NFS refuses to lock a file that is open for reading alone."""
+"""EBADF: NFS refuses so to lock a file that is open for reading alone."""
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds a lock."""
-
     pid: int
     host: str
     since: float
@@ -86,7 +84,7 @@ class RunLock:
             raise _lost(None if at is None else who_writes(self._kept.files, at=at), path, found is not None)
 
     def close(self) -> None:
-        """Give it back. In a fork it was not ours, and is the parent's still."""
+        """Release the lock. In a fork it was not ours, and is the parent's still."""
         kept, self._kept = self._kept, None
         if kept is not None:
             with suppress(OSError):
@@ -123,7 +121,7 @@ def _is_free(files: Files, at: int, path: str) -> bool:
 
 
 def _make(files: Files, at: int) -> LockedName | None:
-    """The lock file, made and locked; None where another run was faster."""
+    """Make the lock file and lock it; None where another run was faster."""
     try:
         descriptor = files.create(LOCK, at=at)
     except FileExistsError:
@@ -151,7 +149,7 @@ def seen_writing(files: Files, *, at: int) -> Holder | None:
 
 
 def who_writes(files: Files, *, at: int) -> Holder | None:
-    """What the lock file says; None where there is none, or it says nothing."""
+    """The holder that the lock file names; None where there is none."""
     try:
         raw = read_all(files, LOCK, files.stat(LOCK, at=at), at=at, most=MOST_NBYTES)
         return None if raw is None else read_document(DOCUMENT, raw)
@@ -160,7 +158,7 @@ def who_writes(files: Files, *, at: int) -> Holder | None:
 
 
 def _alive(holder: Holder | None) -> bool:
-    """Whether a process of this machine is there; of another machine nobody knows, and a run must be able to go on elsewhere."""
+    """Whether a process of this machine is there. Of another machine nobody knows, and a run must be able to go on elsewhere."""
     if holder is None or holder.host != platform.node() or holder.pid <= 0:
         return False
     if sys.platform == "win32":

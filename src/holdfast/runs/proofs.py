@@ -1,17 +1,16 @@
-"""What was read back of a run, and what is no base of the next step because of it.
+"""Damage that was found in the steps of a run, and steps that are no base of the next one because of it.
 
-Files that did not change are shared by steps (a hard link, or an object that several manifests name). So is what becomes of them:
-one damaged file is the damage of every step that has it, and of every step that is linked on.
+Steps share files that did not change (a hard link, or an object that several manifests name), and so they share damage.
 
-    known damage     A step that does not read back makes doubtful what is there: it, and every other step. A doubted step is no
-                     base. Steps are written whole, and are doubted too, until one has been read back well; that one is a base, and
-                     so is what is linked to it. The doubts stand in `holdfast.proofs.json`, for the next process.
+    known damage     A step that does not read back makes every step that is there doubtful. A doubted step is no base. Steps are
+                     written whole, and are doubted too, until one has been read back well; that one is a base, and so is what is
+                     linked to it. The doubts stand in `holdfast.proofs.json`, for the next process.
     unknown damage   Where rules read nothing back, a thread reads shared files that are old, the one whose last proof is oldest
                      first: after each save at most a `SHARE` of the step's bytes, at no more than `RATE` bytes a second, and
                      nothing that was written or read within `OLD_S`. A doubted newest step is read whole.
 
-The thread ends when it has read its share, with `close`, and with the program. What it finds is a warning at the next call. A
-store that does not answer proves nothing, and is no damage.
+The thread ends when it has read its share, with `close`, and with the program. Damage is a warning at the next call. A store that
+does not answer is no damage.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ BATCH_NBYTES = 64 << 20
 
 
 class ReadBack(Value, frozen=True):
-    """What was read back in the background, and what did not read back, wherever that was found."""
+    """Totals of what was read back in the background; and damage, wherever that was found."""
 
     nbytes: int = 0
     at: float | None = None
-    """When last, in seconds since 1970."""
+    """The last time, in seconds since 1970."""
     damaged: tuple[str, ...] = ()
 
 
@@ -70,12 +69,12 @@ class Piece(Value, frozen=True):
 
 
 def _key(step: Step) -> tuple[int, float]:
-    """What tells a step from another one that is saved under its number later."""
+    """The identity of a step: another one may be saved under its number later."""
     return step.step, step.saved
 
 
 class Proving:
-    """What is known of the steps of one run, and the thread that finds out more."""
+    """The doubts about the steps of one run, and the thread that reads old files back."""
 
     def __init__(self, place: RunPlace, beside: Callable[[], RunPlace]) -> None:
         """`beside` makes another value of the same place, for the thread: a place remembers what it saw, for one caller."""
@@ -84,9 +83,8 @@ class Proving:
         self._doubts: dict[tuple[int, float], str] | None = None
         """Why steps are no base; None before the record was read."""
         self._bad: set[tuple[int, float]] = set()
-        """Those of them that were found damaged from here."""
+        """The doubted steps that were found damaged from here."""
         self._good: tuple[int, float] | None = None
-        """What was read back well last."""
         self._files: dict[str, float] = {}
         """When each shared file was written, or read back last."""
         self._unwritten = False
@@ -96,7 +94,7 @@ class Proving:
         self._reading = "", 0
         """The file that is being read, and how far."""
         self._quiet_until = 0.0
-        """Before this nothing is old: no file of the newest step, of those that were there when it was looked at last."""
+        """Until then no file of the newest step is old enough to be read."""
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._process = os.getpid()
@@ -104,12 +102,12 @@ class Proving:
     # What is known.
 
     def is_doubted(self, step: Step) -> bool:
-        """Whether a step is no base."""
+        """Whether a step may not be a base."""
         with self._turn:
             return _key(step) in self._known()
 
     def damaged(self, step: Step, why: str, place: RunPlace | None = None) -> None:
-        """A step did not read back: from now on no step is a base that is not read back well later."""
+        """Record that a step did not read back: from now on no step is a base that is not read back well later."""
         with self._turn:
             known = self._known()
             known.update({_key(one): f"step {step.step} did not read back" for one in (place or self._place).steps()})
@@ -119,37 +117,36 @@ class Proving:
             self._found = ReadBack(self._found.nbytes, self._found.at, (*self._found.damaged, f"step {step.step}: {why}"))
 
     def failed(self, step: Step, error: HoldfastError) -> None:
-        """A step could not be loaded; whether it is damaged, the error says."""
+        """Record that a step could not be loaded, where the error says that it is damaged."""
         if isinstance(error, Corrupted | FormatError):
             self.damaged(step, error.message)
 
     def good(self, step: Step) -> None:
-        """A step was read back well."""
+        """Record that a step was read back well."""
         with self._turn:
             self._good = _key(step)
             self._unwritten |= self._known().pop(_key(step), None) is not None
 
     def saved(self, step: Step, *, whole: bool) -> None:
-        """A step was saved, with a base or `whole`."""
+        """Record that a step was saved, with a base or `whole`."""
         with self._turn:
             if whole and self._known():
                 self._known()[_key(step)] = "it has not been read back"
                 self._unwritten = True
 
     def found(self) -> ReadBack:
-        """What was found so far."""
         with self._turn:
             return self._found
 
     def tell(self) -> None:
-        """Warn of what has been found in the background since this was asked last."""
+        """Warn of damage that was found in the background since the last call."""
         with self._turn:
             said, self._told = self._told, []
         for text in said:
             warnings.warn(text, HoldfastWarning, stacklevel=4)
 
     def write(self, place: RunPlace | None = None) -> None:
-        """Write down what the next process is to know. Whoever calls has the run open for writing."""
+        """Write the doubts down for the next process. The caller has the run open for writing."""
         with self._turn:
             if not self._unwritten:
                 return
@@ -158,7 +155,7 @@ class Proving:
             there = {_key(one) for one in place.steps()} if known else set()
             self._doubts = {key: why for key, why in known.items() if key in there}
             doubts = [Doubt(step, saved, why) for (step, saved), why in sorted(self._doubts.items())]
-            place.note_proofs(Proofs("holdfast.proofs", 1, doubts, dict(self._files)))
+            place.write_proofs(Proofs("holdfast.proofs", 1, doubts, dict(self._files)))
             self._unwritten = False
 
     def _known(self) -> dict[tuple[int, float], str]:
@@ -174,7 +171,7 @@ class Proving:
     # Reading back.
 
     def watch(self, step: Step, *, shares: bool) -> None:
-        """A step was saved, which `shares` files with another: read some of what is old."""
+        """Read some old files back after a step was saved, which `shares` files with another."""
         with self._turn:
             self._credit = min(self._credit + step.nbytes // SHARE, step.nbytes)
             if (
@@ -185,11 +182,11 @@ class Proving:
                 self._thread = start(self._work, name="holdfast-proof", daemon=False)
 
     def stop(self) -> None:
-        """Read no more than the block that is under way. Nobody waits: a run may be dropped on any thread, even a store's own."""
+        """Stop the thread behind the block that it reads. Nobody waits: a run may be dropped on any thread, even a store's own."""
         self._stop.set()
 
     def close(self) -> None:
-        """Come back when nothing is read any more. A fork has nothing to wait for."""
+        """Stop the thread and wait for it. A fork has nothing to wait for."""
         self.stop()
         if self._thread is not None and self._process == os.getpid():
             self._thread.join()
@@ -210,7 +207,6 @@ class Proving:
             pass  # Nothing was proved, and the next save asks again.
 
     def _prove_step(self, step: Step, place: RunPlace) -> None:
-        """Read a doubted step back, so that the next one may be linked to it."""
         report = verify(step.path, threads=1, progress=self._pace)
         if report.ok:
             self.good(step)
@@ -244,7 +240,6 @@ class Proving:
         return True
 
     def _read(self, step: Step, name: str, identity: str) -> str | None:
-        """Read a file of a step back, as far as the share goes. What is wrong with it, in words."""
         at = self._reading[1] if self._reading[0] == identity else 0
         with step.open() as checkpoint:
             batch, size = list[Piece](), 0
@@ -273,7 +268,7 @@ class Proving:
         return None
 
     def _tell(self, step: Step, why: str, have: list[int], place: RunPlace) -> None:
-        """Damage was found here, in these steps."""
+        """Keep a warning for the next call: damage was found, in these steps."""
         shown = ", ".join(map(str, have[-8:]))
         said = f"{why}; it is in step {shown}, and no step is linked to it: the next one is written whole"
         with self._turn:
@@ -281,7 +276,7 @@ class Proving:
             self._told.append(f"{place.path}: {said}")
 
     def _pace(self, nbytes: int) -> None:
-        """So many bytes were read: wait until they may be, and end where nobody wants more."""
+        """Wait until so many more bytes may be read; raises `Stopped` where nobody wants more."""
         with self._turn:
             self._credit -= nbytes
             self._found = ReadBack(self._found.nbytes + nbytes, time.time(), self._found.damaged)
@@ -296,7 +291,7 @@ def _times(place: RunPlace, step: Step, files: Mapping[str, str], known: Mapping
 
 
 def pieces_of(manifest: Parsed, name: str) -> list[Piece]:
-    """What a manifest records of one file, from its front to its end; each piece once, however many tensors it has."""
+    """The checksummed pieces of one file, in order; each once, however many tensors it has."""
     number = next((at for at, file in enumerate(manifest.files) if file.name == name), None)
     found: dict[tuple[int, int], Piece] = {}
     for tensor, stored in manifest.tensors.items():

@@ -1,6 +1,6 @@
-"""Retention: which steps go, why the others stay, and letting them go.
+"""Retention: which steps are deleted, and why the others stay.
 
-`decide` is pure: whole steps, rules and pins in; for every step the reasons to keep it, and no reason means that it goes.
+`decide` is pure: whole steps, rules and pins in; for every step the reasons to keep it. A step without a reason is deleted.
 
     a rule             the union of what each rule keeps
     pinned             `holdfast pin`
@@ -8,9 +8,8 @@
     the one before     not until the newest has been read back, byte by byte
     in use             an export reads it
 
-Without rules nothing is deleted. `retain` runs after a step was published, and never before: it looks at the directory, decides,
-reads the newest back where the step before it is to go, and deletes (`RunPlace.let_go`). Steps that are not whole are not counted,
-and stay: what a crash may leave of our own is hidden and cleaned, so they are somebody's business.
+Without rules nothing is deleted. `retain` runs after a step was published, and never before. Steps that are not whole are not
+counted, and stay: what a crash may leave of our own is hidden and cleaned, so they are somebody else's.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ ReadBack = Callable[[Step], bool]
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of one step."""
+    """Whether one step stays, and why."""
 
     step: Step
     rules: tuple[Rule, ...] = ()
-    """Those that keep it."""
     others: tuple[str, ...] = ()
     """Other reasons to keep it, in words."""
 
@@ -54,12 +52,11 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """What retention did."""
+    """The outcome of retention."""
 
     steps: tuple[Step, ...]
-    """Those that were deleted."""
     notes: tuple[str, ...] = ()
-    """What kept it from doing more."""
+    """What kept other steps from being deleted."""
     read_back: tuple[Step, bool] | None = None
     """The step that was read back for it, and whether that went well."""
 
@@ -79,11 +76,7 @@ def decide(
     busy: Mapping[int, str] | None = None,
     coming: Facts | None = None,
 ) -> list[Fate]:
-    """What becomes of each of these whole steps, which come in the order of their numbers.
-
-    `sure` are those that have been read back; `busy` are in use, with the words for it. `coming` is a step that is about to be
-    saved: rules count it, and it protects nothing, because it may never come.
-    """
+    """The fate of each of these whole steps, which come in the order of their numbers."""
     if not steps:
         return []
     own = {one.step for one in steps}

@@ -8,11 +8,10 @@
 A rule has a short text (`latest:3`, `best:val_loss:2`, `within:24h`), which the command line takes and a run's directory keeps.
 Pure: no rule looks at a disk or at a clock.
 
-Clocks jump, and a rule by time deletes only what is surely older. Each step says when it was saved, by the clock on the wall, and
-for how long the run had run, by one that nobody can set (runs/clock.py). An age is what the newest step has more, of the two
-differences the lesser one. So a clock that runs away ages nothing, a step of another run that somebody put here neither, and a
-pause of a week does not let a day's steps go. A step that does not say how long the run had run counts as saved with the next one
-that does; above the last of those nothing has an age.
+A rule by time deletes only what is surely older. Each step says when it was saved, by the clock on the wall, and for how long the
+run had run (runs/clock.py). An age is what the newest step has more, of the two differences the lesser one. So a clock that jumps
+ages nothing, a step that was copied from another run neither, and a pause of a week does not let a day's steps go. A step that does
+not say how long the run had run counts as saved with the next one that does; above the last of those nothing has an age.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from holdfast.errors import BadArgument, BadArgumentType
 
 
 class Facts(Protocol):
-    """What rules know of a step."""
+    """The facts that rules know of a step."""
 
     @property
     def step(self) -> int: ...
@@ -45,12 +44,11 @@ class Facts(Protocol):
 
 
 class Rule:
-    """What all rules are. A class and no union: a list of several rules is then a list of rules to every type checker."""
+    """The base of all rules. A class and no union: a list of several rules is then a list of rules to every type checker."""
 
     __slots__ = ()
 
     def _keeps(self, steps: Sequence[Facts]) -> list[int]:
-        """The numbers of the steps that it keeps."""
         raise NotImplementedError
 
 
@@ -131,7 +129,6 @@ class Within(Rule):
 
     @property
     def seconds(self) -> float:
-        """How long."""
         return 86400.0 * self.days + 3600.0 * self.hours + 60.0 * self.minutes
 
     def __str__(self) -> str:
@@ -204,7 +201,7 @@ def _read_best(text: str) -> Best:
 
 
 def read_rules(given: object) -> tuple[Rule, ...]:
-    """What `keep=` takes: rules, or their texts; one, or any number of them. None is none, and then nothing is ever deleted."""
+    """The rules of `keep=`: rules, or their texts; one, or any number of them. None is no rule: nothing is ever deleted."""
     if given is None:
         return ()
     several = (given,) if isinstance(given, str | Rule) else given

@@ -9,7 +9,7 @@ A save, in order. Whatever fails before 4 leaves every old step as it was.
 
     1  the run's lock, on the first save (runs/lock.py): a second run in the directory is refused while this one lives
     2  the plan: every byte of the step is laid out, and its seal with step, time and metrics (seals/document.py)
-    3  room for it (runs/space.py): enough, or refused, or waited for, or made by the rules
+    3  room for it, on the disk and in the budget: enough, or refused, or waited for, or made by the rules
     4  written beside its name and published by one rename (saving/planned.py)
     5  only now retention (runs/retention.py), over whole steps
 
@@ -38,6 +38,7 @@ from holdfast.core.options import Option, StoreOption, validated
 from holdfast.core.quantities import Size, byte_count, seconds, shown
 from holdfast.core.runtime import gc_paused, renewed
 from holdfast.core.value import Value, replace
+from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.write import Progress
 from holdfast.errors import (
@@ -53,12 +54,11 @@ from holdfast.errors import (
 from holdfast.rewrite.save import plan_saving
 from holdfast.runs.export import Export, Exports, read_exports
 from holdfast.runs.fill import fill, loaded, unharmed
-from holdfast.runs.place import Closing
+from holdfast.runs.place import Closing, Sizes
 from holdfast.runs.record import RunRules
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.signals import GRACE_S, SignalGuard, read_run_signals, read_signals
-from holdfast.runs.space import Space
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
 from holdfast.runs.view import RunView, read_step
@@ -73,10 +73,10 @@ if TYPE_CHECKING:
     from holdfast.runs.sweep import Swept
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What a save is told when there is no room after all."""
+"""The errors of a save for which there is no room after all."""
 
 PAUSE_S = 5.0
-"""Between looks whether there is room now."""
+"""Seconds between two looks whether there is room now."""
 
 WhenFull = Literal["error", "evict", "pause"]
 
@@ -93,7 +93,7 @@ class Coming(Value, frozen=True):
 
 
 class RunOptions(StoreOption, total=False):
-    """What `Run` takes."""
+    """The options of `Run`."""
 
     keep: Annotated[
         Rule | str | Collection[Rule | str], Option((), "rules of what is kept", read=lambda value, name: read_rules(value))
@@ -142,14 +142,15 @@ class Run(RunView):
         self.when_full = options["when_full"]
         self.share = options["share"]
         self.resumed: Step | None = None
-        """What `resume` loaded."""
+        """The step that `resume` loaded."""
         self._exports = Exports(read_exports(options["export"], self._folder.path), self._folder, durable=durable)
-        self._space = Space(self._folder, self.budget)
+        self._sizes: dict[tuple[str, float], Sizes] = {}
+        """The files of steps that were looked at before: they do not change."""
         self._process = os.getpid()
         self._closed = False
         self._lock: Closing | None = None
         self._held = ExitStack()
-        """What is given back when the run is closed, or dropped, or the program ends."""
+        """Closed when the run is closed, or dropped, or the program ends."""
         self._finalize = weakref.finalize(self, self._held.close)
         self._times: list[SaveTimes] = []
         self._failed = self._deleted = 0
@@ -157,9 +158,9 @@ class Run(RunView):
         """One save, deletion or end at a time, of whichever thread."""
         self._guard: SignalGuard | None = None
         self._block: SignalGuard | None = None
-        """That of `signals`, in the block of the run."""
+        """The guard of `signals`, in the block of the run."""
         self._counts = False
-        """Whether the clock of the run goes on from what is there."""
+        """Whether the clock of the run has gone on from the newest step."""
         self._last_s: float | None = None
         """When the state of the last step was taken, by `time.monotonic`."""
 
@@ -265,23 +266,22 @@ class Run(RunView):
                 self._begin()
                 says = stamp(step, metrics, self._ran())
                 path, replaced, base = self._place(step, overwrite=overwrite)
-            metadata = self._folder.noted(metadata, says)
+            metadata = self._folder.with_stamp(metadata, says)
             writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
             options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
             plan = partial(
                 plan_saving, state, path, format="native", metadata=metadata, options=options, writing=writing, limits=None
             )
             try:
-                try:
-                    with gc_paused(), plan(base=base, hashes=self.share) as planned:
-                        saved = self._carry_out(planned, says, progress)
-                except (NoBase, NotCommitted) as error:
-                    if base is None or (isinstance(error, NotCommitted) and error.errno != errno.ESTALE):
-                        raise
-                    # Somebody removed the step before: as it was opened, or while this one was linked to it.
-                    base = None
-                    with gc_paused(), plan(base=base, hashes=self.share) as planned:
-                        saved = self._carry_out(planned, says, progress)
+                while True:
+                    try:
+                        with gc_paused(), plan(base=base, hashes=self.share) as planned:
+                            saved = self._carry_out(planned, says, progress)
+                        break
+                    except (NoBase, NotCommitted) as error:
+                        if base is None or (isinstance(error, NotCommitted) and error.errno != errno.ESTALE):
+                            raise
+                        base = None  # somebody removed the step before: as it was opened, or while this one was linked to it
             except HoldfastError:
                 self._failed += 1
                 raise
@@ -321,7 +321,6 @@ class Run(RunView):
         return True
 
     def _check_block(self) -> None:
-        """Raise where signals are to be held back, and nobody entered the block in which they are."""
         if self._signals and self._block is None and not self._closed:
             message = "signals= holds signals back in the `with` block of the run, and this is outside: `with Run(…) as run:`"
             raise SaveError(message, file=self.path)
@@ -333,7 +332,7 @@ class Run(RunView):
         return age > takes and left > takes and self._folder.get(step) is None
 
     def _before_signal(self) -> None:
-        """What is waited for at the end of the block of `stopping`: nothing here."""
+        """Nothing here; `holdfast.torch.Run` waits for its save."""
 
     def _follow(self, saved: Step, base: str | None, *, shares: bool, steps: Sequence[Step] | None = None) -> None:
         """What comes after a save: the rules delete, and what is old is read back. Whatever stands in the way is a warning.
@@ -365,13 +364,13 @@ class Run(RunView):
                     raise
 
     def _make_room(self, nbytes: int, coming: Coming) -> None:
-        lacking = self._space.lacking(nbytes)
+        lacking = self._lacking(nbytes)
         if lacking and self.when_full == "evict":
             self._retain(coming, enough=nbytes)
-            lacking = self._space.lacking(nbytes)
-        while lacking and self.when_full == "pause" and not self._space.hopeless(nbytes):
+            lacking = self._lacking(nbytes)
+        while lacking and self.when_full == "pause" and not (self.budget is not None and nbytes > self.budget):
             self._wait_for_room(lacking)
-            lacking = self._space.lacking(nbytes)
+            lacking = self._lacking(nbytes)
         if lacking:
             refused = refusal(
                 f"{lacking}; nothing was written, and every old step is intact", self._step_path(coming.step), errno.ENOSPC
@@ -379,8 +378,31 @@ class Run(RunView):
             refused.expected = nbytes
             raise refused
 
+    def _lacking(self, nbytes: int) -> str:
+        """Why there is no room for so many bytes more; empty where there is. In a bucket there is the budget alone."""
+        free = self._folder.free()
+        if free is not None and free < nbytes and wait_for_room():
+            free = self._folder.free()
+        if free is not None and free < nbytes:
+            return f"the disk is full: {nbytes:,} bytes are to be written and {free:,} are free"
+        if self.budget is None:
+            return ""
+        used = self._used()
+        if used + nbytes <= self.budget:
+            return ""
+        return f"the run's budget is used up: {used:,} of {self.budget:,} bytes, and {nbytes:,} more are to be written"
+
+    def _used(self) -> int:
+        """Bytes of all files of all steps; a file that several steps share (hard links) counts once."""
+        before, self._sizes = self._sizes, {}
+        every: Sizes = {}
+        for one in self._folder.steps():
+            key = (one.name, one.saved)
+            self._sizes[key] = before[key] if key in before else self._folder.sizes(one)
+            every.update(self._sizes[key])
+        return sum(every.values())
+
     def _relieve(self, coming: Coming, error: NotCommitted) -> bool:
-        """Whether something was done about a disk that turned out to be full."""
         if self.when_full == "evict":
             return bool(self._retain(coming, enough=0))
         if self.when_full == "pause":
@@ -402,7 +424,7 @@ class Run(RunView):
         before = self._deleted
 
         def stop() -> bool:
-            return enough is not None and (self._deleted > before if not enough else not self._space.lacking(enough))
+            return enough is not None and (self._deleted > before if not enough else not self._lacking(enough))
 
         gone: list[Step] = []
         try:
@@ -431,7 +453,7 @@ class Run(RunView):
         return done.steps
 
     def _settle(self) -> None:
-        """Raise what went wrong in the background since the last call, and what must not be done in this process any more."""
+        """Raise what failed in the background since the last call, and refuse a closed run and a fork."""
         if self._process != os.getpid():
             message = f"this run belongs to process {self._process}, of which this one is a fork; make a Run of its own here"
             raise SaveError(message, file=self.path)
@@ -502,7 +524,6 @@ class Run(RunView):
             self._held.close()
 
     def _finish(self) -> None:
-        """Wait for what goes on in the background, and raise what went wrong."""
         self._proofs.close()
         if self._lock is not None:
             # What a deep look or a resume has found since the last save is for the next process, too.
@@ -538,7 +559,7 @@ class Run(RunView):
 
 
 def read_metrics(value: object) -> dict[str, float]:
-    """Numbers under names, of any kind of number."""
+    """Check `metrics=`: numbers of any kind under names."""
     if not isinstance(value, Mapping):
         raise BadArgumentType(f"metrics= takes numbers under names, not {shown(value)}", found=value)
     found: dict[str, float] = {}

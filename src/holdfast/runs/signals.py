@@ -6,14 +6,13 @@
             if run.interrupted(step, state):     saved by now, if it was worth it
                 break
 
-1. The handler notes that the signal came, and when. It saves nothing: it may have come in the middle of an optimizer's step, and a
-   state that is half of one step and half of the next is worse than an older one.
-2. The loop asks where its state is consistent. A step is saved if the last one is older than a save takes, and if the grace time is
-   enough for it.
-3. At the end of the block whoever had the signal before has it again, and it is sent to them now: the program ends as it would
-   have, with the same status, or another library's handler requeues the job.
-4. A second signal is somebody who does not want to wait, and goes to them at once. A fork, such as a loader's worker, has nothing
-   to save, and ends as if nothing had been installed.
+1. The handler only records that the signal came, and when: it may have come in the middle of an optimizer's step.
+2. The loop calls `interrupted` where its state is consistent. A step is saved if the last one is older than a save takes, and if
+   the grace time is enough for it.
+3. At the end of the block the handler that was there before is restored, and the signal is sent to it now: the program ends as it
+   would have, with the same status, or another library's handler requeues the job.
+4. A second signal is not held back. A fork, such as a loader's worker, has nothing to save, and ends as if nothing had been
+   installed.
 
 `with Run(path, signals=True, grace="60s") as run:` is such a block, too. Handlers are Python's, so this is for the main thread.
 """
@@ -36,7 +35,7 @@ GRACE_S = 30.0
 
 
 def read_signals(given: object) -> tuple[signal.Signals, ...]:
-    """What `signals=` takes: one, or any number of them."""
+    """The signals of `signals=`: one, or any number of them."""
     several = given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
     found = []
     for one in several:
@@ -48,7 +47,7 @@ def read_signals(given: object) -> tuple[signal.Signals, ...]:
 
 
 def read_run_signals(given: object) -> tuple[signal.Signals, ...]:
-    """What `signals=` of a run takes: True for SIGTERM, False for none, or as `stopping`."""
+    """The signals of a run's `signals=`: True for SIGTERM, False for none, or as `stopping`."""
     if isinstance(given, bool):
         return (signal.SIGTERM,) if given else ()
     try:
@@ -65,7 +64,7 @@ class SignalGuard:
         """`last` is called at the end of the block, before a signal that was held back is sent on."""
         self.grace_s = grace_s
         self.came_s: float | None = None
-        """When the first one came, by `time.monotonic`."""
+        """When the first signal came, by `time.monotonic`."""
         self._signals = signals
         self._last = last
         self._number: int | None = None
@@ -74,7 +73,6 @@ class SignalGuard:
 
     @property
     def left_s(self) -> float:
-        """What is left of the grace time."""
         return self.grace_s if self.came_s is None else self.came_s + self.grace_s - time.monotonic()
 
     def __enter__(self) -> Self:

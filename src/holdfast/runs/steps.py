@@ -44,7 +44,7 @@ NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
 ASIDE = re.compile(r"\.(step-[0-9]{1,19})\.[0-9a-f]{16}\.old", re.ASCII)
 
 DOCUMENTS = frozenset(f"holdfast.{one}.json" for one in ("run", "pins", "proofs", "exports"))
-"""What a run's directory says of itself beside its steps (`runs/record.py`)."""
+"""Files of the run itself, beside its steps (`runs/record.py`)."""
 
 LAST = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
 """Files that other programs write last into a folder: `dcp.save`, `save_pretrained`, TorchTitan's last step."""
@@ -54,14 +54,14 @@ LIMITS = Limits()
 T = TypeVar("T")
 
 SETTLED_S = 2.0
-"""How old a file is whose time tells whether it is another one: file systems count in steps of up to two seconds."""
+"""From this age on, the time of a file shows a change: file systems count in steps of up to two seconds."""
 
 Seals = dict[tuple[int, int], tuple[tuple[int, float], Seal]]
 """Seals that were read, by device and inode, with length and time."""
 
 
 def step_name(step: int) -> str:
-    """What a Run calls the folder of a step.
+    """The name that a Run gives the folder of a step.
 
     >>> step_name(1000)
     'step-00001000'
@@ -83,7 +83,6 @@ class Step:
     name: str
     """In the run's directory."""
     files: tuple[str, ...] = ()
-    """Their names."""
     ran: float | None = None
     """For how many seconds the run had run, where the step says it."""
 
@@ -102,20 +101,19 @@ class Step:
 
 
 class FoundStep(Value, frozen=True):
-    """Something in the directory that is a step, or would be one."""
+    """A folder or file that is a step, or would be one."""
 
     name: str
     step: int | None
     """The number that its name or its seal says."""
     whole: Step | None
     why: str = ""
-    """What is wrong with it, where it is not whole."""
     sealed: bool = True
-    """False of what another program wrote, by all signs to its end, and nobody sealed: it is no step, and not torn either."""
+    """False for a finished checkpoint of another program that nobody sealed: it is no step, and not torn either."""
 
 
 class RunFolder:
-    """A run's directory. Every question is a new look; nothing is locked and nothing is changed."""
+    """The part of a `RunPlace` that looks at a directory; nothing is locked and nothing is changed."""
 
     def __init__(self, path: str, files: Files | None = None) -> None:
         self.path = path
@@ -124,7 +122,6 @@ class RunFolder:
 
     @property
     def files(self) -> Files:
-        """The file system, for the process that asks."""
         return self._own or system_files()
 
     @contextmanager
@@ -139,10 +136,9 @@ class RunFolder:
                 files.close(at)
 
     def check(self, at: int | None = None) -> None:
-        """Raise `NotCommitted` where the directory is not the one that a run was opened in. Who only looks has opened none."""
+        """Nothing here: `RunDirectory` compares the lock that it was opened for writing with."""
 
     def newest(self, *, below: int | None = None) -> Step | None:
-        """The whole step with the highest number, or with the highest below another; None where there is none."""
         while True:
             with self._looking() as look:
                 numbers = sorted(look.claims, reverse=True) if look else []
@@ -152,12 +148,10 @@ class RunFolder:
                     return found
 
     def get(self, step: int) -> Step | None:
-        """The step of this number, if it is whole."""
         with self._looking() as look:
             return look.at(step) if look else None
 
     def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
-        """The step of this number, if it is whole; and with `base`, the newest other one. Raises as `check` does."""
         while True:
             with self._looking() as look:
                 self.check(None if look is None else look.folder)
@@ -168,14 +162,7 @@ class RunFolder:
                 if not base or not look.lost(above=newest):
                     return own, newest
 
-    def named(self, name: str) -> Step | None:
-        """The step in a folder that a Run named, if it is whole."""
-        own = NAMED.fullmatch(name)
-        found = self.get(int(own[1])) if own is not None else None
-        return found if found is not None and found.name == name else None
-
     def steps(self) -> list[Step]:
-        """All whole steps, the newest last."""
         while True:
             with self._looking() as look:
                 seen = [look.at(number) for number in sorted(look.claims)] if look else []
@@ -187,7 +174,6 @@ class RunFolder:
             return found
 
     def survey(self) -> list[FoundStep]:
-        """Whatever is a step, or would be one, by number; what is wrong with each that is none."""
         found: list[FoundStep] = []
         with self._looking() as look:
             if look is None:
@@ -207,13 +193,11 @@ class RunFolder:
         return found
 
     def unsealed(self) -> list[str]:
-        """Names of what other trainers wrote and nobody sealed: no steps, as they are."""
         with self._looking() as look:
             return look.unsealed() if look else []
 
     @contextmanager
     def _looking(self) -> Iterator[_Look | None]:
-        """One look; None where there is no directory."""
         files = self.files
         try:
             at = files.open_directory(self.path)
@@ -245,7 +229,6 @@ class _Look:
     def __init__(self, path: str, files: Files, at: int, *, seals: Seals) -> None:
         self.path, self.files = path, files
         self.folder = at
-        """The directory, open."""
         self._read = seals
         self.claims: dict[int, list[str]] = {}
         """Names of folders by number, the one that counts first."""
@@ -272,7 +255,7 @@ class _Look:
         claimed.insert(0 if name == step_name(number) else len(claimed), name)
 
     def _stand_in(self, name: str, asides: Sequence[str]) -> None:
-        """A folder that was moved aside is the step, where that is not there and no other was."""
+        """Take a folder that was moved aside for the step, where that is not there and no other was."""
         found = ASIDE.fullmatch(name)
         assert found is not None  # whoever calls has looked
         target = found[1]
@@ -281,7 +264,7 @@ class _Look:
             self._claim(int(target.removeprefix("step-")), name)
 
     def _look_inside(self, name: str) -> None:
-        """A folder, or a file with a seal beside it, that has another name than ours."""
+        """Look at a folder, or a file with a seal beside it, that has another name than ours."""
         single = name.endswith(SUFFIX) and name != SEAL
         try:
             seal = self._seal(name, at=self.folder) if single else self._seal_inside(name)
@@ -298,7 +281,7 @@ class _Look:
         self._claim(seal.step, name)
 
     def unsealed(self) -> list[str]:
-        """What is called as other trainers call their checkpoints, and has no seal."""
+        """Names without a seal that are like those of other trainers' checkpoints."""
         known = {*self.others, *(name for names in self.claims.values() for name in names)}
         found = [(name, self.files.stat(name, at=self.folder)) for name in self._foreign if name not in known]
         kinds = [(name, entry.kind) for name, entry in found if entry is not None and entry.kind in ("file", "directory")]
@@ -308,7 +291,6 @@ class _Look:
         return self._inside(name, lambda folder: None if folder is None else self._seal(SEAL, at=folder))
 
     def _seal(self, name: str, *, at: int) -> Seal | None:
-        """A seal, read and understood; None where there is none."""
         found = self.files.stat(name, at=at)
         if found is None:
             return None
@@ -325,7 +307,7 @@ class _Look:
         return seal
 
     def _inside(self, name: str, look: Callable[[int | None], T]) -> T:
-        """What a look into a folder of the directory finds, which is open meanwhile; None where this is no folder, or is gone."""
+        """Call `look` with a folder of the directory, which is open meanwhile; with None where it is no folder, or is gone."""
         try:
             folder = self.files.open_directory(name, at=self.folder)
         except OSError:
@@ -410,6 +392,6 @@ class _Look:
             return Step(number, self._path(name), manifest.changed_s, {}, checkpoint.stored_nbytes, name, names)
 
     def _path(self, name: str) -> str:
-        """Where it is opened: what was moved aside, under the name that it had."""
+        """The path under which a step is opened; of one that was moved aside, the one before."""
         aside = ASIDE.fullmatch(name)
         return os.path.join(self.path, name if aside is None else aside[1])

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from holdfast.runs.proofs import ReadBack
 
 MTBF_S = 24 * 3600.0
-"""What is assumed where nobody says: one failure a day."""
+"""One failure a day, where the caller does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """One save."""
+    """The times of one save."""
 
     step: int
     stalled_s: float
@@ -68,7 +68,6 @@ class Summary:
 def summarize(
     times: Sequence[SaveTimes], *, failed: int, deleted: int, mtbf_s: float = MTBF_S, found: ReadBack | None = None
 ) -> Summary:
-    """The summary of some saves."""
     count, found = len(times), found or ReadBack()
     stalled = sum(one.stalled_s for one in times) / count if count else 0.0
     return Summary(

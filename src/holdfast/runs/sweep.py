@@ -1,9 +1,8 @@
 """The sweep: what dead savers and half-finished deletions left in a bucket, and nothing else.
 
-In a directory a save that dies leaves a hidden folder, whose lock says that nobody lives. A bucket has no locks: data without a
-manifest may be a save that goes on. So the sweep waits (`grace`), and goes in this order:
+A bucket has no locks: data without a manifest may be a save that goes on. So the sweep waits (`grace`), and goes in this order:
 
-    1  the time, by the store's own clock: a small object is put, and its date is asked for
+    1  the time, by the store's own clock: a small object is put, and its date is read
     2  candidates: objects under the names that saves give to their data, in the run's prefix or one below it, and the probes,
        hidden uploads and claims of the commit (engine/targets/bucket_commit); older than the grace time
     3  all manifests beside them are read: what one of them names is no candidate
@@ -12,10 +11,8 @@ manifest may be a save that goes on. So the sweep waits (`grace`), and goes in t
     6  what none of them names is deleted; so are claims of processes that died
 
 Nothing that a published manifest names is deleted, nor anything beside a manifest that cannot be understood, nor what such a one
-mentions, nor any object of another name. A save must take less than the grace time from its first object to its manifest.
-
-Parts of uploads that did not come to their end are no objects, and no request here lists them: a lifecycle rule of the bucket
-removes them (docs/runs.md).
+mentions, nor any object of another name. Unfinished uploads are no objects, and no request here lists them: a lifecycle rule of the
+bucket removes them (docs/runs.md).
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ from holdfast.stores.remote.url import Url
 GRACE_S = 24 * 3600.0
 
 PROBE = re.compile(r".*\.holdfast-probe-[0-9a-f]{16}", re.ASCII | re.DOTALL)
-"""What the commit tries the store with."""
+"""Names of objects with which the commit tries the store."""
 
 
 class Swept(Value, frozen=True):
@@ -112,7 +109,6 @@ def sweep(
 
 
 def _is_trace(folder: str, name: str) -> bool:
-    """Whether it is what the commit and the claims leave of processes that died."""
     return folder == CLAIMS or ("/" not in name and (PROBE.fullmatch(name) is not None or is_temporary(name)))
 
 

@@ -10,13 +10,12 @@ from holdfast.runs.lock import Holder
 from holdfast.runs.place import RunPlace, Sizes
 from holdfast.runs.retention import Fate, decide
 from holdfast.runs.rules import Rule
-from holdfast.runs.space import Space
 from holdfast.runs.steps import FoundStep, Step
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One step, or what would be one."""
+    """One step, or a folder that would be one."""
 
     found: FoundStep
     fate: Fate | None
@@ -40,14 +39,13 @@ class RunTable:
     now: float
     total_nbytes: int
     recorded: bool
-    """Whether a Run wrote its rules down here. Where none did, another program has made the steps, and may delete them."""
+    """Whether a Run wrote its rules down here. Where none did, another program made the steps, and may delete them."""
     unsealed: Sequence[str]
-    """Checkpoints of other trainers that are no steps, for nobody sealed them: folders `step-N`, and where no Run has been others,
-    too."""
+    """Checkpoints of other trainers that nobody sealed: folders `step-N`, and where no Run has been, others too."""
 
     @property
     def without_rules(self) -> str:
-        """What no rules mean here."""
+        """What it means that there are no rules."""
         return (
             "the run deletes nothing"
             if self.recorded
@@ -56,16 +54,16 @@ class RunTable:
 
 
 def look(folder: RunPlace, rules: Collection[Rule], path: str, *, recorded: bool) -> RunTable:
-    """What is in a run's directory now; `path` is what it is called."""
+    """What is in a run's directory now; `path` is how the caller names it."""
     every = folder.survey()
     survey = [found for found in every if found.sealed]
     steps = [found.whole for found in survey if found.whole is not None]
     pins, writer = folder.pins(), folder.writer()
     now = time.time()
     fates = {fate.step.step: fate for fate in decide(steps, rules, pins=pins)}
-    space, seen, rows = Space(folder), Sizes(), []
+    seen, rows = Sizes(), []
     for found in survey:
-        own = space.sizes(found.whole) if found.whole is not None else {}
+        own = folder.sizes(found.whole) if found.whole is not None else {}
         new = sum(size for identity, size in own.items() if identity not in seen)
         seen.update(own)
         fate = fates.get(found.whole.step) if found.whole is not None else None

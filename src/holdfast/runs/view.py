@@ -28,7 +28,6 @@ LOOKS = 20
 
 
 def read_step(value: object) -> int:
-    """The number of a step."""
     return whole_number(value, "step=", least=0, most=LARGEST)
 
 
@@ -65,12 +64,11 @@ class RunView:
         return found
 
     def _looks(self) -> Iterator[None]:
-        """Look as often as steps go before they can be read; raises `StoreError` where that has no end."""
         yield from repeat(None, LOOKS)
         raise StoreError("each step was deleted before it could be read: the run keeps too few; try again", file=self.path)
 
     def _is_gone(self, step: Step) -> bool:
-        """Whether a step is not there any more, or another one in its place: somebody deleted it after it was looked for."""
+        """Whether a step was deleted after it was looked for, or another one is in its place."""
         now = self._folder.get(step.step)
         return now is None or (now.path, now.saved) != (step.path, step.saved)
 
@@ -125,5 +123,4 @@ class RunView:
         return self._folder.unpin(read_step(step), durable=self.durable)
 
     def _busy(self) -> Mapping[int, str]:
-        """Steps that are in use, with the words for it."""
         return {}

@@ -15,15 +15,15 @@ from holdfast.core.tensor import Traits
 from holdfast.engine.blocks import contiguous_blocks
 from holdfast.engine.table import lazy_table
 from holdfast.errors import Closed, StoreError, Truncated
-from holdfast.torch.cuda import gather, host, memory
+from holdfast.torch.cuda import host, memory
 from holdfast.torch.cuda.memory import GpuMemory, GpuSource
 from holdfast.torch.cuda.stage import Copies, Room
-from holdfast.torch.cuda.streams import Here
+from holdfast.torch.cuda.streams import CopyStream
 from holdfast.torch.tensors.open import open as torch_open
 
 
 def source() -> GpuSource:
-    return GpuSource(GpuMemory(lambda device: Here()))
+    return GpuSource(GpuMemory(lambda device: CopyStream()))
 
 
 def described(gpus: GpuSource, tensor: torch.Tensor):
@@ -149,7 +149,7 @@ def test_staging_into_locked_and_ordinary_memory(monkeypatch, locked):
     assert bool(copies.notes()) == (locked != "all")
 
 
-class Counted(Here):
+class Counted(CopyStream):
     """A stream that counts how often it is asked to wait."""
 
     marks = 0
@@ -205,8 +205,8 @@ def test_staging_joins_what_is_close_and_keeps_what_lies_between(monkeypatch):
         wanted.append((described(gpus, tensor), at))
         at += tensor.nbytes
     starts = []
-    before = gather._joined
-    monkeypatch.setattr(gather, "_joined", lambda tensors, gaps: starts.append(len(tensors)) or before(tensors, gaps))
+    before = memory._joined
+    monkeypatch.setattr(memory, "_joined", lambda tensors, gaps: starts.append(len(tensors)) or before(tensors, gaps))
     copies = Copies(room)
     copies.begin(gpus, [one for number, one in enumerate(wanted) if number != 6])
     copies.begin(others, [(described(others, tensors[6]), wanted[6][1])])

@@ -23,7 +23,7 @@ from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda import plan as planning
 from holdfast.torch.cuda.load import blocks_within, load_fills
 from holdfast.torch.cuda.plan import Conversion, RowPlan, rows_of
-from holdfast.torch.cuda.streams import Here
+from holdfast.torch.cuda.streams import CopyStream
 from holdfast.torch.tensors.scratch import Fill
 
 CPU = torch.device("cpu")
@@ -226,7 +226,7 @@ def test_several_loads_at_once(tmp_path):
 
 
 def test_without_a_gpu_the_memory_is_ordinary_and_a_note_says_so(tmp_path, monkeypatch):
-    class Elsewhere(Here):
+    class Elsewhere(CopyStream):
         wants_locked = True
 
     monkeypatch.setattr(gpu_load, "copy_streams", lambda devices: {device: Elsewhere() for device in devices})

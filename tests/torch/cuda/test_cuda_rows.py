@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.engine import saves as plan_saves
 from holdfast.torch.cuda import host, memory
-from holdfast.torch.cuda.streams import Here
+from holdfast.torch.cuda.streams import CopyStream
 from holdfast.torch.serialization import pickling
 from holdfast.torch.tensors import storages
 from tests.properties.test_torch_pickles import Plain
@@ -56,15 +56,15 @@ def gpu(monkeypatch):
     return seen
 
 
-class NoStreams(dict[torch.device, Here]):
+class NoStreams(dict[torch.device, CopyStream]):
     """No device has a stream: neither the one that is said to be there nor the one that is."""
 
-    def __missing__(self, device: torch.device) -> Here:
-        return Here()
+    def __missing__(self, device: torch.device) -> CopyStream:
+        return CopyStream()
 
 
 def no_streams(devices: Iterable[torch.device]) -> NoStreams:
-    return NoStreams(dict.fromkeys(devices, Here()))
+    return NoStreams(dict.fromkeys(devices, CopyStream()))
 
 
 def place(tensor: torch.Tensor) -> str:

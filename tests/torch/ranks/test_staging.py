@@ -9,7 +9,7 @@ import torch
 from holdfast.engine import source
 from holdfast.engine.arrays import Resident
 from holdfast.engine.table import lazy_table
-from holdfast.torch.cuda import gather, stage
+from holdfast.torch.cuda import memory, stage
 from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.ranks import staging
 from holdfast.torch.tensors.to_lazy import torch_leaf
@@ -56,8 +56,8 @@ def test_every_layout(monkeypatch, piece, threads):
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.int8, torch.float64]])
 @pytest.mark.parametrize("together", [1 << 8, 64 << 20])
 def test_rows_are_laid_behind_each_other_and_copied_as_one(monkeypatch, dtypes, together):
-    monkeypatch.setattr(gather, "GATHER_NBYTES", together)
-    monkeypatch.setattr(gather, "SHORT_NBYTES", 1 << 10)
+    monkeypatch.setattr(memory, "GATHER_NBYTES", together)
+    monkeypatch.setattr(memory, "SHORT_NBYTES", 1 << 10)
     tensors = [torch.arange(1, n + 1, dtype=dtypes[n % len(dtypes)]) for n in (1, 16, 300, 5, 5, 64, 7)] + [torch.tensor(3.0)]
     nbytes = np.array([tensor.nbytes for tensor in tensors])
     starts = np.cumsum(nbytes + -nbytes % 64) - nbytes - -nbytes % 64

@@ -3,15 +3,11 @@
 It takes any format that `holdfast.open` knows and describes it to torch's planner, which decides what each rank needs. It reads
 exactly those bytes, straight into the tensors, and compares checksums where a storage is read whole. No pickle of the file is run:
 torch's own reader unpickles the index, and planners unpickle values. Here the index is read by the closed interpreter, and values
-are plain ones written anew. An object that is neither is refused by its name.
-
-What a `Reader` has before it: names, chunks and values, as torch's planner knows them.
+are plain ones written anew (`archived`). An object that is neither is refused by its name.
 
 1. A directory of torch's format is taken as its index says, item by item. So names are those that were saved, whichever planner
    made them; chunks need not cover a tensor; and where ranks saved each for itself, a rank has its own.
 2. Anything else is opened as `holdfast.open` does, and its tree gets the names that torch's planner would give it.
-
-No pickle is run here. A value comes out of the closed interpreter and is written anew (`archived`), because planners unpickle it.
 """
 
 from __future__ import annotations
@@ -95,7 +91,7 @@ class Tree:
         self._flat = flatten(value_state(checkpoint.tree), checkpoint.tree)
 
     def metadata(self) -> m.Metadata:
-        """Every tensor with its chunks, and every value. The path is for whoever gives it out."""
+        """Every tensor with its chunks, and every value. The path is added by the `Reader`."""
         entries: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
         for name in self._flat.paths:
             if name in self._flat.values:
@@ -193,7 +189,6 @@ class Directory:
         return entry if isinstance(entry, Item) else entry.pieces[0].item
 
     def _piece(self, entry: SavedTensor, piece: SavedChunk, name: str) -> LazyTensor:
-        """A chunk as a tensor of its own."""
         here = SavedChunk((0,) * len(piece.sizes), piece.sizes, piece.item)
         if _is_foreign(piece.item):
             return self._as_it_lies(self._transformed(piece.item, name), piece, name)
@@ -214,7 +209,7 @@ class Directory:
         raise DoesNotFit(f"{name}: the index says a tensor of shape {list(piece.sizes)}, and the item holds {what}")
 
     def _transformed(self, item: Item, name: str) -> object:
-        """What an item holds that passed through extensions of the caller's own."""
+        """The value of an item that passed through extensions of the caller's own."""
         if self._extensions is None:
             shown = ", ".join(text[:64] for text in item.transforms)
             message = f"it was transformed by {shown} on its way to the file; give the Reader an _extension_registry that knows it"
@@ -227,7 +222,6 @@ class Directory:
 
 
 Stored = Tree | Directory
-"""A checkpoint that is open."""
 
 
 def _is_foreign(item: Item) -> bool:
@@ -249,7 +243,7 @@ def _box(lazy: LazyTensor, starts: Sequence[int], lengths: Sequence[int]) -> Laz
 
 
 def _planner_data(found: object) -> object:
-    """What the planner noted for itself: paths, from torch's own. Of others, all of it or, where it must be built, the paths."""
+    """What the planner recorded for itself: paths, from torch's own. Of others, all of it or, where it must be built, the paths."""
     paths = {key: path for key, path in found.items() if type(key) is str and _is_path(path)} if isinstance(found, dict) else None
     if isinstance(found, dict) and paths is not None and len(paths) == len(found):
         return paths
@@ -262,15 +256,11 @@ def _is_path(value: object) -> bool:
 
 def archived(value: object, name: str, path: str) -> bytes:
     """A value as `torch.save` writes it. Planners unpickle it, so nothing may be in it that would run."""
-    plain = _with_buffers(read_value(value))
+    # Where an `io.BytesIO` was pickled, one is built.
+    plain = rebuild(read_value(value), lambda one, _: _buffer(one) if _is_buffer(one) else one)
     if problem := unbuilt(plain):
         raise Unsupported(f"{name}: {problem}; torch would run code to build it. Leave it out of the state", file=path)
     return Value(torch_tree(plain, _tensor), plain).archive()
-
-
-def _with_buffers(value: object) -> object:
-    """A value with `io.BytesIO` built where one was pickled, as an element of lists, tuples and mappings."""
-    return rebuild(value, lambda one, _: _buffer(one) if _is_buffer(one) else one)
 
 
 def _buffer(pickled: object) -> io.BytesIO:
@@ -298,7 +288,41 @@ T = TypeVar("T")
 Where = str | os.PathLike[str]
 
 
-class Reader(StorageReader):
+class CheckpointPlace:
+    """The path of a `Reader` or `Writer`, which torch may also give as a `checkpoint_id`."""
+
+    def __init__(self, path: Where | None, store: object | None) -> None:
+        self._store = store
+        self._path = None if path is None else place_of(path, store)
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint is, or will be."""
+        if self._path is None:
+            what = type(self).__name__
+            raise BadPath(f"this {what} has no path yet: give it one, or pass checkpoint_id to torch's save and load")
+        return self._path
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path, as torch's own storage calls it; None where none was given yet."""
+        return self._path
+
+    def _move(self, checkpoint_id: Where | None) -> None:
+        if checkpoint_id is not None:
+            self._path = place_of(checkpoint_id, self._store)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+        """Whether this could be a place of a checkpoint: a path or the URL of an object store."""
+        try:
+            place_of(checkpoint_id)
+        except BadPath:
+            return False
+        return True
+
+
+class Reader(CheckpointPlace, StorageReader):
     """What `dcp.load` reads from: a checkpoint of any format, at a path or a URL, which may also come as its `checkpoint_id`."""
 
     def __init__(
@@ -315,31 +339,19 @@ class Reader(StorageReader):
 
         `_extension_registry` is torch's own argument: it has the classes for items that a writer transformed (zstd is known).
         """
-        self._store = store
-        self._path = None if path is None else place_of(path, store)
+        super().__init__(path, store)
         self.load_id = uuid.uuid4().hex
         self._verify, self._threads, self._limits = verify, threads, limits
         self._extensions = _extension_registry
         self._stored: Stored | None = None
         self._rank: int | None = None
 
-    @property
-    def path(self) -> str:
-        """Where the checkpoint is."""
-        return named(self._path, "Reader")
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """Where the checkpoint is, as torch's own storage calls it."""
-        return self._path
-
     def reset(self, checkpoint_id: Where | None = None) -> None:
         """Forget what is open; the next load reads from here, if a path is given."""
         self.close()
         self._rank = None
         self.load_id = uuid.uuid4().hex
-        if checkpoint_id is not None:
-            self._path = place_of(checkpoint_id, self._store)
+        self._move(checkpoint_id)
 
     def read_metadata(self, *args: object, **kwargs: object) -> m.Metadata:
         """Every tensor with its chunks, and every value, as torch's planner knows them.
@@ -362,11 +374,11 @@ class Reader(StorageReader):
         self._opened()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """What a rank asks for, as it asks: ranges are joined when they are read."""
+        """The plan of a rank as it is: ranges are joined when they are read."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """What all ranks ask for: each reads its own, and none waits for another."""
+        """The plans of all ranks as they are: each reads its own, and none waits for another."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -377,11 +389,30 @@ class Reader(StorageReader):
         for item in asked:
             name = item.storage_index.fqn
             planner.load_bytes(item, io.BytesIO(archived(values[name], name, self.path)))
-        batch = FillBatch(planner)
+        batch: list[tuple[ReadItem, Fill]] = []
+        places: set[tuple[torch.device, int]] = set()
+
+        def finish() -> None:
+            fill([one for _, one in batch])
+            for item, one in batch:
+                planner.commit_tensor(item, one.target)
+            batch.clear()
+            places.clear()
+
         for item in plan.items:
-            if item.type != LoadItemType.BYTE_IO:
-                batch.add(item, stored)
-        batch.finish()
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            part = stored.part(item.storage_index, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            if tuple(target.shape) != tuple(part.shape):
+                name = item.storage_index.fqn
+                raise DoesNotFit(f"{name}: a part of shape {list(part.shape)} for a target of {list(target.shape)}")
+            place = (target.device, target.data_ptr())
+            if target.numel() and place in places:
+                finish()  # a planner may hand out one buffer again and again: what is in it goes to the planner before that
+            places.add(place)
+            batch.append((item, Fill(part, target)))
+        finish()
         return finished(None)
 
     def close(self) -> None:
@@ -390,69 +421,13 @@ class Reader(StorageReader):
             self._stored.close()
         self._stored = None
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
-        """Whether this could be a place of a checkpoint: a path or a URL."""
-        return is_place(checkpoint_id)
-
     def _opened(self) -> Stored:
         if self._stored is None:
             self._stored = open_stored(
-                self.path,
-                rank=self._rank,
-                verify=self._verify,
-                threads=self._threads,
-                limits=self._limits,
+                self.path, rank=self._rank, verify=self._verify, threads=self._threads, limits=self._limits,
                 extensions=self._extensions,
-            )
+            )  # fmt: skip
         return self._stored
-
-
-class FillBatch:
-    """Tensors that are filled together, and then given to the planner."""
-
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
-        self._fills: list[Fill] = []
-        self._items: list[ReadItem] = []
-        self._places: set[tuple[torch.device, int]] = set()
-
-    def add(self, item: ReadItem, stored: Stored) -> None:
-        """Take an item. A planner may hand out one buffer again and again: what is in it goes to the planner before that."""
-        part = stored.part(item.storage_index, item.storage_offsets, item.lengths)
-        target = self._planner.resolve_tensor(item).detach()
-        if tuple(target.shape) != tuple(part.shape):
-            name = item.storage_index.fqn
-            raise DoesNotFit(f"{name}: a part of shape {list(part.shape)} for a target of {list(target.shape)}")
-        place = (target.device, target.data_ptr())
-        if target.numel() and place in self._places:
-            self.finish()
-        self._places.add(place)
-        self._fills.append(Fill(part, target))
-        self._items.append(item)
-
-    def finish(self) -> None:
-        """Read everything, and tell the planner."""
-        fill(self._fills)
-        for item, one in zip(self._items, self._fills, strict=True):
-            self._planner.commit_tensor(item, one.target)
-        self._fills, self._items = [], []
-        self._places.clear()
-
-
-def named(path: str | None, what: str) -> str:
-    if path is None:
-        raise BadPath(f"this {what} has no path yet: give it one, or pass checkpoint_id to torch's save and load")
-    return path
-
-
-def is_place(where: Where) -> bool:
-    """Whether this is a path or the URL of an object store, and not an address of something else."""
-    try:
-        place_of(where)
-    except BadPath:
-        return False
-    return True
 
 
 def finished(value: T) -> Future[T]:

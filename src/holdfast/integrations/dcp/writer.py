@@ -44,14 +44,13 @@ from holdfast.errors import Unsupported
 from holdfast.formats import format_of
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
-from holdfast.integrations.dcp.reader import Where, finished, is_place, named
+from holdfast.integrations.dcp.reader import CheckpointPlace, Where, finished
 from holdfast.ranks.write import open_together
 from holdfast.saving.formats import is_part
 from holdfast.saving.state import tabulate_state
 from holdfast.seals.document import SEAL
 from holdfast.seals.renew import NOTHING
 from holdfast.stores.files import make_parents, system_files
-from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import pickled_index
@@ -77,7 +76,7 @@ class Share:
     prefix: str
 
 
-class Writer(StorageWriter):
+class Writer(CheckpointPlace, StorageWriter):
     """What `dcp.save` writes to: a directory in torch's format, or a URL. The path may also be the `checkpoint_id` of `dcp.save`.
 
     As with torch's own writer, an existing checkpoint is replaced unless `overwrite=False`; it stays until the new one is whole.
@@ -108,8 +107,7 @@ class Writer(StorageWriter):
         """
         if _extensions:
             versions.TRANSFORMS.require("a checkpoint with _extensions")
-        self._store = store
-        self._path = None if path is None else place_of(path, store)
+        super().__init__(path, store)
         self.save_id = uuid.uuid4().hex
         self.overwrite, self.durable = overwrite, durable and sync_files
         self._threads = threads or thread_count or default_threads()
@@ -122,25 +120,14 @@ class Writer(StorageWriter):
             self.stage, self.synchronize_staging = stager.stage, stager.synchronize_staging
             self.should_synchronize_after_execute = self._synchronize_after_execute = False
 
-    @property
-    def path(self) -> str:
-        """Where the checkpoint will be."""
-        return named(self._path, "Writer")
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The same, as torch's own storage calls it."""
-        return self._path
-
     def reset(self, checkpoint_id: Where | None = None) -> None:
         """Give up a save that was not finished; the next one goes here, if a path is given."""
         self.close()
         self.save_id = uuid.uuid4().hex
-        if checkpoint_id is not None:
-            self._path = place_of(checkpoint_id, self._store)
+        self._move(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """On every rank, before the plans: know whether the others are asked."""
+        """On every rank, before the plans: remember whether this rank saves by itself."""
         rank = kwargs.get("rank")
         self._alone = rank if isinstance(rank, int) and not kwargs.get("use_collectives", True) else None
 
@@ -170,7 +157,6 @@ class Writer(StorageWriter):
         return [replace(plan, storage_data=Share(target.join_name, f"__{rank}_")) for rank, plan in enumerate(plans)]
 
     def _found(self) -> list[str] | None:
-        """What is in the folder that is to be replaced; None where there is none."""
         if not place_at(self.path).on_disk:
             return None
         with refusing("looking at the target", self.path):
@@ -218,7 +204,7 @@ class Writer(StorageWriter):
         self.close()
 
     def storage_meta(self) -> m.StorageMeta:
-        """What torch notes of the save in its metadata."""
+        """The ids of the save, for torch's metadata."""
         return m.StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     def close(self) -> None:
@@ -233,24 +219,13 @@ class Writer(StorageWriter):
 
     def __getstate__(self) -> dict[str, object]:
         """For the process that `async_save` may save in. A save that is under way stays here, and so does the copied state."""
-        here = {
-            "_target",
-            "stage",
-            "synchronize_staging",
-            "should_synchronize_after_execute",
-            "_synchronize_after_execute",
-        }
+        staging = ("stage", "synchronize_staging", "should_synchronize_after_execute", "_synchronize_after_execute")
+        here = {"_target", *staging}
         return {**{key: value for key, value in vars(self).items() if key not in here}, "_target": None}
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
-        """Whether this could be a place of a checkpoint: a path or a URL."""
-        return is_place(checkpoint_id)
 
     # Files.
 
     def _part(self, share: Share) -> Target:
-        """Where this rank's files go."""
         if not place_at(self.path).on_disk:
             return self._target or join_target(share.folder, self.path, durable=self.durable)
         return join_target(self._folder(share), self.path, durable=self.durable)
@@ -279,7 +254,6 @@ class Writer(StorageWriter):
         return results
 
     def _transformed(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: Output) -> list[WriteResult]:
-        """Items one after the other, each through the extensions."""
         results = []
         end = Appended(out)
         for item in items:
@@ -362,7 +336,7 @@ def _opened(path: str) -> Iterator[int]:
 
 
 def _lay_out(key: str, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[FilePlan, list[tuple[WriteItem, int]]]:
-    """A file with these items, as the planner has them now; and they in the order of the file, each with its length."""
+    """A file with these items, as the planner has them now; and the items in the order of the file, each with its length."""
     values: list[tuple[WriteItem, bytes]] = []
     tensors: list[tuple[WriteItem, torch.Tensor]] = []
     for item in items:
@@ -377,7 +351,6 @@ def _lay_out(key: str, items: Sequence[WriteItem], planner: SavePlanner) -> tupl
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements in one piece of memory that stand for themselves."""
     return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
 
 

@@ -51,21 +51,18 @@ def lock(address: int, nbytes: int) -> bool:
 
 
 def unlock(address: int) -> None:
-    """Undo `lock`."""
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostUnregister(address)) != 0:
         _forget_error()
 
 
 def _forget_error() -> None:
-    """The runtime keeps a failure until somebody asks for it, and torch would take it for that of its next kernel."""
+    """Take the runtime's last failure from it: torch would take it for that of its next kernel."""
     with suppress(RuntimeError):  # this is the one that asks
         torch.empty(1, device="cuda").zero_()
 
 
 class HostBlock:
-    """Memory on the host, locked for GPUs where that was possible."""
-
     def __init__(self, nbytes: int, *, lock_nbytes: int | None = None) -> None:
         """`lock_nbytes` of it are locked, from the front; all of it where that is not said."""
         self.nbytes = nbytes
@@ -123,7 +120,7 @@ class Pool:
         self._free: list[HostBlock] = []
 
     def lend(self, count: int, nbytes: int = BLOCK_NBYTES) -> list[HostBlock]:
-        """So many blocks. Those of another size than usual are made for this job alone."""
+        """Lend so many blocks. Those of another size than usual are made for this job alone."""
         taken: list[HostBlock] = []
         with self._lock:
             while nbytes == BLOCK_NBYTES and self._free and len(taken) < count:
@@ -137,7 +134,7 @@ class Pool:
         return taken
 
     def take_back(self, blocks: Sequence[HostBlock]) -> None:
-        """Blocks that nothing is copied from or to any more."""
+        """Take blocks back that nothing is copied from or to any more."""
         for block in blocks:
             with self._lock:
                 keep = block.nbytes == BLOCK_NBYTES and (len(self._free) + 1) * BLOCK_NBYTES <= self._kept_nbytes
@@ -148,12 +145,11 @@ class Pool:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes that wait for the next job."""
         with self._lock:
             return sum(block.nbytes for block in self._free)
 
     def free(self) -> None:
-        """Give back all that nobody uses."""
+        """Free all blocks that nobody uses."""
         with self._lock:
             blocks, self._free = self._free, []
         for block in blocks:
@@ -167,13 +163,12 @@ class Pool:
 
 
 POOL = Pool()
-"""The blocks of this process."""
 
 at_fork(after_in_child=POOL.forget)
 
 
 def available_nbytes() -> int:
-    """Memory that the system could give to a new program, as Linux counts it; 0 where nobody says."""
+    """Memory that the system could give to a new program, as Linux counts it; 0 where that is not known."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

@@ -7,15 +7,13 @@
 
 1. Rows become tasks of one block each, in the order of the files (plan.py). Readers fill blocks and sum them; this thread
    starts the copies on the side stream of the device (pipeline.py).
-2. A tensor is a row of numbers until it is there. Short fresh ones are made by the copy itself: an integer plus zero. A call
-   into torch takes a microsecond, so many are asked for by one: tensors of a kind that are equally far from each other are cut
-   out of what has arrived together, in their shape. They are made on the caller's stream, which waits for the copy, so that
-   their memory belongs to that stream as if it had made them.
+2. A call into torch takes a microsecond, so short fresh tensors are made many by one call: tensors of a kind that are equally far
+   from each other are cut out of what has arrived together, in their shape, and copied (an integer plus zero). They are made on the
+   caller's stream, which waits for the copy, so that their memory belongs to that stream as if it had made them.
 3. Nothing shares a storage that did not in the file. Views of what arrived would cost less, and one tensor that somebody keeps
    would keep the block.
-4. Long fresh ones are carved from one large allocation: memory for all of them is asked of torch's allocator at once and given
-   back, and the allocator then cuts it up. The storages are as separate as always; only cudaMalloc is called once and not for
-   each. That is done while the first blocks are read; all tasks are planned before.
+4. Memory for all long fresh tensors is asked of torch's allocator at once and given back, and the allocator then cuts it up: one
+   cudaMalloc for all. That is done while the first blocks are read; all tasks are planned before.
 5. A row whose bytes have another checksum than its file records is found in its block, or when its last piece has passed by.
 """
 
@@ -39,6 +37,7 @@ from holdfast.engine.array_sink import execute
 from holdfast.engine.memory_sink import UNKNOWN
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import default_threads
+from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, HoldfastError, located
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import CopyEvent, run_pipeline
@@ -50,21 +49,21 @@ from holdfast.torch.cuda.plan import (
     DeviceRows,
     RowPlan,
     Stretch,
-    StridedRead,
     rows_of,
+    strided_nbytes,
 )
 from holdfast.torch.cuda.streams import CopyStream, copy_streams
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
-from holdfast.torch.tensors.scratch import CastLosses, Fill, copy_values, flat
+from holdfast.torch.tensors.scratch import CastLosses, Fill, ScratchPiece, copy_values, flat
 
 DEFAULT_NBYTES = 1 << 30
-"""Host memory that a load may lock where nobody says."""
+"""Host memory that a load may lock, unless the caller says otherwise."""
 
 FEW_BLOCKS = 8
-"""Blocks that are rather smaller than fewer."""
+"""With less memory, blocks get smaller before there are fewer than this."""
 
 LEAST_NBYTES = 2 << 20
-"""The least that can be allowed: two blocks of 1 MiB."""
+"""The least memory that can be allowed: two blocks of 1 MiB."""
 
 SPARE_BLOCKS = 4
 """Blocks beyond one a reader: those that are being emptied. More of them would only be out of the caches when it is their turn."""
@@ -73,19 +72,15 @@ READERS = 12
 """Threads that read, at the most: more take the interpreter lock from the one that starts the copies."""
 
 SHORT_READERS = 4
-"""The same where most bytes are those of short rows: the thread that makes their tensors needs the lock, and readers are ahead."""
+"""Readers where most bytes are those of short rows: the thread that makes their tensors needs the lock."""
 
 LARGE_NBYTES = 1 << 20
 """Tensors up to this size have small segments of their own in torch's allocator (CUDACachingAllocator.cpp, kSmallSize)."""
 
 UNLOCKED = "page-locked memory was refused; ordinary memory was used, and copies were slower"
 
-Progress = Callable[[int], None]
-
 
 class Size(Value, frozen=True):
-    """How many blocks there are, and of what size."""
-
     count: int
     nbytes: int
 
@@ -126,7 +121,8 @@ def load_rows(
     with gc_paused(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), ExitStack() as open_stores:
         for store in stores:
             open_stores.enter_context(store.reading())
-        moves = {id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in _plans(groups, size, readers)}
+        plans = [RowPlan(rows, size.nbytes, readers=readers) for rows in groups]
+        moves = {id(plan): Move(plan, found[plan.rows.device], losses or CastLosses()) for plan in plans}
         blocks = POOL.lend(count, size.nbytes)
         locked = all(block.locked for block in blocks)
         try:
@@ -162,10 +158,6 @@ def load_fills(
     return load_rows([*others, *rows], progress=progress, most=most, losses=losses)
 
 
-def _plans(groups: Sequence[DeviceRows], size: Size, readers: int) -> Iterator[RowPlan]:
-    return (RowPlan(rows, size.nbytes, readers=readers) for rows in groups)
-
-
 def reserve(wanted: Iterable[tuple[torch.device, int]]) -> None:
     """Have torch's allocator take memory for tensors of these sizes in one piece a GPU, which it then cuts up for them."""
     totals: dict[torch.device, int] = {}
@@ -185,8 +177,6 @@ Full = Sequence[tuple[BlockTask, HostBlock]]
 
 
 class _Events(list[CopyEvent]):
-    """Points in the work of several devices."""
-
     def synchronize(self) -> None:
         for mark in self:
             mark.synchronize()
@@ -198,7 +188,7 @@ class _Events(list[CopyEvent]):
 def _put_all(
     full: Full, *, moves: Mapping[int, Move], found: Mapping[torch.device, CopyStream], progress: Progress | None
 ) -> CopyEvent:
-    """Start all copies out of blocks. Before the first, all tensors are made."""
+    """Start all copies out of full blocks. Before the first, all tensors are made."""
     marks = _Events()
     for move in moves.values():
         move.prepare()
@@ -215,7 +205,6 @@ def _put_all(
 
 
 def _put(full: Full, moves: Mapping[int, Move], stream: CopyStream) -> CopyEvent:
-    """Those that go to one device."""
     try:
         copies = Copies()
         with stream.on():
@@ -238,14 +227,14 @@ def _put(full: Full, moves: Mapping[int, Move], stream: CopyStream) -> CopyEvent
 
 
 class Copies:
-    """What is left to be done for some blocks when all of their rows were looked at."""
+    """The copies that are left to start when all rows of some blocks were looked at."""
 
     def __init__(self) -> None:
         self.targets: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         """In page-locked memory."""
         self.later: list[Callable[[], None]] = []
-        """Makes tensors, on the caller's stream."""
+        """Make tensors, on the caller's stream."""
 
 
 class Move:
@@ -254,7 +243,7 @@ class Move:
     def __init__(self, plan: RowPlan, stream: CopyStream, losses: CastLosses) -> None:
         self.plan, self._stream, self._losses = plan, stream, losses
         self._sums: dict[int, Sums] = {}
-        """Of rows that come in several pieces, by their positions."""
+        """Checksums of rows that come in several pieces, by their positions."""
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         """The bytes that a row is copied to straight, by its position and how many of its bytes came before."""
         self._kinds: dict[tuple[torch.dtype, torch.Size], ByteKind] = {}
@@ -301,7 +290,7 @@ class Move:
     # On the threads of the readers.
 
     def read(self, task: BlockTask, block: HostBlock) -> None:
-        """Fill a block, and sum it."""
+        """Fill a block, and compare its checksums."""
         plan, memory = self.plan, block.array.data
         store = plan.rows.source.store
         for read in task.reads:
@@ -317,7 +306,7 @@ class Move:
             self._read_strided(task, block)
 
     def _sum(self, stretch: Stretch, memory: memoryview) -> None:
-        """Compare the checksums of whole rows, and take note of the others."""
+        """Compare the checksums of whole rows, and add up those of the others."""
         plan, (first, last, skip, nbytes, at) = self.plan, stretch
         if last == first + 1:
             odd = plan.odd.get(first)
@@ -349,7 +338,7 @@ class Move:
             raise self.plan.rows.damaged(int(self.plan.order[position]), found)
 
     def finish(self) -> None:
-        """Compare what came in pieces."""
+        """Compare the checksums of rows that came in pieces."""
         self.prepare()
         for position, sums in sorted(self._sums.items()):
             self._compare(position, sums.crc32())
@@ -357,7 +346,7 @@ class Move:
 
     def _read_strided(self, task: BlockTask, block: HostBlock) -> None:
         rows = self.plan.rows
-        requests = [Request(one.part.lazy, array_of(_value(one, at, block), one.part.lazy.dtype)) for one, at in task.strided]
+        requests = [Request(one.lazy, array_of(_value(one, at, block), one.lazy.dtype)) for one, at in task.strided]
         if isinstance(rows.source, OpenSource):
             # Not `source.read`: it would compare the checksum of what is whole in these requests, and a large storage never is.
             plan = rows.source.plan(requests)
@@ -397,11 +386,11 @@ class Move:
         self._spread(together, block, copies)
         for one, at in task.strided:
             value = _value(one, at, block).to(plan.rows.device, non_blocking=True)
-            copy_values(value, one.part.target.detach(), conj=one.part.conj, neg=one.part.neg)
-            self._losses.add(one.part.lazy.name, value, one.part.target)
+            copy_values(value, one.target.detach(), conj=one.conj, neg=one.neg)
+            self._losses.add(one.lazy.name, value, one.target)
 
     def _short(self, stretch: Stretch, places: Ints, block: HostBlock, copies: Copies, together: list[tuple[Ints, Ints]]) -> None:
-        """A row by itself: a part of one that is converted, or a short one."""
+        """Put a row by itself: a part of one that is converted, or a short one."""
         first, _, skip, nbytes, at = stretch
         if nbytes == self.plan.nbytes.item(first):
             together.append((np.arange(first, first + 1), places))
@@ -447,7 +436,6 @@ class Move:
             copies.later.append(partial(self._make, arrived, members[fresh].tolist(), places[fresh]))
 
     def _fill(self, arrived: torch.Tensor, members: list[int], places: Ints) -> None:
-        """Copy rows that have arrived to tensors that are there."""
         targets = [self._target(position) for position in members]
         kinds = [self._kind(target) for target in targets]
         for pieces, owners in _cut(arrived, kinds, places):
@@ -481,7 +469,6 @@ class Move:
                 first += len(numbers)
 
     def _convert(self, position: int, one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy elements that have arrived into a tensor of another dtype or order."""
         if value.storage_offset() % one.dtype.itemsize:
             value = value.clone()
         value = value.view(one.dtype).view(target.shape)
@@ -489,10 +476,9 @@ class Move:
         self._losses.add(self.plan.name(position), value, target)
 
 
-def _value(one: StridedRead, at: int, block: HostBlock) -> torch.Tensor:
-    """The elements of a piece that the engine has read into a block."""
-    lazy = one.part.lazy
-    return block.tensor[at : at + one.nbytes].view(torch_dtype(lazy.dtype)).view(lazy.shape)
+def _value(one: ScratchPiece, at: int, block: HostBlock) -> torch.Tensor:
+    lazy = one.lazy
+    return block.tensor[at : at + strided_nbytes(one)].view(torch_dtype(lazy.dtype)).view(lazy.shape)
 
 
 Owners = list[tuple[ByteKind, list[int]]]
@@ -500,7 +486,7 @@ Owners = list[tuple[ByteKind, list[int]]]
 
 
 def _cut(arrived: torch.Tensor, kinds: Sequence[ByteKind], places: Ints) -> Iterator[tuple[list[torch.Tensor], Owners]]:
-    """Rows as integers where they have arrived, those of a width together: all of them, and whose they are, in the same order."""
+    """Rows as integers where they have arrived, by the width of the integers: the pieces, and their rows in the same order."""
     known: dict[int, ByteKind] = {id(kind): kind for kind in kinds}
     codes = np.fromiter(map(id, kinds), np.int64, len(kinds))
     order = np.argsort(codes, kind="stable")
@@ -517,14 +503,12 @@ def _cut(arrived: torch.Tensor, kinds: Sequence[ByteKind], places: Ints) -> Iter
 
 
 def _typed(kind: ByteKind, made: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Integers as the tensors that they stand for."""
     if kind.dtype is not kind.integer:
         made = map(torch.Tensor.view, made, repeat(kind.dtype))
     return made if kind.counts == kind.shape else map(torch.Tensor.view, made, repeat(kind.shape))
 
 
 def _integers(kind: ByteKind, target: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of a kind as integers."""
     row = target if kind.counts == kind.shape else flat(target)
     return row if row.dtype is kind.integer else row.view(kind.integer)
 

@@ -4,8 +4,15 @@ A storage on a GPU is a storage like any other, known by its device and address;
 asks for bytes in C order and gets them in a block of page-locked memory, which it gives back (`GpuSource.lend`): the writers of a
 save each hold one, so that copying, summing and writing overlap, and memory is bounded however large a tensor is.
 
-Small tensors that are wanted together cross the bus as one (cuda/gather.py): those of a table by their storages (`GpuStorages`),
-others one lazy tensor each (`GpuSource.read`, `copy_later`).
+Small tensors that are wanted together cross the bus as one: those of a table by their storages (`GpuStorages`), others one lazy
+tensor each (`GpuSource.read`, `copy_later`). Saves, reads and staging all copy this way (`gather`):
+
+    device   a   b   c   …            each where it is
+             │ a │ b │ c │ … │        one kernel, on the side stream
+    memory   │ a │ b │ c │ … │        one copy
+
+To copy a small tensor by itself takes a call into CUDA, and its bytes take a thousandth of that. So short neighbours are laid
+behind each other on the device, by one kernel for hundreds of them, and cross the bus as one. A long one is copied by itself.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -31,10 +39,10 @@ from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_blocks, contiguous_bytes
 from holdfast.engine.saves import Data
 from holdfast.engine.source import OpenSource
+from holdfast.engine.threads import run_all
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import Virtual, VirtualFile
-from holdfast.torch.cuda.gather import SHORT_NBYTES, gather
-from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
+from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL
 from holdfast.torch.cuda.pipeline import CopyEvent
 from holdfast.torch.cuda.streams import CopyStream, Side, copy_streams, refuse_capture
 from holdfast.torch.tensors.from_lazy import BYTES, torch_dtype, view_dtype
@@ -44,6 +52,19 @@ T = TypeVar("T")
 
 MOST_BLOCKS = 16
 """Blocks that are lent at once: one for each of the threads that write a file."""
+
+SHORT_NBYTES = 1 << 20
+"""Tensors up to this length cross the bus together with others."""
+
+PADDING_NBYTES = 64
+"""More bytes than this between two places end a copy. Fewer belong to nobody, and are filled with zeros."""
+
+GATHER_NBYTES = 64 << 20
+"""Bytes that are laid behind each other on a GPU at a time."""
+
+THREADS = 4
+"""Threads that start copies. To lay thousands of tensors behind each other keeps a core busy for milliseconds, without the
+interpreter lock."""
 
 
 class GpuMemory(Virtual):
@@ -58,7 +79,7 @@ class GpuMemory(Virtual):
         self._streams: dict[torch.device, CopyStream] = {}
 
     def add(self, storage: torch.UntypedStorage) -> Storage:
-        """The storage as one of ours; the same one for the same memory."""
+        """The storage as one of ours; equal for the same memory."""
         nbytes = storage.nbytes()
         device = storage.device
         key = f"{device}/{storage.data_ptr() if nbytes else 0:x}+{nbytes:x}"
@@ -100,7 +121,6 @@ class GpuSource(OpenSource):
         self._turns = threading.BoundedSemaphore(MOST_BLOCKS)
 
     def tensor(self, tensor: torch.Tensor, dtype: DType, traits: Traits = PLAIN) -> LazyTensor:
-        """A tensor on a GPU, described."""
         place = self.memory.add(tensor.untyped_storage())
         shape = tuple(tensor.shape)
         bits = tensor.element_size() * 8
@@ -124,7 +144,8 @@ class GpuSource(OpenSource):
         with self._turns:
             (block,) = POOL.lend(1)
             try:
-                yield self._fetch(tensor, block)
+                self._copy(tensor, block.tensor[: tensor.nbytes]).synchronize()
+                yield block.array.data[: tensor.nbytes]
             finally:
                 POOL.take_back([block])
 
@@ -140,7 +161,6 @@ class GpuSource(OpenSource):
                         np.copyto(row[piece.start : piece.start + piece.nbytes], np.frombuffer(data, np.uint8))
 
     def _read_together(self, requests: Sequence[Request]) -> None:
-        """Small ones, as many at a time as go into a block."""
         for device, own in self._by_device((request.tensor, request) for request in requests).items():
             for group in _groups([tensor.nbytes for tensor, _ in own], BLOCK_NBYTES):
                 members = own[group]
@@ -180,18 +200,14 @@ class GpuSource(OpenSource):
         return found
 
     def _gather(self, tensors: Sequence[LazyTensor], starts: Ints, room: torch.Tensor, stream: CopyStream) -> None:
-        """Start to copy tensors of one device to their places."""
         nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
         gather(lambda first, stop: [self._byte_row(tensor) for tensor in tensors[first:stop]], starts, nbytes, room, stream)
-
-    def _fetch(self, tensor: LazyTensor, block: HostBlock) -> memoryview:
-        self._copy(tensor, block.tensor[: tensor.nbytes]).synchronize()
-        return block.array.data[: tensor.nbytes]
 
     def _copy(self, tensor: LazyTensor, out: torch.Tensor) -> CopyEvent:
         stream = self.memory.stream(self._device(tensor))
         with torch.no_grad(), stream.on():
-            self._start(tensor, out)
+            # What is made on the way belongs to the side stream, and is used again behind this copy.
+            out.copy_(self._byte_row(tensor), non_blocking=True)
             return stream.mark()
 
     def _device(self, tensor: LazyTensor) -> torch.device:
@@ -202,10 +218,6 @@ class GpuSource(OpenSource):
         for tensor in tensors:
             with torch.no_grad():
                 yield self._byte_row(tensor)
-
-    def _start(self, tensor: LazyTensor, out: torch.Tensor) -> None:
-        # What is made on the way belongs to the side stream, and is used again behind this copy.
-        out.copy_(self._byte_row(tensor), non_blocking=True)
 
     def _byte_row(self, tensor: LazyTensor) -> torch.Tensor:
         place = contiguous_bytes(tensor)
@@ -265,7 +277,7 @@ class GpuStorages:
 
     @property
     def _rows(self) -> Mapping[int, torch.Tensor]:
-        """What is gathered. Views are made by whoever reads first, all of them: a save that copies its tensors reads none."""
+        """The tensors that are gathered. The first reader makes all views: a save that copies its tensors makes none."""
         with self._making:
             if self._flat is None:
                 with torch.no_grad():
@@ -273,7 +285,7 @@ class GpuStorages:
             return self._flat
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
-        """The bytes of storages of these numbers."""
+        """The bytes of the storages of these numbers."""
         if len(self._streams) == 1:
             return self._fetch(next(iter(self._streams)), numbers) if numbers else []
         pieces: dict[int, memoryview] = {}
@@ -284,7 +296,7 @@ class GpuStorages:
         return [pieces[number] for number in numbers]
 
     def alone(self, number: int, label: str) -> Data:
-        """Those of one, in blocks."""
+        """The bytes of one storage, read in blocks."""
         return Data(self._source.bytes_of(self._tensors[number].untyped_storage(), label), label)
 
     def _fetch(self, device: torch.device, numbers: Sequence[int]) -> list[memoryview]:
@@ -311,7 +323,6 @@ class GpuStorages:
 
 
 def _all_bytes(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """All bytes of a tensor's storage, where they are."""
     count, rest = divmod(nbytes, tensor.element_size())
     if rest:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -331,7 +342,6 @@ def _in_c_order(out: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _groups(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Stretches of these that are no longer than `most` together, or one by itself."""
     first = total = 0
     for number, nbytes in enumerate(sizes):
         if number > first and total + nbytes > most:
@@ -340,3 +350,48 @@ def _groups(sizes: Sequence[int], most: int) -> Iterator[slice]:
         total += nbytes
     if sizes:
         yield slice(first, len(sizes))
+
+
+def gather(
+    tensors: Callable[[int, int], Sequence[torch.Tensor]], starts: Ints, nbytes: Ints, room: torch.Tensor, stream: CopyStream
+) -> None:
+    """Start to copy tensors of one device, each to its place in a room of page-locked memory.
+
+    Places ascend. `tensors` gives those of some places: all bytes of each are wanted, in the order of its elements. It is asked on
+    the side stream, so what it makes on the device is used again behind the copy.
+    """
+    stops = starts + nbytes
+    gaps = starts[1:] - stops[:-1]
+
+    def copy(first: int, stop: int) -> None:
+        with torch.no_grad(), stream.on():
+            joined = _joined(tensors(first, stop), gaps[first : stop - 1])
+            room[int(starts[first]) : int(stops[stop - 1])].copy_(joined, non_blocking=True)
+
+    run_all([partial(copy, *stretch) for stretch in _stretches(starts, stops)], THREADS)
+
+
+def _stretches(starts: Ints, stops: Ints) -> list[tuple[int, int]]:
+    """Ranges of neighbours that are copied together; a long one is copied by itself."""
+    first, found = 0, list[tuple[int, int]]()
+    long = stops - starts > SHORT_NBYTES
+    breaks = np.flatnonzero(long[1:] | long[:-1] | (starts[1:] - stops[:-1] >= PADDING_NBYTES))
+    for stop in [*(breaks + 1).tolist(), len(starts)]:
+        while first < stop:
+            last = min(max(int(np.searchsorted(stops, starts[first] + GATHER_NBYTES, side="right")), first + 1), stop)
+            found.append((first, last))
+            first = last
+    return found
+
+
+def _joined(tensors: Sequence[torch.Tensor], gaps: Ints) -> torch.Tensor:
+    """The bytes of tensors of one device behind each other, with so many zeros between them."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1).view(torch.uint8)
+    rows = list(tensors) if len({*map(attrgetter("dtype"), tensors)}) == 1 else [t.reshape(-1).view(torch.uint8) for t in tensors]
+    if gaps.any():
+        zeros = torch.zeros(PADDING_NBYTES, dtype=torch.uint8, device=rows[0].device).view(rows[0].dtype)
+        width = rows[0].element_size()
+        rows = [rows[0], *(one for gap, row in zip(gaps.tolist(), rows[1:], strict=True) for one in (zeros[: gap // width], row))]
+    # One call, without the interpreter lock, for what `torch.cat` wants flat.
+    return torch._C._nn.flatten_dense_tensors(rows).view(torch.uint8)

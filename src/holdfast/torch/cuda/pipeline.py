@@ -33,14 +33,14 @@ class CopyEvent(Protocol):
     """A point in the work of a device."""
 
     def synchronize(self) -> None:
-        """Come back when all that was asked for before this point is done."""
+        """Wait until all work before this point is done."""
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Whether all work before this point is done."""
 
 
 MOST_BLOCKS = 4
-"""Blocks that are put together. They are free together as well, when the last of them is copied."""
+"""Blocks that are copied together. They are free together as well, when the last of them is copied."""
 
 
 Put = Callable[[Sequence[tuple[Task, Block]]], CopyEvent]
@@ -52,13 +52,6 @@ Started = deque[tuple[list[Block], CopyEvent]]
 
 LEADERS = 3
 """Readers that are started by the caller, and start the others."""
-
-
-class Failed:
-    """What a reader puts in place of a full block."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 def run_pipeline(
@@ -78,7 +71,7 @@ def run_pipeline(
     turn = threading.Lock()
     stop = threading.Event()
     free: SimpleQueue[Block | None] = SimpleQueue()
-    full: SimpleQueue[tuple[Task, Block] | Failed | None] = SimpleQueue()
+    full: SimpleQueue[tuple[Task, Block] | BaseException | None] = SimpleQueue()
     for block in blocks:
         free.put(block)
 
@@ -96,12 +89,12 @@ def run_pipeline(
                 full.put((task, block))
         except BaseException as error:
             stop.set()
-            full.put(Failed(error))
+            full.put(error)
         finally:
             full.put(None)
 
     begun: list[int] = []
-    """One for each that was to be started, and so will say that it has ended."""
+    """One entry for each reader that was to be started, and so will report its end."""
     readers: list[threading.Thread] = []
 
     def begin(run: Callable[[], None]) -> None:
@@ -140,7 +133,7 @@ def run_pipeline(
             # Somebody reads, or has read by now.
             items = items or [full.get()]
             ended += items.count(None)
-            failures += [item.error for item in items if isinstance(item, Failed)]
+            failures += [item for item in items if isinstance(item, BaseException)]
             filled = [item for item in items if isinstance(item, tuple)]
             if filled and not stop.is_set():
                 try:
@@ -173,7 +166,6 @@ def run_pipeline(
 
 
 def _taken(full: SimpleQueue[T]) -> list[T]:
-    """What is there, up to so many."""
     found: list[T] = []
     with suppress(Empty):
         while len(found) < MOST_BLOCKS:
@@ -182,7 +174,7 @@ def _taken(full: SimpleQueue[T]) -> list[T]:
 
 
 def _alone(tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Put[Task, Block]) -> None:
-    """Where no thread can start: one task after the other."""
+    """Run one task after the other, where no thread can start."""
     for task in tasks:
         read(task, block)
         put([(task, block)]).synchronize()

@@ -50,7 +50,7 @@ TOGETHER = 32
 what has crossed the bus together takes 100 µs with it."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By their width."""
+"""Integer dtypes by their width."""
 
 
 class ByteKind(NamedTuple):
@@ -79,17 +79,17 @@ class Conversion(Value, frozen=True, eq=False):
     """A tensor that takes the elements of a range by a copy of its own."""
 
     dtype: torch.dtype
-    """As the file has them."""
+    """The dtype of the elements in the file."""
     target: torch.Tensor
     """Flat, or of any shape where the range is never cut."""
     conj: bool = False
     neg: bool = False
     storage: Storage | None = None
-    """Where the range is a part of it, and all parts together are compared with its checksum."""
+    """The storage of which the range is a part: all parts together are compared with its checksum."""
 
     @property
     def grain(self) -> int:
-        """Between multiples of this many bytes the range is not cut; 0 where it is not cut at all."""
+        """The range is cut at multiples of this many bytes alone; 0 where it is not cut at all."""
         return self.dtype.itemsize if self.target.ndim == 1 else 0
 
 
@@ -97,15 +97,9 @@ Destination = ByteKind | torch.Tensor | Conversion
 """What a row becomes: a fresh tensor, the content of a contiguous one, or elements of another."""
 
 
-class StridedRead(Value, frozen=True, eq=False):
-    """Elements that the engine has to read, because they do not lie in one piece."""
-
-    part: ScratchPiece
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that they take in a block, where a packed element takes one."""
-        return self.part.lazy.size * self.part.lazy.dtype.numpy.itemsize
+def strided_nbytes(piece: ScratchPiece) -> int:
+    """Bytes in a block of elements that the engine reads, because they do not lie in one piece. A packed element takes one byte."""
+    return piece.lazy.size * piece.lazy.dtype.numpy.itemsize
 
 
 class DeviceRows(Struct, eq=False):
@@ -118,22 +112,21 @@ class DeviceRows(Struct, eq=False):
     """CRC-32 of each range as its file records it, or `UNKNOWN`."""
     destinations: Sequence[Destination]
     name: Callable[[int], str]
-    """What a row is called in messages, by its number."""
+    """The name of a row in messages, by its number."""
     damaged: Callable[[int, int], Corrupted]
-    """What to raise for a row that has another checksum: its number, and the checksum that was found."""
-    strided: Sequence[StridedRead] = ()
+    """The error for a row that has another checksum: its number, and the checksum that was found."""
+    strided: Sequence[ScratchPiece] = ()
     checks: Checks = field(default_factory=lambda: Checks({}))
-    """Of storages that come in several ranges."""
+    """The checksums of storages that come in several ranges."""
     tensors: list[torch.Tensor | None] = field(default_factory=list)
-    """What each row has become, where that is a tensor of its own."""
+    """The tensor that each row has become, where that is one of its own."""
 
     @property
     def nbytes(self) -> int:
-        return int(self.ranges.nbytes.sum()) + sum(one.nbytes for one in self.strided)
+        return int(self.ranges.nbytes.sum()) + sum(map(strided_nbytes, self.strided))
 
     @property
     def short_nbytes(self) -> int:
-        """Bytes of rows that cross the bus together."""
         return int(self.ranges.nbytes[self.ranges.nbytes <= SHORT_NBYTES].sum())
 
 
@@ -144,12 +137,12 @@ def rows_of(source: Source, device: torch.device, fills: Sequence[Fill], *, most
     crcs: list[int] = []
     destinations: list[Destination] = []
     owners: list[tuple[Storage, str]] = []
-    strided: list[StridedRead] = []
+    strided: list[ScratchPiece] = []
     in_pieces: dict[Storage, str] = {}
     for one in fills:
         apart = False
         for piece in _pieces(one, most):
-            if isinstance(piece, StridedRead):
+            if isinstance(piece, ScratchPiece):
                 strided.append(piece)
                 apart = True
                 continue
@@ -177,7 +170,7 @@ Piece = tuple[Storage, int, int, Destination]
 """A storage, the first byte in its file, how many bytes, and what they become."""
 
 
-def _pieces(one: Fill, most: int) -> Iterator[Piece | StridedRead]:
+def _pieces(one: Fill, most: int) -> Iterator[Piece | ScratchPiece]:
     lazy, target = one.lazy, one.target
     if _in_c_order(lazy, target):
         # Most tensors lie in the file as in memory: no need to look at them dimension by dimension.
@@ -192,7 +185,6 @@ def _pieces(one: Fill, most: int) -> Iterator[Piece | StridedRead]:
 
 
 def _in_c_order(lazy: LazyTensor, target: torch.Tensor) -> bool:
-    """Whether elements lie in C order in the file as well as in memory."""
     if lazy.dtype.packed or contiguous_bytes(lazy) is None:
         return False
     return target.is_contiguous() and not (target.is_conj() or target.is_neg())
@@ -208,12 +200,12 @@ def _flat(lazy: LazyTensor, target: torch.Tensor, *, conj: bool = False, neg: bo
     return storage, storage.start + chunk.offset // 8, lazy.nbytes, row
 
 
-def _boxes(one: Fill, most: int) -> Iterator[Piece | StridedRead]:
+def _boxes(one: Fill, most: int) -> Iterator[Piece | ScratchPiece]:
     for part in parts_of(one, most):
         lazy = part.lazy
         place = None if lazy.dtype.packed else contiguous_bytes(lazy)
         if place is None:
-            yield StridedRead(part)
+            yield part
         else:
             storage, dtype = lazy.chunks[0].storage, torch_dtype(lazy.dtype)
             # Also where it is all of the storage: what becomes of the others is noted in the same place.
@@ -232,7 +224,7 @@ class Stretch(NamedTuple):
     nbytes: int
     """Bytes of the row that are taken here, where it is one."""
     at: int
-    """Where the first one begins in the block."""
+    """Where the first row begins in the block."""
 
 
 class Read(Struct, eq=False):
@@ -242,7 +234,6 @@ class Read(Struct, eq=False):
     start: int
     stop: int
     at: int
-    """Where it begins in the block."""
     stretches: list[Stretch]
 
 
@@ -251,16 +242,14 @@ class BlockTask(Struct, eq=False):
 
     plan: RowPlan
     reads: list[Read] = field(default_factory=list)
-    strided: list[tuple[StridedRead, int]] = field(default_factory=list)
-    """With the place of each in the block."""
+    strided: list[tuple[ScratchPiece, int]] = field(default_factory=list)
     nbytes: int = 0
-    """Bytes of elements."""
     read_nbytes: int = 0
     """Bytes that were read for them."""
 
 
 LEAST_NBYTES = 2 << 20
-"""What a block takes when there is much to read, at the least."""
+"""The least that a block takes when there is much to read."""
 
 
 class Shares:
@@ -280,7 +269,7 @@ class Shares:
         self._taken = 0
 
     def take(self) -> int:
-        """The bytes of the next block, which is taken to be filled."""
+        """The bytes of the next block."""
         most = self._most
         if self._readers > 1:
             self._taken += 1
@@ -313,11 +302,11 @@ class RowPlan:
                 self.odd[position], grains[position] = one, one.grain
         self.straight[list(self.odd)] = False
         self._grains: list[int] = grains.tolist()
-        """Between multiples of how many bytes a row is not cut; 0 where it is not cut at all."""
+        """A row is cut at multiples of so many bytes alone; 0 where it is not cut at all."""
         self._most, self._shares = most, Shares(int(self.nbytes.sum()), most, readers=readers)
 
     def tasks(self) -> Iterator[BlockTask]:
-        """What goes through the blocks, one after the other."""
+        """The tasks, one block each, one after the other."""
         yield from _Layout(self, self._most, self._shares).tasks(self._joined())
         yield from self._strided_tasks()
 
@@ -325,7 +314,7 @@ class RowPlan:
         return self.rows.name(int(self.order[position]))
 
     def cut(self, position: int, nbytes: int) -> int:
-        """How many of so many bytes a row may be cut behind; 0 where it has to be whole."""
+        """How many of so many bytes of a row go into a block; 0 where it has to be whole."""
         grain = self._grains[position]
         return nbytes // grain * grain if grain else 0
 
@@ -353,12 +342,12 @@ class RowPlan:
     def _strided_tasks(self) -> Iterator[BlockTask]:
         task, end = BlockTask(self), 0
         for piece in self.rows.strided:
-            if task.strided and end + piece.nbytes > self._most:
+            if task.strided and end + strided_nbytes(piece) > self._most:
                 yield task
                 task, end = BlockTask(self), 0
             task.strided.append((piece, end))
-            task.nbytes += piece.part.lazy.nbytes
-            end = _aligned(end + piece.nbytes)
+            task.nbytes += piece.lazy.nbytes
+            end = _aligned(end + strided_nbytes(piece))
         if task.strided:
             yield task
 
@@ -377,7 +366,7 @@ def _few_together(long: Bools) -> Bools:
 
 
 class _Layout:
-    """Rows on their way into blocks."""
+    """Lays rows into blocks."""
 
     def __init__(self, plan: RowPlan, most: int, shares: Shares) -> None:
         self._plan, self._most, self._shares = plan, most, shares
@@ -390,7 +379,7 @@ class _Layout:
             yield self._task
 
     def _stretches(self, key: str, first: int, last: int) -> Iterator[BlockTask]:
-        """Rows that are read together: one read, or several where blocks end."""
+        """Lay rows that are read together: one read, or several where blocks end."""
         plan, read, skip = self._plan, None, 0
         while first < last:
             begin = plan.starts.item(first) + skip

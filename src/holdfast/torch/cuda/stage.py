@@ -5,8 +5,8 @@
     caller                     │ returns at once
     background thread          │ waits for the copies, then writes
 
-Page-locked memory takes all of it where it may: `max_host_memory`, or half of what the machine has to give. What goes beyond
-is ordinary memory, filled through the blocks of the pool by several threads, and the caller waits for that part.
+The copies are in page-locked memory, up to `max_host_memory`, or half of what the machine has to give. The rest is ordinary memory,
+filled through the blocks of the pool by several threads, and the caller waits for that part.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from holdfast.core.runtime import at_fork
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import ContiguousBlock, contiguous_blocks
 from holdfast.engine.threads import default_threads, run_all
-from holdfast.torch.cuda.gather import gather
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock, available_nbytes
-from holdfast.torch.cuda.memory import GpuSource
+from holdfast.torch.cuda.memory import GpuSource, gather
 from holdfast.torch.cuda.pipeline import CopyEvent
 from holdfast.torch.cuda.streams import copy_streams
 
@@ -59,7 +58,6 @@ class Room:
 
 
 ROOM = Room()
-"""That of this process."""
 
 at_fork(after_in_child=ROOM.forget)
 
@@ -77,7 +75,7 @@ class Copies:
         self._room = room
         self._marks: list[CopyEvent] = []
         self._kept: list[object] = []
-        """Sources, whose tensors must not go before they are copied."""
+        """Sources, whose tensors must not be freed before they are copied."""
         self.unlocked_nbytes = 0
         """Bytes that went to ordinary memory."""
 
@@ -107,14 +105,12 @@ class Copies:
         self._marks.append(stream.hold_caller())
 
     def wait(self) -> None:
-        """Come back when all bytes are there."""
         marks, self._marks = self._marks, []
         for mark in marks:
             mark.synchronize()
         self._kept.clear()
 
     def notes(self) -> tuple[str, ...]:
-        """What a person should know."""
         if not self.unlocked_nbytes:
             return ()
         return (f"{self.unlocked_nbytes:,} bytes went through ordinary memory: page-locked memory was not allowed, or refused",)

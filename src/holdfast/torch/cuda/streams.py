@@ -19,39 +19,53 @@ from holdfast.core.runtime import renewed
 from holdfast.errors import Refused
 from holdfast.torch.cuda.pipeline import CopyEvent
 
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_lock = renewed(threading.Lock())
+
 
 class CopyStream:
-    """Where copies to and from a device run."""
+    """Where copies to and from a device run. This one is for devices without streams: copies are done when they return."""
 
-    wants_locked = True
+    wants_locked = False
     """Whether copies from memory that is not locked are slower."""
 
     def follow(self) -> None:
         """Wait for what the caller's stream has been asked to do up to now."""
-        raise NotImplementedError
 
     def hold_caller(self) -> CopyEvent:
         """Have the caller's stream wait for what this stream has been asked to do up to now, and mark that point."""
-        raise NotImplementedError
+        return _Done()
 
     def on(self) -> AbstractContextManager[object]:
-        """Inside of it, work is asked of this stream."""
-        raise NotImplementedError
+        """A block in which work is put on this stream."""
+        return nullcontext()
 
     def mark(self) -> CopyEvent:
-        """The point that the stream has been asked to get to."""
-        raise NotImplementedError
+        """The end of all work that the stream has been given."""
+        return _Done()
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """The caller's stream uses a tensor of this stream as well: its memory is not for others until that is over."""
-        raise NotImplementedError
+        """Let the caller's stream use a tensor of this stream as well: its memory is not for others until that is over."""
+
+
+class _Done:
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
 
 
 class Side(CopyStream):
     """The side stream of one GPU, which waits for the stream that is current now."""
 
+    wants_locked = True
+
     def __init__(self, device: torch.device) -> None:
-        self.stream = _stream(device)
+        with _lock:
+            if device not in _streams:
+                _streams[device] = torch.cuda.Stream(device)
+            self.stream = _streams[device]
         self.current = torch.cuda.current_stream(device)
         self.follow()
 
@@ -73,54 +87,13 @@ class Side(CopyStream):
         tensor.record_stream(self.current)
 
 
-class Here(CopyStream):
-    """No stream at all: copies are done when they return."""
-
-    wants_locked = False
-
-    def follow(self) -> None:
-        """There is nothing to wait for."""
-
-    def hold_caller(self) -> CopyEvent:
-        return _Done()
-
-    def on(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def mark(self) -> CopyEvent:
-        return _Done()
-
-    def lend(self, tensor: torch.Tensor) -> None:
-        """There is one stream for everybody."""
-
-
-class _Done:
-    def synchronize(self) -> None:
-        """It is done."""
-
-    def query(self) -> bool:
-        return True
-
-
 def copy_streams(devices: Iterable[torch.device]) -> dict[torch.device, CopyStream]:
-    """A stream for each of these devices."""
     found = dict.fromkeys(devices)
     refuse_capture(found)
-    return {device: Side(device) if device.type == "cuda" else Here() for device in found}
+    return {device: Side(device) if device.type == "cuda" else CopyStream() for device in found}
 
 
 def refuse_capture(devices: Iterable[torch.device]) -> None:
     """Raise `Refused` while a CUDA graph is captured."""
     if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
         raise Refused("a CUDA graph is being captured: a load or save cannot be a part of one; do it before or after the capture")
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-_lock = renewed(threading.Lock())
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    with _lock:
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
-        return _streams[device]

@@ -4,22 +4,17 @@
     background thread │                                   │ plan together, write, fsync, publish together │
     handle                                         staged ┘                                       durable ┘
 
-1. What this rank has is copied (staging.py); after that the caller may change its tensors. It waits for no other rank. Only where
-   much is replicated, and would be copied by all, the plan comes first, and each copies its share. The thread runs what is left of
-   the chain (saving.py).
-2. The thread talks to the other ranks through the store, never through a collective, so it cannot meet the training's.
-3. One save at a time: the next one waits, or is refused, as asked. SIGTERM and the end of the program wait for the save that is
-   under way.
+The tensors of this rank are copied (staging.py); after that the caller may change them. The thread runs the rest of the chain
+(saving.py). One save at a time: the next one waits, or is refused, as its caller wants.
 
-The end of the program waits for them, and its exit status tells of one that failed unseen.
+The end of the program waits for the save, and its exit status shows a failure that nobody has seen.
 
 1. The thread of a save is no daemon, so Python waits for it after the last line, `sys.exit`, an exception or Ctrl-C. SIGTERM waits
-   where the save was begun by the main thread and nobody else has a handler. The default is back when the last save is over and
-   the main thread asks (`wait`, `done`, `durable`); before that, our handler does what the default does.
-2. A save whose failure nobody has looked at (`SaveHandle.wait`) is reported by a warning, and the program ends with status 120:
-   what Python itself uses where its last flush of the standard streams fails. So that is how it is done: at the end `sys.stderr`
-   is put behind something whose last flush fails. All other handlers of `atexit` run, before and after ours. A process of
-   `multiprocessing` does not come that way, and is told by a finalizer of its own.
+   where the save was begun by the main thread and nobody else has a handler. The default handler is restored when the last save is
+   over and the main thread calls `wait`, `done` or `durable`; before that, our handler does what the default does.
+2. A failure that nobody has seen (`SaveHandle.wait`) is a warning, and the program ends with status 120, as Python does where its
+   last flush of the standard streams fails. So at the end `sys.stderr` is replaced by an object whose last flush fails. All other
+   handlers of `atexit` run, before and after ours. A process of `multiprocessing` has a finalizer for it instead.
 3. A fork has none of its parent's threads. In it, a handle of a save that was not over raises at once, nothing is waited for, and
    SIGTERM ends it.
 """
@@ -48,11 +43,11 @@ _one_at_a_time = renewed(threading.Lock())
 
 
 class Course:
-    """One save on its way, to be brought to its end by one thread: it holds the turn, and what is open."""
+    """One save under way, to be brought to its end by one thread: it holds the turn, and what is open."""
 
     def __init__(self) -> None:
         self.open = ExitStack()
-        """What is closed at the end, last what was opened first; the turn comes last of all."""
+        """Closed at the end; the turn is given back last."""
         self._turn = False
         self._claimed = threading.Lock()
         self.open.callback(self._give_back)
@@ -66,10 +61,6 @@ class Course:
     def claim(self) -> bool:
         """True once: for the thread that is to bring this save to its end."""
         return self._claimed.acquire(blocking=False)
-
-    def close(self) -> None:
-        """The end: give up what was not published, and the turn."""
-        self.open.close()
 
     def _give_back(self) -> None:
         if self._turn and _one_at_a_time.locked():  # not in a fork of the one who took it
@@ -91,20 +82,24 @@ def begin(path: str, course: Course, rest: Callable[[], SavedShards], *, staged_
         except BaseException as error:
             failed = error
         try:
-            course.close()
+            course.open.close()
         except BaseException as error:
             failed = failed or error
         # Last: whoever waits may end the process, for whose store the others may still have use, or save again.
-        if saved is not None and failed is None:
-            succeed(handle, saved)
-        else:
-            assert failed is not None
-            fail(handle, failed)
+        if failed is None:
+            handle._future.set_result(cast(SavedShards, saved))
+            forget(handle)
+            return
+        _unseen.add(handle)
+        handle._future.set_exception(failed)
+        forget(handle)
+        if _ending:
+            _tell()
 
     try:
         watch(handle)
         # No daemon: Python waits for it at the end of the program.
-        if ending() or start(run, name="holdfast-save", daemon=False) is None:
+        if _ending or start(run, name="holdfast-save", daemon=False) is None:
             run()
             interrupt = handle._future.exception()
             if interrupt is not None and not isinstance(interrupt, Exception):
@@ -113,7 +108,7 @@ def begin(path: str, course: Course, rest: Callable[[], SavedShards], *, staged_
         # Ctrl-C while it started: either the thread has it and goes on, or nobody ever will.
         if course.claim():
             forget(handle)
-            course.close()
+            course.open.close()
         raise
     return handle
 
@@ -122,7 +117,7 @@ HEAD_START_S = 0.001
 """How long the thread waits before it works: the caller gets the interpreter lock back at once, and not after some milliseconds."""
 
 STATUS = 120
-"""With which a program ends whose background save failed without anybody having looked."""
+"""The exit status of a program whose background save failed unseen."""
 
 
 class SaveHandle:
@@ -169,7 +164,7 @@ class SaveHandle:
             _sigterm.give_back()
 
     def _leave_behind(self) -> None:
-        """In a fork: the thread that would end it is not here."""
+        """In a fork: the thread that would end the save is not here."""
         self._future = Future()
         message = f"this save belongs to process {self._process}, of which this one is a fork; wait for it there"
         self._future.set_exception(SaveError(message, file=self.path))
@@ -181,43 +176,26 @@ class SaveHandle:
 
 _running: set[SaveHandle] = set()
 _unseen: set[SaveHandle] = set()
-"""Those that failed, and nobody has looked."""
+"""Saves that failed, and whose failure nobody has seen."""
 _ending = False
 _told: set[int] = set()
 """Processes of `multiprocessing` that wait at their end."""
 
 
 def watch(handle: SaveHandle) -> None:
-    """From now on the end of the program waits for this save."""
+    """Have the end of the program wait for this save."""
     _running.add(handle)
-    _catch_sigterm()
+    # SIGTERM waits for the save only where the default handler is in place, and only from the main thread.
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _sigterm):
+        _sigterm.put(signal.SIGTERM)
     if process.parent_process() is not None and os.getpid() not in _told:
         _told.add(os.getpid())
         util.Finalize(None, _at_end_of_child, exitpriority=0)
 
 
-def ending() -> bool:
-    """Whether the program has waited for the last time: a thread that starts now would be cut off."""
-    return _ending
-
-
-def succeed(handle: SaveHandle, saved: SavedShards) -> None:
-    """The save is over; whoever waits goes on."""
-    handle._future.set_result(saved)
-    forget(handle)
-
-
-def fail(handle: SaveHandle, error: BaseException) -> None:
-    """As `succeed`, for one that failed."""
-    _unseen.add(handle)
-    handle._future.set_exception(error)
-    forget(handle)
-    if _ending:
-        _tell()
-
-
 def forget(handle: SaveHandle) -> None:
-    """A save that is over, or did not begin."""
+    """Wait no more for a save that is over, or did not begin."""
     _running.discard(handle)
     _sigterm.give_back()
 
@@ -233,7 +211,7 @@ def _wait() -> None:
 
 
 def _failures() -> list[SaveHandle]:
-    """Saves that failed unseen; also those that go on, for which whoever ends the program did not wait."""
+    """Saves that failed unseen; also those that go on, where whoever ends the program did not wait."""
     return [*_unseen, *_own()]
 
 
@@ -247,7 +225,6 @@ def _warn() -> None:
 
 
 def _flush(number: int, frame: FrameType | None) -> None:
-    """SIGTERM: end when the save is over."""
     _wait()
     _warn()
     _sigterm.pass_on(number, frame)
@@ -256,15 +233,8 @@ def _flush(number: int, frame: FrameType | None) -> None:
 _sigterm = SignalOverride(_flush, wanted=lambda: any(not handle._future.done() for handle in _own()))
 
 
-def _catch_sigterm() -> None:
-    """Let a polite end wait for the save. Only where the default handler is in place, and only from the main thread."""
-    on_main = threading.current_thread() is threading.main_thread()
-    if on_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _sigterm):
-        _sigterm.put(signal.SIGTERM)
-
-
 class Stderr:
-    """`sys.stderr` as it was, but for the very last flush, by the interpreter. That fails where a save failed unseen."""
+    """`sys.stderr` as it was, but for the very last flush, by the interpreter: it fails where a save failed unseen."""
 
     closed = False
 
@@ -295,7 +265,7 @@ def _at_exit() -> None:
 
 
 def _tell() -> None:
-    """At the end of the program: have the exit status say what failed, and then say it in words."""
+    """At the end of the program: have the exit status and a warning say what failed."""
     if _failures():
         if not isinstance(sys.stderr, Stderr):
             sys.stderr = cast(TextIO, Stderr(sys.stderr))
@@ -313,7 +283,6 @@ def _at_end_of_child() -> None:
 
 
 def _in_child() -> None:
-    """In a fork."""
     global _ending
     _ending = False
     for handle in _running:

@@ -53,20 +53,19 @@ from holdfast.torch.serialization.save import plan_object
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
 REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors into the state under names of their own"
-"""What to do about an object with tensors in it."""
+"""Advice about an object with tensors in it."""
 
 
 NUMPY_TAG = b'"numpy.'
-"""What the JSON of an element of numpy has in it."""
+"""In the JSON of every element of numpy."""
 
 
 class Value(values.Value, frozen=True):
     """A leaf that is no tensor."""
 
     raw: object
-    """The caller's own object."""
     described: object
-    """The same without torch's classes."""
+    """The object without torch's classes."""
 
     def digest(self) -> bytes:
         """A hash that is the same on every rank that has an equal value. Raises ValueError for one that cannot be pickled."""
@@ -89,9 +88,11 @@ class Value(values.Value, frozen=True):
         return content
 
     def archive(self) -> bytes:
-        """What torch.save would write for it; later changes of the object do not reach it."""
+        """The bytes of `torch.save` for it; later changes of the object do not reach them."""
         out = io.BytesIO()
-        plan = lay_out_torch_zip(value_state(self.described)) if _is_opened(self.raw) else plan_object(self.raw, None)
+        # Values of an open checkpoint stand for torch's own, and are written as those.
+        opened = any(type(one).__module__.split(".")[0] == "holdfast" for _, one in walk(self.raw, every_child))
+        plan = lay_out_torch_zip(value_state(self.described)) if opened else plan_object(self.raw, None)
         write_stream(plan.files[0], out)
         return out.getvalue()
 
@@ -101,11 +102,10 @@ class FlatState(Struct):
 
     values: dict[str, Value] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
-    """The path of every leaf, tensors as well."""
     pickled: set[str] = field(default_factory=set)
     """Arrays in tuples: they are pickled with the tuple, as torch does it, and are no tensors there."""
     problems: list[str] = field(default_factory=list)
-    """What has no form there."""
+    """What DCP has no form for."""
 
     def digests(self) -> dict[str, bytes]:
         """A hash of every value; what must not be pickled becomes a problem."""
@@ -134,7 +134,7 @@ def flatten(state: State, raw: object) -> FlatState:
 
 
 def common_problems(state: State, table: Table, flat: FlatState) -> list[str]:
-    """What no rank could say to the others, or no format could hold."""
+    """Problems with a state that no message between ranks, or no format, could hold."""
     problems = [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
     most = DEFAULTS.rank
     wrong = {k: kind for k, kind in enumerate(table.kinds) if kind.traits.meta or len(kind.shape) > most}
@@ -150,12 +150,11 @@ def common_problems(state: State, table: Table, flat: FlatState) -> list[str]:
 
 
 class _Flattening:
-    """One walk through a described state and what it describes, together."""
+    """One walk through a described state and the caller's own, together."""
 
     def __init__(self, flat: FlatState, leaves: Leaves) -> None:
         self._flat, self._leaves = flat, leaves
         self._plain = not leaves.odd and not leaves.composites()
-        """Whether all tensors are plain ones."""
 
     def take(self, value: object, raw: object, path: Path) -> Unrolled[None]:
         inside = self._pairs(value, raw, path)
@@ -168,7 +167,7 @@ class _Flattening:
                 self._add(inner, own, (*path, key))
 
     def _pairs(self, value: object, raw: object, path: Path) -> Iterable[tuple[str | int, object, object]] | None:
-        """What is in a mapping or a list that is entered, each with its key and with what it describes; None for a leaf."""
+        """The children of a mapping or a list that is entered: key, described value, the caller's own; None for a leaf."""
         if isinstance(value, Mapping) and isinstance(raw, Mapping) and (value or not path):
             return () if self._all_tensors(value, path) else zip(map(str, value), value.values(), raw.values(), strict=True)
         if isinstance(value, list) and isinstance(raw, list) and self._is_entered(value):
@@ -176,7 +175,6 @@ class _Flattening:
         return None
 
     def _add(self, value: object, raw: object, path: Path) -> None:
-        """Take a leaf under its name."""
         flat, made = self._flat, self._described(value)
         name = ".".join(map(str, path))
         if name in flat.paths:
@@ -201,7 +199,6 @@ class _Flattening:
         return True
 
     def _described(self, value: object) -> object:
-        """A leaf without torch's classes."""
         # Without types of tensors it is the tree of a checkpoint.
         if not self._leaves.kinds or type(value) in PLAIN:
             return value
@@ -211,15 +208,9 @@ class _Flattening:
         return self._leaves.described(value)
 
     def _is_entered(self, value: object) -> bool:
-        """Whether there is a tensor or a mapping in a list."""
         leaves = self._leaves
         inside = (inner for _, inner in walk(value, lambda one: enumerate(one) if isinstance(one, list) else None))
         return any(isinstance(leaves.described(one), LazyTensor | Composite | Mapping) or leaves.is_tensor(one) for one in inside)
-
-
-def _is_opened(value: object) -> bool:
-    """Whether values of an open checkpoint are in it, which stand for torch's own and are written as those."""
-    return any(type(one).__module__.split(".")[0] == "holdfast" for _, one in walk(value, every_child))
 
 
 def dcp_index(contents: Contents, delivered: Delivered, *, path: str) -> bytes:
@@ -242,11 +233,9 @@ def dcp_index(contents: Contents, delivered: Delivered, *, path: str) -> bytes:
 
 
 DICT = pickle.EMPTY_DICT + pickle.MEMOIZE
-"""An empty dict, with its entry in the memo."""
 
 
 def _empty_index(path: str, save_id: str) -> m.Metadata:
-    """The index with nothing in its three dicts."""
     made = m.Metadata({}, {}, {}, m.StorageMeta(checkpoint_id=str(path), save_id=save_id))
     if versions.VERSIONED:
         made.version = "1.0.0"
@@ -264,7 +253,6 @@ class _Records:
         self._out = io.BytesIO()
         self._pickler = _Pickler(self._out) if versions.STRIDES else pickle.Pickler(self._out)
         self.first = [pickle.PROTO + bytes([pickle.DEFAULT_PROTOCOL])]
-        """What the stream begins with."""
 
     def made(self, make: Callable[[], object]) -> bytes:
         """The opcodes of an object of a kind."""
@@ -310,12 +298,11 @@ class _DeliveredBoxes:
         self._number[self._order] = np.arange(len(stop)) - self._heads.repeat(self._counts)
 
     def _rows(self, tensor: int) -> Ints:
-        """The boxes of a tensor."""
         at = int(np.searchsorted(self._listed, tensor))
         return self._order[self._heads[at] : self._heads[at] + self._counts[at]]
 
     def tensors(self, records: _Records) -> dict[str, bytes]:
-        """What the index says of each tensor, by name."""
+        """The record of each tensor in the index, by name."""
         catalogue, grads = self._contents.catalogue, self._contents.grads
         names, dtypes, shapes = catalogue.names, catalogue.dtypes, catalogue.shapes
         # In one box a tensor is whole.
@@ -340,7 +327,7 @@ class _DeliveredBoxes:
         return m.TensorStorageMetadata(properties, torch.Size(shape), chunks)
 
     def items(self, records: _Records, texts: Mapping[str, bytes]) -> list[bytes]:
-        """Where everything lies: values, boxes, and boxes of tensors under their other names."""
+        """The records of all places: values, boxes, and boxes of tensors under their other names."""
         made: list[bytes] = []
         for file in self._files:
             if file.values:
@@ -368,11 +355,11 @@ class _DeliveredBoxes:
 
 
 NAME, OFFSET, LENGTH = "\ue000name", 0x7E57F00D, 0x7E57BEEF
-"""What stands in the record of an item where it is filled in."""
+"""Placeholders in the record of an item."""
 
 
 def _item(key: str, number: int | None, corner: Sequence[int] | None) -> tuple[m.MetadataIndex, _StorageInfo]:
-    """What the index says of an item. The text of its name is another object each time, as that of two items is."""
+    """The record of an item. The text of its name is another object each time, as that of two items is."""
     name = NAME[:1] + NAME[1:]
     return m.MetadataIndex(name, None if corner is None else torch.Size(corner), number), _StorageInfo(key, OFFSET, LENGTH)
 
@@ -386,13 +373,11 @@ def _cut(record: bytes) -> tuple[bytes, ...]:
 
 
 def _filled(cuts: Sequence[Sequence[bytes]], names: Sequence[bytes], starts: Ints, lengths: Ints) -> list[bytes]:
-    """Records of items."""
     each = zip(cuts, names, _numbers(starts), _numbers(lengths), strict=True)
     return [b"%b%b%b%b%b%b%b" % (a, name, b, start, c, length, d) for (a, b, c, d), name, start, length in each]
 
 
 def _texts(texts: Sequence[str]) -> dict[str, bytes]:
-    """Texts as opcodes, each with its entry in the memo."""
     distinct = [*dict.fromkeys(texts)]
     raws = [*map(str.encode, distinct)]
     each = zip(distinct, raws, map(len, raws), strict=True)
@@ -411,7 +396,6 @@ LIMITS = np.array([1 << 8, 1 << 16, 1 << 31, 1 << 39, 1 << 47, 1 << 55], np.int6
 
 
 def _numbers(column: Ints) -> list[bytes]:
-    """Numbers that are not negative, as opcodes."""
     raw, widths = column.astype("<i8").tobytes(), np.searchsorted(LIMITS, column, side="right").tolist()
     return [OPENINGS[width] + raw[8 * at : 8 * at + WIDTHS[width]] for at, width in enumerate(widths)]
 
@@ -420,7 +404,6 @@ TUPLES = (pickle.EMPTY_TUPLE, *(code + pickle.MEMOIZE for code in (pickle.TUPLE1
 
 
 def _paths(paths: Mapping[str, Path], texts: Mapping[str, bytes]) -> list[bytes]:
-    """The name of everything, and its path."""
     steps = {step for path in paths.values() for step in path}
     made: dict[str | int, bytes] = dict(_texts([step for step in steps if isinstance(step, str)]).items())
     numbers = [step for step in steps if isinstance(step, int)]
@@ -437,11 +420,10 @@ def _paths(paths: Mapping[str, Path], texts: Mapping[str, bytes]) -> list[bytes]
 
 
 ENTRIES = 1000
-"""Of a dict that are set by one opcode, as pickle does it."""
+"""Entries of a dict that are set by one opcode, as pickle does it."""
 
 
 def _dict(entries: Sequence[bytes]) -> list[bytes]:
-    """A dict of these entries, each a key and its value."""
     made = [DICT]
     for first in range(0, len(entries), ENTRIES):
         made += (pickle.MARK, *entries[first : first + ENTRIES], pickle.SETITEMS)
@@ -458,7 +440,7 @@ def pickled_index(metadata: m.Metadata) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out the strides that torch 2.15 adds to what it says of a tensor: versions before it refuse them, none needs them."""
+    """Leaves out the strides that torch 2.15 adds to the properties of a tensor: older versions refuse them, none needs them."""
 
     def reducer_override(self, obj: object) -> Any:  # noqa: ANN401 (the pickler's own)
         if type(obj) is not m.TensorProperties:

@@ -1,17 +1,14 @@
-"""The ranks that act together, and how they tell each other what they have done: through the group's own store, never a collective.
+"""The ranks that act together, and how they exchange messages: through the group's own store, never by a collective.
 
     rank 1 ──► key "…/3/1" ──┐
     rank 2 ──► key "…/3/2" ──┼──► rank 0 waits for all, decides, and sets "…/3/answer/1", "…/3/answer/2", for which they wait
     rank 0 ──────────────────┘
 
-1. A step is a gather to the first rank and an answer to each. What passes is bytes that the caller made; nothing is pickled.
-2. Every rank has a pulse: a thread of its own counts on in the store. Whoever waits for a rank whose pulse has stopped for
-   `deadline` seconds, or has not begun by then, gives up with a `RankLost` that names the ranks. A rank that is merely slow is
-   waited for.
-3. Collectives would hang where a rank is missing, and on a training group they would meet those of the training. The store does
-   neither: it can be asked from any thread, and every wait here has an end. It is asked now and then: the store's own `wait` writes
-   to stderr whenever it times out.
-4. Whoever reads a key removes it, so that a long training does not fill the store. At the end the first rank lingers until the
+1. A step is a gather to the first rank and an answer to each. The messages are bytes that the caller made; nothing is pickled.
+2. Every rank has a pulse: a thread of its own counts on in the store. A rank whose pulse has stopped for `deadline` seconds, or has
+   not begun by then, is given up with a `RankLost` that names it. A rank that is merely slow is waited for.
+3. The store is polled: its own `wait` writes to stderr whenever it times out.
+4. Whoever reads a key removes it, so that a long training does not fill the store. At the end the first rank stays until the
    others have read their answers: it often hosts the store, and its process may end next.
 
 One process without `torch.distributed` is a group of one, for which every step is a function call.
@@ -24,8 +21,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import cast
 
@@ -59,11 +56,10 @@ _connections: dict[str, tuple[Store, Store]] = {}
 """By the name of a group: its store, and our own connection to it. Making one may take seconds where names are looked up slowly."""
 _lock = renewed(threading.Lock())
 _inherited: tuple[object, ...] = ()
-"""In a fork: the groups of its parent."""
 
 
 def _in_child() -> None:
-    """In a fork: its parent's connections are not its own, and in its parent's groups it is nobody."""
+    """In a fork: the parent's connections are not its own, and it is no member of the parent's groups."""
     global _inherited
     _calls.clear()
     _connections.clear()
@@ -98,7 +94,7 @@ def ranks_of(group: dist.ProcessGroup | None = None, *, doing: str, deadline: fl
 
 
 def _own_connection(name: str, store: Store) -> Store:
-    """A connection of our own where the store has connections: somebody else's wait on a shared one would hold up our pulse."""
+    """A connection of our own where the store has connections: a wait on a shared one would hold up our pulse."""
     known = _connections.get(name)
     if known is not None and known[0] is store:
         return known[1]
@@ -113,13 +109,12 @@ def _own_connection(name: str, store: Store) -> Store:
 
 
 def _host_key(name: str) -> str:
-    """Where the ranks of a group on this machine are counted."""
     return f"holdfast/{name}/host/{socket.gethostname()}"
 
 
-Said = tuple[str, str, list[str] | None, str | None]
-"""What a rank says beside its content: what it does, what failed, the problems of a `CannotHold`, the path of nothing."""
-Message = tuple[Said, bytes]
+Head = tuple[str, str, list[str] | None, str | None]
+"""The head of a rank's message: what it does, what failed, the problems of a `CannotHold`, the path of a `NoSuchPath`."""
+Message = tuple[Head, bytes]
 
 
 def _read_message(raw: bytes) -> Message:
@@ -152,11 +147,10 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the one that decides."""
         return self.rank == 0
 
     def threads(self) -> int:
-        """How many threads this rank may use, beside the other ranks on its machine; those that have come so far are counted."""
+        """How many threads this rank may use, beside the ranks on its machine that have come so far."""
         return default_threads(self._neighbours())
 
     def apart(self) -> bool:
@@ -178,7 +172,8 @@ class Ranks:
         begins with what that means (`otherwise`). A `DurabilityUncertain` of `decide` stays one, on every rank: something was
         published.
         """
-        said = self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local), _absent(local)
+        missed = local.filename or "" if isinstance(local, NoSuchPath) else None
+        said = self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local), missed
         content = local if isinstance(local, bytes) else b""
         cause = local if isinstance(local, BaseException) else None
         try:
@@ -211,7 +206,7 @@ class Ranks:
         raise RanksFailed(f"{otherwise}: {_causes(known)}", causes=known) from cause
 
     def close(self) -> None:
-        """Stop the pulse; on the first rank, when the others have read what it told them."""
+        """Stop the pulse; on the first rank, when the others have read their answers."""
         store, self._store = self._store, None
         if os.getpid() != self._process:
             return  # a fork: the connection is its parent's, which goes on
@@ -223,8 +218,7 @@ class Ranks:
             self._pulse.join(timeout=2)
 
     def _judged(self, gathered: list[Message]) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
-        """The causes of ranks that failed, everybody's contents, all problems where each cause is a `CannotHold`, and the path
-        where there is nothing for any rank."""
+        """The causes of failed ranks, all contents, all problems if each is a `CannotHold`, the path if no rank found anything."""
         causes: dict[int, str] = {}
         problems: dict[str, None] | None = {}
         contents, absent = [], list[str]()
@@ -239,8 +233,8 @@ class Ranks:
                 problems = None if problems is None or refused is None else problems | dict.fromkeys(refused)
         return causes, contents, None if problems is None else list(problems), absent[0] if len(absent) == self.size else None
 
-    def _gather(self, said: Said, content: bytes) -> list[Message] | None:
-        """On the first rank what the others say; None on the others, which tell it. Raises `RankLost` for a rank that is gone."""
+    def _gather(self, said: Head, content: bytes) -> list[Message] | None:
+        """On the first rank the messages of the others; None on the others. Raises `RankLost` for a rank that is gone."""
         self._step += 1
         keys = {rank: f"{self._prefix}/{self._step}/{rank}" for rank in range(1, self.size)}
         if not self.first:
@@ -251,7 +245,6 @@ class Ranks:
         return [_read_message(found[rank]) for rank in keys]
 
     def _answer(self, contents: list[bytes] | None) -> bytes:
-        """To every rank its own of the first rank's contents."""
         if self._store is None:
             assert contents is not None
             return contents[0]
@@ -271,7 +264,7 @@ class Ranks:
             raise self._broken([0], error) from error
 
     def _collect(self, keys: dict[int, str]) -> dict[int, bytes]:
-        """The values of keys, each the work of one rank, for as long as the ranks that are missing are alive."""
+        """The values of keys, each set by one rank, for as long as the missing ranks are alive."""
         store = self._store
         assert store is not None
         self._beat_here(store)
@@ -342,7 +335,7 @@ class Ranks:
             )
 
     def _part(self, store: Store) -> None:
-        """The last words: the others say that they have read their answers, and the first one waits for that, but not for long."""
+        """The others say that they have read their answers, and the first rank waits for that, but not for long."""
         if not self.first:
             _set(store, f"{self._prefix}/end/{self.rank}", b"")
             return
@@ -353,6 +346,17 @@ class Ranks:
             now = time.monotonic()
         for key in (*keys, *(f"{self._prefix}/pulse/{rank}" for rank in range(1, self.size))):
             store.delete_key(key)
+
+
+@contextmanager
+def together(ranks: Ranks, otherwise: str) -> Iterator[None]:
+    """A step of all ranks: what fails on one of them is raised on all."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
 
 
 def _set(store: Store, key: str, content: bytes) -> None:
@@ -370,13 +374,7 @@ def _said(error: BaseException) -> str:
 
 
 def _problems(local: object) -> list[str] | None:
-    """What is listed by a refusal; None for anything else."""
     return list(local.problems) if isinstance(local, CannotHold) else None
-
-
-def _absent(local: object) -> str | None:
-    """The path at which nothing is; None for anything else."""
-    return local.filename or "" if isinstance(local, NoSuchPath) else None
 
 
 def _failure(causes: dict[int, str], problems: list[str] | None = None, absent: str | None = None) -> bytes:
@@ -384,7 +382,6 @@ def _failure(causes: dict[int, str], problems: list[str] | None = None, absent: 
 
 
 def _causes(known: dict[int, str]) -> str:
-    """Who had which cause, in words; ranks with the same one together."""
     alike: dict[str, list[int]] = {}
     for rank, text in known.items():
         alike.setdefault(text, []).append(rank)

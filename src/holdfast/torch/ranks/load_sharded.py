@@ -1,41 +1,28 @@
 """`load_sharded`: fill the tensors of a state, whatever part of each this rank has, from any checkpoint that `open` knows.
 
-    described   a checkpoint, and its names                       `Names`
-    matched     what this rank asks for, and what it would get    `Wanted`; of all ranks `Agreed`
-    read        its own bytes, into its own tensors               `fill`
-    handed on   what one rank has read for all                    `hand_on`, and objects get their state dicts
-
-1. Every rank opens the checkpoint and matches names: what is missing, unexpected, or of another shape or dtype is collected, all
-   of it, and shared. If anything does not fit anywhere, no rank has changed anything.
-2. Every rank reads exactly the byte runs of its own boxes, straight into its tensors, in one batch. Which ranks wrote the file, how
-   many and along which axis, does not matter: a box is a box. What all of them want whole is read by one and handed to the others,
-   where that is cheaper.
+1. Every rank opens the checkpoint and matches names (`wanted`). What is missing, unexpected, or of another shape or dtype is
+   collected, all of it, and shared. If anything does not fit on any rank, no rank has changed anything.
+2. Every rank reads exactly the byte ranges of its own boxes, straight into its tensors, in one batch. Which ranks wrote the file,
+   how many and along which axis, does not matter: a box is a box.
 3. Whether that went well is shared as well: all ranks return, or all raise the same error.
 
 One checkpoint (`marked`, `unmarked`). Each rank opens the path by itself, and another save may come between two of them: one half
-of a model would be of one step, the other half of the next. So each says what it has opened in four bytes, made of what opening has
-read anyway: names, dtypes, shapes, the checksums that are recorded, the text that a file carries about itself (DCP's `save_id`).
-Not of times or inodes, since ranks on several machines may have copies. Two checkpoints that record no checksum and no text may
-look alike.
+of a model would be of one step, the other half of the next. So each rank's message begins with four bytes for what it has opened,
+made of what opening has read anyway: names, dtypes, shapes, recorded checksums, the text that a file carries about itself (DCP's
+`save_id`). Not of times or inodes, since ranks on several machines may have copies. Two checkpoints that record no checksum and no
+text may look alike.
 
-Replicas (`offers`, `spread`, `hand_on`): what every rank wants whole is read by one rank each, and handed to the others.
-
-    every rank   what it wants whole: name, dtype, shape, device                      ──► gather
-    rank 0       what all of them want, spread over the ranks by bytes                ──► each knows who reads what
-    every rank   reads its share (and whatever else it needs)                         ──► did all of it go well?
-    every rank   takes part in a broadcast of each
-
-On one machine the file is in the page cache, and reading it again is cheaper than sending it over a socket; between machines, and
-between GPUs, it is the other way round, and an object store is paid by the byte. So "auto" hands on where the ranks are on several
-machines, the checkpoint in an object store, or the tensors on GPUs.
+Replicas (`offers`, `spread`, `hand_on`). What all ranks want whole is read by one rank each, and broadcast when all have read. On
+one machine the file is in the page cache, and reading it again is cheaper than sending it over a socket. So "auto" hands on where
+the ranks are on several machines, the checkpoint in an object store, or the tensors on GPUs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -65,9 +52,9 @@ from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
-from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of
-from holdfast.torch.ranks.wanted import PerRank, Wanted, match_state
-from holdfast.torch.tensors.fill import NO_ARRAY, Fills, fill
+from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of, together
+from holdfast.torch.ranks.wanted import Matching, PerRank, Wanted
+from holdfast.torch.tensors.fill import NO_ARRAY, fill
 
 Replicated = Literal["auto", "read", "broadcast"]
 
@@ -104,25 +91,25 @@ class LoadedShards(Shown):
 
 
 class RankMatch(msgspec.Struct):
-    """What a rank tells the others before anything is changed."""
+    """The message of a rank before anything is changed."""
 
     checkpoint: bytes
-    """A hash of the names that it may ask for: ranks that see the same are judged together."""
+    """A hash of the names that it may want: ranks that see the same are judged together."""
     used: bytes
-    """A bit for each of them, set where this rank asks for it."""
+    """A bit for each of these names, set where this rank wants it."""
     fits: bool
     strict: bool
     offers: list[Offer]
 
 
 class Verdict(msgspec.Struct):
-    """What a rank is told."""
+    """The answer of the first rank."""
 
     fits: bool
     used: bytes
     """The bits of all ranks that see the same checkpoint."""
     shares: dict[str, int]
-    """What is read for all, and the rank that reads it."""
+    """Tensors that one rank reads for all, and that rank."""
 
 
 @validated(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
@@ -163,15 +150,15 @@ def load_sharded(
     A damaged file is found while it is read: the error says that tensors have been written to by then.
     """
     state, path = state_and_path(state, path)
-    asked = ShardedLoad(
+    request = ShardedLoad(
         place_of(path, store), state, group, strict, per_rank, cast, threads, deadline, prefix, verify, replicated, progress,
         max_host_memory,
     )  # fmt: skip
-    return load_together(asked)
+    return load_together(request)
 
 
 class ShardedLoad(Value, frozen=True, eq=False):
-    """What one call of `load_sharded` is asked for."""
+    """The arguments of one load."""
 
     where: str
     state: Stateful | Mapping[str, object]
@@ -187,58 +174,43 @@ class ShardedLoad(Value, frozen=True, eq=False):
     progress: Callable[[int], None] | None = None
     max_host_memory: int | None = None
     unharmed: Guard = nullcontext
-    """Entered around what changes nothing yet; may say more of what is raised there."""
+    """A block around everything before the first change; may say more of what is raised there."""
     check: bool = False
     """Whether nothing is changed anywhere unless all that any rank reads whole has its checksum."""
 
 
-class Agreed(Value, frozen=True, eq=False):
-    """What this rank asks for, when it is known that all of it fits everywhere."""
-
-    wanted: Wanted
-    unexpected: list[str]
-    """The checkpoint's names that no rank asked for."""
-    shares: dict[str, int]
-    """What is read for all, and the rank that reads it."""
-
-    def fills_of(self, rank: int) -> Fills:
-        """What a rank reads itself."""
-        theirs = {self.wanted.whole[name] for name, owner in self.shares.items() if owner != rank}
-        fills = self.wanted.fills
-        return fills.only([at for at in range(len(fills)) if at not in theirs]) if theirs else fills
-
-
-def load_together(asked: ShardedLoad) -> LoadedShards:
-    """Described, matched, read, handed on: each step on all ranks, or on none."""
-    ranks = ranks_of(asked.group, doing=f"load (replicated={asked.replicated})", deadline=asked.deadline)
+def load_together(request: ShardedLoad) -> LoadedShards:
+    """Match, read and hand on: each step on all ranks, or on none."""
+    ranks = ranks_of(request.group, doing=f"load (replicated={request.replicated})", deadline=request.deadline)
     changed = "the load failed, and some tensors have been changed"
     with ExitStack() as held:
         held.callback(ranks.close)
-        agreed = _agree(asked, ranks, held)
-        wanted, shares, mine = agreed.wanted, agreed.shares, agreed.fills_of(ranks.rank)
-        if asked.check:
-            with _together(ranks, UNCHANGED), asked.unharmed():
+        wanted, unexpected, shares = _agree(request, ranks, held)
+        others = {wanted.whole[name] for name, owner in shares.items() if owner != ranks.rank}
+        mine = wanted.fills.only([at for at in range(len(wanted.fills)) if at not in others]) if others else wanted.fills
+        if request.check:
+            with together(ranks, UNCHANGED), request.unharmed():
                 check_first([Request(mine.lazy(at), NO_ARRAY) for at in range(len(mine))])
 
         def read() -> None:
-            notes = fill(mine, asked.progress, max_host_memory=asked.max_host_memory)
+            notes = fill(mine, request.progress, max_host_memory=request.max_host_memory)
             wanted.notes += dict.fromkeys(notes)
 
         if shares:
             # Nobody enters a broadcast that somebody else will not come to.
-            with _together(ranks, changed):
+            with together(ranks, changed):
                 read()
-        with _together(ranks, changed):
+        with together(ranks, changed):
             if shares:
-                hand_on(shares, wanted, asked.group)
+                hand_on(shares, wanted, request.group)
             else:
                 read()
             wanted.finish()
     return LoadedShards(
-        asked.where,
+        request.where,
         tuple(wanted.names),
         tuple(wanted.missing),
-        tuple(agreed.unexpected),
+        tuple(unexpected),
         int(wanted.fills.nbytes.sum()),
         sum(source.read_nbytes for source in mine.sources if isinstance(source, OpenSource)),
         dict(wanted.values),
@@ -246,47 +218,39 @@ def load_together(asked: ShardedLoad) -> LoadedShards:
     )
 
 
-@contextmanager
-def _together(ranks: Ranks, otherwise: str) -> Iterator[None]:
-    """A step of all ranks: what fails on one of them is raised on all."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
+def _agree(request: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[Wanted, list[str], dict[str, int]]:
+    """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one.
 
-
-def _agree(asked: ShardedLoad, ranks: Ranks, held: ExitStack) -> Agreed:
-    """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one."""
-    far = not place_at(asked.where).on_disk
-    wanted, strict = Wanted(), asked.strict
+    Gives what this rank wants, the checkpoint's names that no rank asked for, and by name the rank that reads a tensor for all.
+    """
+    remote = not place_at(request.where).on_disk
+    wanted, strict = Wanted(), request.strict
     names: Names | None = None
     local: bytes | BaseException
     try:
-        with asked.unharmed():
-            checkpoint = open_checkpoint(asked.where, verify=asked.verify, threads=asked.threads or ranks.threads())
+        with request.unharmed():
+            checkpoint = open_checkpoint(request.where, verify=request.verify, threads=request.threads or ranks.threads())
             held.callback(checkpoint.close)
         with gc_paused():
-            names = Names(checkpoint, asked.prefix)
+            names = Names(checkpoint, request.prefix)
             place = {"rank": ranks.rank, "size": ranks.size}
-            wanted = match_state(asked.state, names, cast=asked.cast, strict=strict, per_rank=asked.per_rank, **place)
+            wanted = Matching(names, cast=request.cast, strict=strict, per_rank=request.per_rank, **place).run(request.state)
             seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
             # One rank alone has nobody to hand anything on to.
-            message = RankMatch(seen, _bits(names), fits, strict, offers(wanted, asked.group) if ranks.size > 1 else [])
+            message = RankMatch(seen, _bits(names), fits, strict, offers(wanted, request.group) if ranks.size > 1 else [])
             local = marked(checkpoint, write_document(RANK_MATCH, message), alone=ranks.size == 1)
     except Exception as error:
         local = error
-    answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), asked.replicated, far=far or ranks.apart()))
+    answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), request.replicated, remote=remote or ranks.apart()))
     verdict = read_document(VERDICT, answer)
     used = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
     assert names is not None  # or this rank would have failed, and with it all of them
     unexpected = [name for name, one in zip(names.offered, used.tolist(), strict=False) if not one]
     if not verdict.fits:
-        with _together(ranks, UNCHANGED):
+        with together(ranks, UNCHANGED):
             wanted.check(names, unexpected, wanted.looked_for, strict=strict)
-    return Agreed(wanted, unexpected, verdict.shares)
+    return wanted, unexpected, verdict.shares
 
 
 @validated(device=device_given)
@@ -298,8 +262,8 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
         return checkpoint.read_tree(device=device)
 
 
-def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> list[bytes]:
-    """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
+def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -> list[bytes]:
+    """On the first rank: does it all fit, which names does nobody want, and who reads what."""
     with gc_paused():
         told = [read_document(RANK_MATCH, message) for message in messages]
     used: dict[bytes, np.ndarray] = {}
@@ -308,13 +272,13 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> l
         used[one.checkpoint] = bits | used.get(one.checkpoint, bits)
     all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
     fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in told)
-    shares = spread([one.offers for one in told], replicated, far=far)
+    shares = spread([one.offers for one in told], replicated, remote=remote)
     verdicts = {seen: write_document(VERDICT, Verdict(fits, bits.tobytes(), shares)) for seen, bits in used.items()}
     return [verdicts[one.checkpoint] for one in told]
 
 
 def _bits(names: Names) -> bytes:
-    """A bit for each name, in order, set where it was asked for; those of the last byte that stand for no name are set."""
+    """A bit for each name, in order, set where it is wanted; the bits of the last byte that stand for no name are set."""
     flags = np.ones(-(-len(names.offered) // 8) * 8, np.bool_)
     flags[: len(names.offered)] = [name not in names.left for name in names]
     return np.packbits(flags).tobytes()
@@ -323,19 +287,14 @@ def _bits(names: Names) -> bytes:
 NBYTES = 4
 
 
-def mark_of(checkpoint: Checkpoint) -> bytes:
-    """What was opened, in four bytes."""
-    found = crc32(repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode())
-    for name, tensor in checkpoint.items():
+def marked(checkpoint: Checkpoint, message: bytes, *, alone: bool) -> bytes:
+    """A rank's message behind four bytes that stand for what it has opened; one rank alone has nobody to differ from."""
+    found = 0 if alone else crc32(repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode())
+    for name, tensor in () if alone else checkpoint.items():
         # The checksums of DCP's items stand in the items, which are not read to be told apart.
         sums = [0 if isinstance(storage, ItemStorage) else storage.crc32 for storage in tensor.storages]
         found = crc32(repr((name, tensor.dtype.name, tensor.shape, sums)).encode(), found)
-    return found.to_bytes(NBYTES, "little")
-
-
-def marked(checkpoint: Checkpoint, message: bytes, *, alone: bool) -> bytes:
-    """A rank's message with the mark of what it has opened; one rank alone has nobody to differ from."""
-    return (bytes(NBYTES) if alone else mark_of(checkpoint)) + message
+    return found.to_bytes(NBYTES, "little") + message
 
 
 def unmarked(messages: Sequence[bytes]) -> list[bytes]:
@@ -356,8 +315,6 @@ WORTH_NBYTES = 16 << 20
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A tensor that a rank wants whole."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -369,7 +326,7 @@ RANK_MATCH, VERDICT = message_kind("match of a rank", RankMatch), message_kind("
 
 
 def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:
-    """What this rank wants whole and could get from another: dense tensors on devices that the group can send between."""
+    """The tensors that this rank wants whole and could get from another: dense, on devices that the group can send between."""
     devices, targets, lengths = _devices(group), wanted.fills.targets, wanted.fills.nbytes.tolist()
     return [
         Offer(name, str(target.dtype), tuple(target.shape), target.device.type, nbytes)
@@ -378,11 +335,11 @@ def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:
     ]
 
 
-def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, far: bool) -> dict[str, int]:
-    """Who reads what for all; the largest first, each by the rank that has least to read. `far`: not on the machine of all."""
+def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, remote: bool) -> dict[str, int]:
+    """The rank that reads each tensor for all: the largest first, by the rank that has least to read. `remote`: not on one disk."""
     common = set(told[0]).intersection(*told[1:]) if how != "read" and len(told) > 1 else set[Offer]()
     if how == "auto":
-        common = {offer for offer in common if far or offer.device != "cpu"}
+        common = {offer for offer in common if remote or offer.device != "cpu"}
         if sum(offer.nbytes for offer in common) * (len(told) - 1) < WORTH_NBYTES:
             common = set()
     load = [0] * len(told)
@@ -403,7 +360,6 @@ def hand_on(shares: Mapping[str, int], wanted: Wanted, group: dist.ProcessGroup 
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor: there are dtypes that no backend sends."""
     return tensor.view(-1).view(torch.uint8) if tensor.dtype != torch.uint8 else tensor.view(-1)
 
 

@@ -1,34 +1,28 @@
 """`LocalShardsWrapper`: the several shards that one rank holds of one tensor, as one tensor.
 
 It has the methods of the class of that name in torch 2.13 (`torch.distributed.tensor._shards_wrapper`) and works in its place: in
-torch's own distributed checkpoint, as the local part of a `DTensor`, and in Holdfast's.
+torch's own distributed checkpoint, as the local part of a `DTensor`, and in Holdfast's. `docs/local-shards.md` lists the
+differences.
 
 1. Each shard is a plain tensor, with the offset in the whole tensor at which it begins. The wrapper has no elements of its own.
 2. Its shape is that of the block which the shards make (`core/tiling.py`); its dtype, device and `requires_grad` are theirs.
-   Shards that overlap, or differ in these, are refused: two answers to one question.
-3. Few operators are defined, each shard by shard: copy and convert, `detach`, `clone`, `view`, `equal`, `new_empty`, all-gather
-   and wait. Every other one is a `NotImplementedError` with its name. No operator changes its argument.
-4. A distributed checkpoint asks for the chunks (`__create_chunk_list__`), for what is to be written (`__create_write_items__`) and
-   for the tensor of one chunk (`__get_tensor_shard__`), and gets torch's own classes.
-5. A rank may hold nothing. Such a wrapper is 0 × 0, of the default dtype and on the CPU, or like a tensor without elements
+   Shards that overlap, or differ in these, are refused.
+3. Few operators are defined, each shard by shard. Every other one is a `NotImplementedError` with its name. None is in place.
+4. A rank may hold nothing. Such a wrapper is 0 × 0, of the default dtype and on the CPU, or like a tensor without elements
    that it is given.
 
-It pickles as a call of this class with its shards and offsets. For a `weights_only` load it has to be allowed, like every class
-that is not torch's own: `with holdfast.torch.safe_globals([LocalShardsWrapper]): …`; nothing else is needed.
+It pickles as a call of this class with its shards and offsets. A `weights_only` load has to allow it, like every class that is not
+torch's own: `with holdfast.torch.safe_globals([LocalShardsWrapper]): …`.
 
-`docs/local-shards.md` lists where it differs from torch's.
-
-Where is a shard after its shape has changed (`viewed_offsets`)? A shard of shape `old` at an offset is seen in another shape. The
-offset belongs to the whole tensor, whose shape is not known here, so it can be carried over in four cases only:
+The offset of a shard in another shape (`viewed_offsets`). The offset belongs to the whole tensor, whose shape is not known here, so
+it is known in four cases only:
 
 1. The shape is the same.
 2. The shard begins at the origin, and does so in every shape.
 3. Dimensions of length 1 at offset 0 come or go, as in `unsqueeze`: 2 × 3 at (4, 6) is 2 × 1 × 3 at (4, 0, 6).
 4. The shard consists of whole rows (its offset is 0 in every dimension but the first): then it begins after a number of
-   elements, and that number is whole rows of the new shape too. 2 × 6 at (4, 0) is 12 at (24), or 4 × 3 at (8, 0).
-
-In the last case nothing but the offset says that the rows are whole. Row-wise sharding is the only one that gives such offsets,
-but for the first of several column blocks.
+   elements, and that number is whole rows of the new shape too. 2 × 6 at (4, 0) is 12 at (24), or 4 × 3 at (8, 0). Only the offset
+   says that the rows are whole: row-wise sharding alone gives such offsets, but for the first of several column blocks.
 """
 
 from __future__ import annotations
@@ -161,7 +155,7 @@ class LocalShardsWrapper(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same outside of autograd. What is assigned to it replaces the shards; `nn.Module.to` does that to parameters."""
+        """The wrapper outside of autograd. Assigning another one replaces the shards; `nn.Module.to` does that to parameters."""
         return self.detach()
 
     @data.setter
@@ -227,19 +221,17 @@ class LocalShardsWrapper(torch.Tensor):
 
     @staticmethod
     def handle_wait_tensor(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """Wait for every shard."""
         wait = cast(Callable[[torch.Tensor], torch.Tensor], _collectives.wait_tensor.default)
         return _this(args)._each(wait)
 
     @staticmethod
     def handle_to_copy(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """Every shard copied to another dtype or device, or just copied."""
         to_copy = cast(Callable[..., torch.Tensor], _aten._to_copy.default)
         return _this(args)._each(lambda shard: to_copy(shard, **kwargs))
 
     @staticmethod
     def handle_view(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """The same elements in another shape: any for one shard, its own for several."""
+        """The elements in another shape: any for one shard, its own for several."""
         this, wanted = _this(args), cast(Sequence[int], args[1])
         shape = resolved_shape(this.shape, wanted)
         if not this._local_shards:
@@ -273,12 +265,10 @@ class LocalShardsWrapper(torch.Tensor):
 
     @staticmethod
     def handle_detach(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """A new wrapper around the same memory, outside of autograd."""
         return _this(args)._each(torch.Tensor.detach)
 
     @staticmethod
     def handle_clone(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
-        """Every shard copied, strides kept."""
         wanted = kwargs.get("memory_format")
         if wanted is not None and wanted is not torch.preserve_format:
             raise NotImplementedError(f"{wanted} is not supported for LocalShardsWrapper!")
@@ -294,7 +284,6 @@ class LocalShardsWrapper(torch.Tensor):
         return LocalShardsWrapper([new_empty(this._like, size, **kwargs)], [(0,) * len(size)])
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LocalShardsWrapper:
-        """The same arrangement with every shard changed."""
         if not self._local_shards:
             return LocalShardsWrapper([], [], change(self._like))
         return LocalShardsWrapper([change(shard) for shard in self._local_shards], [tuple(o) for o in self.local_offsets()])
@@ -302,7 +291,6 @@ class LocalShardsWrapper(torch.Tensor):
     # Copies and files.
 
     def _made_of(self) -> Args:
-        """What to call the class with for another like this one."""
         if not self._local_shards:
             return ([], [], self._like)
         return (list(self._local_shards), [tuple(offset) for offset in self.local_offsets()])
@@ -332,7 +320,7 @@ class LocalShardsWrapper(torch.Tensor):
 
 
 def _checked(shards: list[torch.Tensor], offsets: list[tuple[int, ...]]) -> list[Box]:
-    """The box of each shard, or the reason why they cannot be one tensor's."""
+    """The box of each shard; raises where they cannot be one tensor's."""
     if len(shards) != len(offsets):
         raise ValueError(f"every shard needs an offset: got {len(shards)} shards and {len(offsets)} offsets")
     for kind in ("dtype", "device"):
@@ -350,7 +338,6 @@ def _checked(shards: list[torch.Tensor], offsets: list[tuple[int, ...]]) -> list
 
 
 def _this(args: Args) -> LocalShardsWrapper:
-    """The wrapper that an operator is called on."""
     if not isinstance(args[0], LocalShardsWrapper):
         raise NotImplementedError(f"a {type(args[0]).__name__} first and a LocalShardsWrapper later is not supported")
     return args[0]

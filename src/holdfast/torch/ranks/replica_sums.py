@@ -1,13 +1,12 @@
-"""Do all ranks have the same elements where they have the same tensor? A checksum of each, told with everything else.
+"""Checksums by which ranks compare tensors that several of them have.
 
 A plain tensor is taken as replicated, and one rank writes it. Where the others have something else under its name, the state of a
-random number generator or a shard that nobody declared, theirs would be lost, so every rank sums up what it has whole:
+random number generator or a shard that nobody declared, theirs would be lost. So every rank sums up what it has whole:
 
 1. What is in the memory of this process, or short, by the CRC-32 of its bytes in C order, on all threads.
-2. What is long and on a GPU, where it is: sums of weighted words, a row of them at a time, then a hash of those. A 512th of it is
-   moved.
+2. What is long and on a GPU, there: sums of weighted words, a row at a time, then a hash of those. A 512th of it is moved.
 
-They are compared in `ranks/merge`.
+The sums are compared in `ranks/merge`.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
 
 
 def _small_rows(table: Table) -> list[int]:
-    """Rows that are all of their storages, and short: these are read together, from wherever they are."""
     short = [kind.whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
     kind, storage = table.kind, table.storage
     return [row for row in range(len(table)) if storage[row] != ODD and short[kind[row]]]

@@ -1,14 +1,8 @@
 """`holdfast.torch.Run`: a `holdfast.Run` whose steps are saved by all ranks of a group, now or in the background.
 
-    run = holdfast.torch.Run("runs/llama", keep=[Latest(3)])           on every rank
-    run.resume(into=state)                                             the same step on all ranks, whatever number of them saved it
-    handle = run.async_save(step, state, metrics={"val_loss": 2.1})    returns when the tensors are copied
-
-Every rank calls the same methods. What concerns the place (a lock, whether the step may be replaced, room, retention) is the
-first rank's business: it does it inside of the save, where its refusal reaches all ranks as the same error (saving.py). Ranks talk
-through the group's store and never through a collective, so that a save in the background does not meet the training's.
-
-A background save that failed is raised by the next call on this run, on every rank alike, and by `wait`.
+Every rank calls the same methods. What concerns the place (a lock, whether the step may be replaced, room, retention) the first
+rank does, inside of the save, where its refusal reaches all ranks as the same error (saving.py). A background save that failed is
+raised by the next call on this run, on every rank alike, and by `wait`.
 """
 
 from __future__ import annotations
@@ -17,16 +11,17 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
-from typing import Literal, TypeVar, Unpack, overload
+from typing import Literal, NamedTuple, TypeVar, Unpack, overload
 
-import msgspec
 import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
 from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, AsyncRankStepOptions, RankStepOptions, pick, validated
+from holdfast.core.value import replace
 from holdfast.errors import Corrupted, FormatError, HoldfastError, HoldfastWarning, RanksFailed
 from holdfast.ranks.write import AsStep
 from holdfast.runs.fill import unharmed
@@ -38,7 +33,7 @@ from holdfast.saving.state import Stateful
 from holdfast.seals.document import stamp
 from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle
-from holdfast.torch.ranks.group import ranks_of
+from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of, together
 from holdfast.torch.ranks.load_sharded import ShardedLoad, load_full, load_together
 from holdfast.torch.ranks.save_sharded import begin_requested, save_requested
 from holdfast.torch.ranks.saving import SavedShards, SaveRequest
@@ -50,8 +45,8 @@ ASK_S, MOST_CALLS = 1.0, 100_000
 T = TypeVar("T", bound=Stateful | Mapping[str, object])
 
 
-class Asking(msgspec.Struct):
-    """What the first rank says when all of them have been asked for signals."""
+class Signalled(NamedTuple):
+    """The first rank's answer when all ranks have been asked for signals."""
 
     stops: bool
     saves: bool
@@ -59,18 +54,7 @@ class Asking(msgspec.Struct):
     """After how many calls to ask again."""
 
 
-class FoundAnswer(msgspec.Struct):
-    """The step that the first rank found, for all of them."""
-
-    step: int
-    name: str
-    saved: float
-    metrics: dict[str, str]
-    """As text, which has NaN."""
-    nbytes: int
-
-
-ASKED, ANSWERS = message_kind("question for signals", Asking), message_kind("list of found steps", list[FoundAnswer])
+SIGNALLED, STEPS = message_kind("answer about signals", Signalled), message_kind("list of steps", list[Step])
 
 
 class Run(PlainRun):
@@ -93,11 +77,11 @@ class Run(PlainRun):
         self.deadline = deadline
         self._handle: SaveHandle | None = None
         self._new_nbytes: int | None = None
-        """What the last step took."""
+        """Bytes that the last step took."""
         self._base: str | None = None
         """The name of the step whose files the last one may share."""
         self._linked_nbytes = 0
-        """Bytes of the last step that are those of its base."""
+        """Bytes of the last step that its base has, too."""
         self._stops = False
         self._calls_left = self._calls_asked = 1
         self._asked_s: float | None = None
@@ -113,14 +97,14 @@ class Run(PlainRun):
         """
         began = time.perf_counter()
         self._settle()
-        asked = self._request(step, options)
+        request = self._request(step, options)
         try:
-            done = save_requested(state, asked, group=self.group, deadline=self.deadline)
+            done = save_requested(state, request, group=self.group, deadline=self.deadline)
         except HoldfastError:
             self._failed += 1
             raise
         took = time.perf_counter() - began
-        saved = self._after(asked, done)
+        saved = self._after(request, done)
         self._note(saved, stalled_s=time.perf_counter() - began, took_s=took)
         return saved
 
@@ -132,17 +116,17 @@ class Run(PlainRun):
         """
         began = time.perf_counter()
         self._settle()
-        asked = self._request(step, options)
+        request = self._request(step, options)
         stalled: list[float] = []
 
         def after(done: SavedShards) -> None:
             took = time.perf_counter() - began
-            saved = self._after(asked, done)
+            saved = self._after(request, done)
             self._note(saved, stalled_s=stalled[0] if stalled else took, took_s=took)
 
         try:
             self._handle = begin_requested(
-                state, asked, group=self.group, deadline=self.deadline, max_host_memory=options["max_host_memory"], after=after
+                state, request, group=self.group, deadline=self.deadline, max_host_memory=options["max_host_memory"], after=after
             )
         except HoldfastError:
             self._failed += 1
@@ -162,7 +146,7 @@ class Run(PlainRun):
     ) -> bool:
         """As `holdfast.Run.interrupted`, on every rank: a signal to any of them is a signal to all, which save the same step.
 
-        Every rank calls it equally often. The ranks ask each other about once a second, and at the other calls nothing is asked.
+        Every rank calls it equally often. The ranks ask each other about once a second, and at the other calls nothing is request.
         """
         self._check_block()
         if self._guard is None:
@@ -171,14 +155,12 @@ class Run(PlainRun):
             self._calls_left -= 1
             if self._calls_left > 0:
                 return False
-            answer = self._ask_all(read_step(step))
-            self._calls_left, self._stops = answer.calls, answer.stops
-            if answer.saves:
+            self._stops, saves, self._calls_left = self._ask_all(read_step(step))
+            if saves:
                 self.save(step, state, metrics=metrics, values=values, per_rank=per_rank, check_replicas=check_replicas)
         return self._stops
 
-    def _ask_all(self, step: int) -> Asking:
-        """Whether a signal came to any rank, whether to save, and after how many calls to ask again: the first rank says it."""
+    def _ask_all(self, step: int) -> Signalled:
         assert self._guard is not None  # whoever calls has looked
         guard, calls, now = self._guard, self._calls_asked, time.monotonic()
 
@@ -187,17 +169,16 @@ class Run(PlainRun):
             between = max(now - self._asked_s, 1e-6) if self._asked_s is not None else ASK_S
             # A tenth of the grace time is the most that may pass before all ranks know.
             after = int(calls * min(ASK_S, guard.grace_s / 10) / between)
-            answer = Asking(stops, stops and self._is_worth_saving(step), max(1, min(after, 2 * calls, MOST_CALLS)))
-            return [write_document(ASKED, answer)] * len(messages)
+            answer = Signalled(stops, stops and self._is_worth_saving(step), max(1, min(after, 2 * calls, MOST_CALLS)))
+            return [write_document(SIGNALLED, answer)] * len(messages)
 
-        ranks = ranks_of(self.group, doing=f"ask for signals in {self.path!r}", deadline=self.deadline)
-        try:
-            raw = ranks.agree(b"0" if guard.came_s is None else b"1", decide)
-        finally:
-            ranks.close()
-        answer = read_document(ASKED, raw)
+        with self._ranks("ask for signals in") as ranks:
+            answer = read_document(SIGNALLED, ranks.agree(b"0" if guard.came_s is None else b"1", decide))
         self._asked_s, self._calls_asked = now, answer.calls
         return answer
+
+    def _ranks(self, doing: str) -> closing[Ranks]:
+        return closing(ranks_of(self.group, doing=f"{doing} {self.path!r}", deadline=self.deadline))
 
     def _before_signal(self) -> None:
         try:
@@ -245,11 +226,11 @@ class Run(PlainRun):
                 if into is None:
                     state = self._whole(found)
                 else:
-                    asked = ShardedLoad(
+                    request = ShardedLoad(
                         found.path, into, group=self.group, deadline=self.deadline, strict=strict, per_rank=per_rank, cast=cast,
                         threads=threads, unharmed=unharmed, check=not deep,
                     )  # fmt: skip
-                    load_together(asked)
+                    load_together(request)
                     state = into
             except RanksFailed as error:
                 if not self._is_gone_for_all(found, error.__cause__):
@@ -261,7 +242,7 @@ class Run(PlainRun):
         return None
 
     def _is_gone_for_all(self, found: Step, cause: BaseException | None) -> bool:
-        """Whether a step that could not be loaded is not there any more, as the first rank sees it; it notes what is damaged."""
+        """Whether a step that could not be loaded is not there any more, as the first rank sees it; it records damage."""
 
         def decide(messages: list[bytes]) -> list[bytes]:
             gone = self._is_gone(found)
@@ -271,27 +252,13 @@ class Run(PlainRun):
             return [b"1" if gone else b""] * len(messages)
 
         damage = cause.message.encode("utf-8", "replace") if isinstance(cause, Corrupted | FormatError) else b""
-        ranks = ranks_of(self.group, doing=f"look again in {self.path!r}", deadline=self.deadline)
-        try:
+        with self._ranks("look again in") as ranks:
             return bool(ranks.agree(damage, decide))
-        finally:
-            ranks.close()
 
     def _whole(self, found: Step) -> object:
         """The whole step in the memory of this rank; what fails on one rank is raised by all."""
-        ranks = ranks_of(self.group, doing=f"resume {self.path!r}", deadline=self.deadline)
-        state: object = None
-        problem: Exception | None = None
-        try:
-            with unharmed():
-                state = load_full(found.path)
-        except Exception as error:
-            problem = error
-        try:
-            ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
-        finally:
-            ranks.close()
-        return state
+        with self._ranks("resume") as ranks, together(ranks, UNCHANGED), unharmed():
+            return load_full(found.path)
 
     def prune(self) -> tuple[Step, ...]:
         """As `holdfast.Run.prune`; every rank calls it, and the first one deletes."""
@@ -305,8 +272,6 @@ class Run(PlainRun):
         return self._from_first(f"rewind to {step}", lambda: back(step))
 
     def _agreed(self, *, deep: bool) -> Step | None:
-        """The newest whole step, as the first rank sees it."""
-
         def look() -> tuple[Step, ...]:
             found = self.latest(deep=deep)
             return () if found is None else (found,)
@@ -315,29 +280,15 @@ class Run(PlainRun):
         return next(iter(self._from_first("resume", look)), None)
 
     def _from_first(self, doing: str, work: Callable[[], Sequence[Step]]) -> tuple[Step, ...]:
-        """What the first rank finds or does, on all ranks; and what it raises."""
-        ranks = ranks_of(self.group, doing=f"{doing} {self.path!r}", deadline=self.deadline)
+        """The steps that the first rank finds or deletes, on all ranks; and what it raises."""
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            told = [
-                FoundAnswer(
-                    one.step, os.path.basename(one.path), one.saved, {name: repr(v) for name, v in one.metrics.items()}, one.nbytes
-                )
-                for one in work()
-            ]
-            return [write_document(ANSWERS, told)] * len(messages)
+            named = [replace(one, path=os.path.basename(one.path)) for one in work()]  # each rank has its own path to the run
+            return [write_document(STEPS, named)] * len(messages)
 
-        try:
-            raw = ranks.agree(b"", decide)
-        finally:
-            ranks.close()
-        return tuple(
-            Step(
-                one.step, join(self._folder.path, one.name), one.saved,
-                {name: float(value) for name, value in one.metrics.items()}, one.nbytes, one.name,
-            )
-            for one in read_document(ANSWERS, raw)
-        )  # fmt: skip
+        with self._ranks(doing) as ranks:
+            found = read_document(STEPS, ranks.agree(b"", decide))
+        return tuple(replace(one, path=join(self._folder.path, one.path)) for one in found)
 
     def _request(self, step: int, options: RankStepOptions) -> SaveRequest:
         with self._folder.asking():
@@ -346,20 +297,22 @@ class Run(PlainRun):
         def begin(nbytes: int) -> tuple[bool, str | None]:
             with self._folder.asking():
                 self._begin()
+                # Unchanged files are linked: a step takes about what the one before it took.
+                last = self._new_nbytes
+                expected = nbytes if last is None else min(nbytes, last + last // 8)
                 _, replaced, base = self._place(step, overwrite=bool(options["overwrite"]))
-                self._make_room(self._expected(nbytes), Coming(step, says.saved, says.metrics, says.ran))
+                self._make_room(expected, Coming(step, says.saved, says.metrics, says.ran))
             self._base = None if base is None else os.path.basename(base)
             return replaced, self._base
 
         def linked(nbytes: int) -> None:
             self._linked_nbytes = nbytes
 
+        # Of the stamps of all ranks, the first one's is kept.
+        metadata = self._folder.with_stamp(options["metadata"], says)
         return pick(
             SaveRequest,
-            {
-                **options,
-                "metadata": self._folder.noted(options["metadata"], says),
-            },  # of the stamps of all ranks, the first one's is kept
+            {**options, "metadata": metadata},
             path=self._step_path(step),
             format="native",
             durable=self.durable,
@@ -369,15 +322,11 @@ class Run(PlainRun):
             ),
         )
 
-    def _expected(self, nbytes: int) -> int:
-        """How many bytes a step is going to take, where what did not change is linked: about what the one before it took."""
-        return nbytes if self._new_nbytes is None else min(nbytes, self._new_nbytes + self._new_nbytes // 8)
-
-    def _after(self, asked: SaveRequest, done: SavedShards) -> Step:
-        """The step is published: the first rank lets the rules delete. On others its files may not be seen yet."""
-        assert asked.step is not None  # `_request` sets it
-        says = asked.step.stamp
-        made = Step(says.step, asked.path, says.saved, says.metrics, done.nbytes, step_name(says.step), ran=says.ran)
+    def _after(self, request: SaveRequest, done: SavedShards) -> Step:
+        """After a step is published, the first rank lets the rules delete. On others its files may not be seen yet."""
+        assert request.step is not None  # `_request` sets it
+        says = request.step.stamp
+        made = Step(says.step, request.path, says.saved, says.metrics, done.nbytes, step_name(says.step), ran=says.ran)
         if self._lock is None:
             return self._folder.get(says.step) or made
         # One look for the step and for the rules.
@@ -402,7 +351,7 @@ class Run(PlainRun):
             super()._finish()
 
     def _end_of_save(self) -> None:
-        """Wait for the save in the background; every rank does, so that all of them hear of a failure at the same call."""
+        """Wait for the save in the background; every rank does, so that all of them raise a failure at the same call."""
         handle, self._handle = self._handle, None
         if handle is not None:
             try:

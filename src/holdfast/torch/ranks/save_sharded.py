@@ -55,8 +55,8 @@ def save_sharded(
     A URL (`s3://bucket/step-1000`) is a place in an object store, and so is a key with a `store` that the caller has made. Every
     rank uploads its part, and the first one publishes by one conditional put: native or DCP.
     """
-    state, asked = _request(state, path, options)
-    return save_requested(state, asked, group=group, deadline=options["deadline"], when_busy=options["when_busy"])
+    state, request = _request(state, path, options)
+    return save_requested(state, request, group=group, deadline=options["deadline"], when_busy=options["when_busy"])
 
 
 @validated(format=FORMATS)
@@ -75,9 +75,9 @@ def async_save_sharded(
     up to `max_host_memory` bytes of it, or half of what the machine has to give. This returns when the copies are under way: what
     the current stream is asked to do from then on comes behind them.
     """
-    state, asked = _request(state, path, options)
+    state, request = _request(state, path, options)
     return begin_requested(
-        state, asked, group=group, deadline=options["deadline"], when_busy=options["when_busy"],
+        state, request, group=group, deadline=options["deadline"], when_busy=options["when_busy"],
         max_host_memory=options["max_host_memory"],
     )  # fmt: skip
 
@@ -93,29 +93,29 @@ def _request(
 
 def save_requested(
     state: object,
-    asked: SaveRequest,
+    request: SaveRequest,
     *,
     group: dist.ProcessGroup | None,
     deadline: float,
     when_busy: Literal["wait", "refuse"] = "wait",
 ) -> SavedShards:
-    """Save what was asked for, with all ranks of a group."""
+    """Save with all ranks of a group."""
     course = Course()
-    job = _job(asked, course, group=group, deadline=deadline)
+    job = _job(request, course, group=group, deadline=deadline)
 
     def content() -> object:
-        course.take_turn(when_busy, asked.path)
+        course.take_turn(when_busy, request.path)
         return state_dicts(state)
 
     try:
         return write(plan(describe(job, content)))
     finally:
-        course.close()
+        course.open.close()
 
 
 def begin_requested(
     state: object,
-    asked: SaveRequest,
+    request: SaveRequest,
     *,
     group: dist.ProcessGroup | None,
     deadline: float,
@@ -123,20 +123,20 @@ def begin_requested(
     max_host_memory: int | None = None,
     after: Callable[[SavedShards], None] | None = None,
 ) -> SaveHandle:
-    """The same in the background. `after` is called there, on each rank, when the checkpoint is published."""
+    """Begin a save in the background. `after` is called there, on each rank, when the checkpoint is published."""
     course = Course()
-    job = _job(asked, course, group=group, deadline=deadline)
+    job = _job(request, course, group=group, deadline=deadline)
     before: list[Versions] = []
 
     def content() -> object:
-        course.take_turn(when_busy, asked.path)
+        course.take_turn(when_busy, request.path)
         found = state_dicts(state)
         before.append(versions(found))
         return found
 
     def copy(table: Table, values: Sequence[object]) -> Staged:
         threads = job.count_threads()
-        return stage(table, before[0], asked.path, values=values, threads=threads, max_host_memory=max_host_memory)
+        return stage(table, before[0], request.path, values=values, threads=threads, max_host_memory=max_host_memory)
 
     handed = False
     rest: Callable[[], SavedShards]
@@ -144,7 +144,7 @@ def begin_requested(
         described = describe(job, content)
         if described.stages_first:
             described = stage_described(described, copy)
-            if isinstance(described.told, Exception):
+            if isinstance(described.description, Exception):
                 plan(described)  # raises here what the others hear of when they wait
             staged, rest = described.staged, lambda: write(plan(described))
         else:
@@ -157,21 +157,21 @@ def begin_requested(
                 after(saved)
             return saved
 
-        handle = begin(asked.path, course, to_the_end, staged_nbytes=staged.nbytes if staged is not None else 0)
+        handle = begin(request.path, course, to_the_end, staged_nbytes=staged.nbytes if staged is not None else 0)
         handed = True  # the thread ends it from here on
         return handle
     finally:
         if not handed and course.claim():
-            course.close()
+            course.open.close()
 
 
-def _job(asked: SaveRequest, course: Course, *, group: dist.ProcessGroup | None, deadline: float) -> Job:
-    """A save that has been asked for and found possible, among ranks that see a pulse from here on."""
-    check_sparse(asked.path, asked.format, asked.sparse)
-    check_shares(asked.path, asked.format, asked.base, asked.hashes)
+def _job(request: SaveRequest, course: Course, *, group: dist.ProcessGroup | None, deadline: float) -> Job:
+    """A save that has been checked, among ranks that see a pulse from here on."""
+    check_sparse(request.path, request.format, request.sparse)
+    check_shares(request.path, request.format, request.base, request.hashes)
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
-    ranks = ranks_of(group, doing=f"save {asked.format} to {asked.path!r}", deadline=deadline)
+    ranks = ranks_of(group, doing=f"save {request.format} to {request.path!r}", deadline=deadline)
     course.open.callback(ranks.close)
-    format = chosen(asked.format, rank_formats())
+    format = chosen(request.format, rank_formats())
     assert format is not None  # it was looked at when it was given
-    return Job(asked, ranks, format, place_at(asked.path).rooted, course.open)
+    return Job(request, ranks, format, place_at(request.path).rooted, course.open)

@@ -3,16 +3,13 @@
     Job ── describe ──► Described ── plan ──► Planned ── write ──► SavedShards
 
     describe   every rank   names, dtypes, shapes, boxes. No data moves                              ──► gather
-    plan       rank 0       replicas dropped and spread, boxes checked to tile; a hidden folder beside
-                            the target, or an id in an object store                                 ──► each rank its part
-    write      every rank   its files into that folder or bucket, checksums on the way, fsync        ──► receipts
+    plan       rank 0       replicas dropped and spread, boxes checked to tile; a target (engine/targets)  ──► each rank its part
+    write      every rank   its files to that target, checksums on the way, fsync                    ──► receipts
                rank 0       compare receipts with the plan, make the index, publish             ──► done, or what went wrong
 
 In the background the tensors of a value are copied on the way (`stage_described` or `stage_planned`), so that the caller may change
-its own; what comes after runs on another thread. What is decided and written without torch is in `holdfast.ranks`.
-
-An error on any rank at any step reaches every rank as the same `RanksFailed`. Before it is published nothing at the
-target has changed.
+its own; the rest runs on another thread. An error on any rank at any step reaches every rank as the same `RanksFailed`. Before the
+checkpoint is published nothing at the target has changed.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from holdfast.formats.sharded import NOTHING, RankOutput, Receipt, Storing, spre
 from holdfast.formats.tree_json.encode import encode_state
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
-from holdfast.ranks.together import Description, message, put_together, with_sums
+from holdfast.ranks.together import Description, message, put_together
 from holdfast.ranks.write import (
     AsStep,
     Publishing,
@@ -74,7 +71,7 @@ THREADS_A_FILE, THREADS_A_FILE_BEHIND, FILE_NBYTES = 4, 2, 256 << 20
 """Threads for which a rank writes one more file at once, now and behind the caller, and what a file should have at least. The
 kernel lets one thread at a time write to a file: beside it others can sum, and no more."""
 
-NO_COLUMNS = RankState.of([])
+NO_COLUMNS = RankState.of_table(NO_TENSORS)
 NO_BOXES = Boxes(NO_TENSORS, np.zeros((0, 0), np.int64), ())
 
 Copy = Callable[[Table, Sequence[object]], Staged]
@@ -82,7 +79,7 @@ Copy = Callable[[Table, Sequence[object]], Staged]
 
 
 class SaveRequest(Value, frozen=True, kw_only=True):
-    """What was asked for."""
+    """The arguments of one save."""
 
     path: str
     format: str
@@ -100,31 +97,30 @@ class SaveRequest(Value, frozen=True, kw_only=True):
     hashes: bool = False
     """Whether hashes are recorded, so that this may be a base; with a base they are."""
     step: AsStep | None = None
-    """Set where it is to be a step of a run."""
+    """Set for a step of a run."""
 
 
 class Job(Value, frozen=True):
-    """What was asked for, and among whom."""
+    """The arguments of a save, and the ranks that take part."""
 
-    asked: SaveRequest
+    request: SaveRequest
     ranks: Ranks
     format: Format
     place: str
-    """A URL, or the path from the root on: while it is written, the program may go to another folder."""
+    """A URL, or an absolute path: while it is written, the program may go to another folder."""
     open: ExitStack
-    """What is closed when the save is over, however it ends: the ranks, a folder that was not published."""
+    """Closed when the save is over, however it ends: the ranks, a folder that was not published."""
 
     def count_threads(self) -> int:
-        """How many threads this rank may use."""
-        return self.asked.threads or self.ranks.threads()
+        return self.request.threads or self.ranks.threads()
 
 
 class Described(Value, frozen=True):
-    """What this rank has."""
+    """The state of this rank."""
 
     job: Job
-    told: Description | Exception
-    """What it has to say beside its tensors when it is planned; or what went wrong."""
+    description: Description | Exception
+    """The description for the first rank; or what went wrong."""
     state: State = field(default_factory=lambda: value_state({}))
     digests: Mapping[str, bytes] = field(default_factory=dict)
     """DCP: a hash of each value that is no tensor."""
@@ -133,9 +129,8 @@ class Described(Value, frozen=True):
     flat: FlatState = field(default_factory=FlatState)
     notes: tuple[str, ...] = ()
     archives: Mapping[str, bytes] = field(default_factory=dict)
-    """DCP: those of all values, where the caller goes on and may change them."""
+    """DCP: the archives of all values, where the caller goes on and may change them."""
     staged: Staged | None = None
-    """The copies of which the state is made."""
 
     @property
     def values(self) -> Sequence[object]:
@@ -144,24 +139,22 @@ class Described(Value, frozen=True):
 
     @property
     def stages_first(self) -> bool:
-        """Whether to copy before it is planned: where ranks have little in common, of which each would copy all."""
+        """Whether to copy before the plan: where ranks have little in common, of which each would copy all."""
         return self.job.ranks.size == 1 or little_in_common(self.state.tensors)
 
 
 class Planned(Value, frozen=True):
-    """What this rank writes, and where."""
+    """The files that this rank writes, and where."""
 
     job: Job
     part: RankOutput
     publishing: Publishing | None
-    """On the first rank: where everything comes together."""
     notes: tuple[str, ...]
     target: Target | None = None
-    """Where this rank's files go, once it has been told."""
+    """Where this rank's files go, once it is known."""
     failed: Exception | None = None
-    """What went wrong here since it was planned; the others hear of it instead of a receipt."""
+    """A failure here since the plan; the others get it instead of a receipt."""
     staged: Staged | None = None
-    """The copies of which the part is made."""
     values: Sequence[object] = ()
     """The caller's own tensors, a box each, where they are known."""
 
@@ -188,16 +181,15 @@ class SavedShards(Shown):
 
 
 class RankTask(msgspec.Struct):
-    """What a rank is told."""
+    """The first rank's answer: what a rank writes."""
 
-    told: str
-    """Where everything comes together (`engine.targets`)."""
+    target_name: str
     boxes: bytes
-    """What it writes: the numbers of boxes in the columns of its own `RankState`, 64-bit integers."""
+    """The numbers of boxes in the columns of its own `RankState`, 64-bit integers."""
     values: list[str]
     notes: list[str]
     base: str | None
-    """Of a step of a run, the name of the one whose files it may share: the first rank knows which are sound."""
+    """For a step of a run: the name of the step whose files it may share. The first rank knows which are sound."""
 
 
 TASK, RECEIPTS = message_kind("task of a rank", RankTask), message_kind("list of receipts of a rank", list[Receipt])
@@ -207,11 +199,11 @@ TASK, RECEIPTS = message_kind("task of a rank", RankTask), message_kind("list of
 
 
 def describe(job: Job, state: Callable[[], object]) -> Described:
-    """Describe what `state` gives: a state in usual containers. A failure is told to the others when they plan."""
+    """Describe the state that `state` gives, in usual containers. A failure is shared when the ranks plan."""
     try:
-        raw, matched = mark(state(), job.asked.per_rank, rank_key(job.ranks.rank, job.ranks.size))
+        raw, matched = mark(state(), job.request.per_rank, rank_key(job.ranks.rank, job.ranks.size))
         with gc_paused():
-            found = tabulate_tree(raw, metadata=job.asked.metadata, arrays="tensors")
+            found = tabulate_tree(raw, metadata=job.request.metadata, arrays="tensors")
             format = job.format
             flat = FlatState() if format.keeps == "state" else flatten(found, raw)
             table = found.tensors
@@ -219,16 +211,19 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
                 table = table.with_entries([row for row, name in enumerate(table.names) if name not in flat.pickled], {})
             found = replace(found, tensors=table)
             digests = flat.digests() if format.keeps == "items" else {}
-            told = _description(found, table, flat, matched, format=format)
-            aliases = [] if format.keeps == "tensors" else _aliases(table)
+            description = _description(found, table, flat, matched, format=format)
+            # Names of one and the same memory, each with the first of them.
+            full = [0 not in kind.shape for kind in table.kinds]
+            shared = {} if format.keeps == "tensors" else tied(table)
+            aliases = [(table.names[row], table.names[first]) for row, first in shared.items() if full[table.kind[row]]]
             notes = (*found.notes, *format.sharded.unkept(found))
-            return Described(job, told, found, digests, aliases, flat, notes)
+            return Described(job, description, found, digests, aliases, flat, notes)
     except Exception as error:
         return Described(job, error)
 
 
 def _description(state: State, table: Table, flat: FlatState, matched: list[str], *, format: Format) -> Description:
-    """What is said of a state beside its tensors. Raises `CannotHold` with everything that stands in the way."""
+    """The description of a state beside its tensors. Raises `CannotHold` with everything that stands in the way."""
     tree = None
     problems = list(flat.problems)
     if format.keeps == "state" and not state.leaves.flat:
@@ -248,15 +243,9 @@ def _description(state: State, table: Table, flat: FlatState, matched: list[str]
     return Description(tree, dict(state.metadata), flat.paths, list(flat.values), grads, matched)
 
 
-def _aliases(table: Table) -> list[tuple[str, str]]:
-    """Names of one and the same memory, each with the first of them."""
-    names, full = table.names, [0 not in kind.shape for kind in table.kinds]
-    return [(names[row], names[first]) for row, first in tied(table).items() if full[table.kind[row]]]
-
-
 def stage_described(described: Described, copy: Copy) -> Described:
-    """The same, made of copies, so that the caller may change its tensors. A failure is told to the others when they plan."""
-    if isinstance(described.told, Exception):
+    """Replace the tensors by copies, so that the caller may change its own. A failure is shared when the ranks plan."""
+    if isinstance(described.description, Exception):
         return described
     try:
         # Before any copy is under way: a value may refuse to be pickled.
@@ -266,31 +255,32 @@ def stage_described(described: Described, copy: Copy) -> Described:
             staged = copy(table, described.values)
         return replace(described, state=replace(described.state, tensors=staged.table), archives=archives, staged=staged)
     except Exception as error:
-        return replace(described, told=error)
+        return replace(described, description=error)
 
 
 # Planned.
 
 
 def plan(described: Described) -> Planned:
-    """Plan together, and know what this rank writes."""
-    job, asked = described.job, described.job.asked
+    """Plan together with all ranks."""
+    job, request = described.job, described.job.request
     publishing: list[Publishing] = []
-    columns, said = _columns(described)
+    columns, local = _columns(described)
 
     def decide(messages: list[bytes]) -> list[bytes]:
         with gc_paused():
-            together = put_together(messages, values=asked.values, per_rank=asked.per_rank, own=columns)
-            check_contents_open(job.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
-        opened = open_publishing(job.place, job.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step)
+            together = put_together(messages, values=request.values, per_rank=request.per_rank, own=columns)
+            check_contents_open(job.format, together.contents, request.path, dcp_index=partial(dcp_index, path=request.path))
+        opened = open_publishing(
+            job.place, job.format, together, durable=request.durable, overwrite=request.overwrite, step=request.step
+        )
         job.open.callback(opened.target.give_up)
         publishing.append(opened)
-        told, notes = opened.target.join_name if len(messages) > 1 else "", list(together.notes)
-        base = opened.base
-        tasks = (RankTask(told, as_bytes(writes.boxes), list(writes.values), notes, base) for writes in together.writes)
+        name, notes = opened.target.join_name if len(messages) > 1 else "", list(together.notes)
+        tasks = (RankTask(name, as_bytes(writes.boxes), list(writes.values), notes, opened.base) for writes in together.writes)
         return [write_document(TASK, task) for task in tasks]
 
-    answer = job.ranks.agree(said, decide)
+    answer = job.ranks.agree(local, decide)
     part = RankOutput(job.ranks.rank, job.ranks.size, NO_BOXES, described.state.metadata)
     planned = Planned(job, part, publishing[0] if publishing else None, described.notes, staged=described.staged)
     try:
@@ -303,9 +293,9 @@ def plan(described: Described) -> Planned:
         for name, archive in values.items():
             check_value(name, archive)
         part = replace(part, boxes=boxes, values=values)
-        into = publishing[0].target if publishing else join_target(task.told, job.place, durable=asked.durable)
-        if asked.step is not None and task.base is not None:
-            job = replace(job, asked=replace(asked, base=asked.step.named(task.base)))
+        into = publishing[0].target if publishing else join_target(task.target_name, job.place, durable=request.durable)
+        if request.step is not None and task.base is not None:
+            job = replace(job, request=replace(request, base=request.step.named(task.base)))
         return replace(planned, job=job, part=part, target=into, notes=(*planned.notes, *task.notes), values=own)
     except Exception as error:
         return replace(planned, failed=error)
@@ -322,26 +312,24 @@ def _boxes(table: Table, columns: RankState, numbers: Ints) -> Boxes:
 
 
 def _columns(described: Described) -> tuple[RankState, bytes | Exception]:
-    """The tensors and boxes of this rank, and what it has to say: behind the checksums of what others may have as well."""
     job, sums, columns = described.job, b"", NO_COLUMNS
-    if isinstance(described.told, Exception):
-        return columns, described.told
+    if isinstance(described.description, Exception):
+        return columns, described.description
     try:
         with gc_paused():
             table = described.state.tensors
             columns = RankState.of_table(table, values=described.digests, aliases=described.aliases)
-            told = message(described.told, None if job.ranks.first else columns)
-        if job.asked.check_replicas and job.ranks.size > 1:
+        if job.request.check_replicas and job.ranks.size > 1:
             if described.staged is not None:
                 described.staged.copies.wait()  # sums are those of the copies
             sums = replica_sums(table, threads=job.count_threads())
+        return columns, message(described.description, None if job.ranks.first else columns, sums)
     except Exception as error:
         return columns, error
-    return columns, with_sums(sums, told)
 
 
 def stage_planned(planned: Planned, copy: Copy) -> Planned:
-    """The same, made of copies of what this rank writes. A failure is told to the others when they come with their receipts."""
+    """Replace the boxes that this rank writes by copies. A failure is shared when the ranks come with their receipts."""
     if planned.failed is not None:
         return planned
     try:
@@ -371,9 +359,9 @@ def write(planned: Planned) -> SavedShards:
 
     def decide(messages: list[bytes]) -> list[bytes]:
         assert planned.publishing is not None  # it is the first rank that decides
-        delivered = [read_document(RECEIPTS, told) for told in messages]
+        delivered = [read_document(RECEIPTS, message) for message in messages]
         with gc_paused():
-            publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.asked.path))
+            publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.request.path))
         return [b""] * len(messages)
 
     try:
@@ -387,23 +375,23 @@ def write(planned: Planned) -> SavedShards:
     notes = (*planned.notes, *more, *(() if copies is None else copies.notes()))
     files = tuple((receipt.key, receipt.nbytes) for receipt in receipts)
     shared = sum(receipt.nbytes for receipt in receipts if receipt.linked)
-    return SavedShards(job.asked.path, job.asked.format, sum(nbytes for _, nbytes in files), files, notes, shared)
+    return SavedShards(job.request.path, job.request.format, sum(nbytes for _, nbytes in files), files, notes, shared)
 
 
 def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[Receipt]:
-    """Write this rank's files; what a person should know goes to `notes`."""
-    asked, threads = planned.job.asked, planned.job.count_threads()
-    wanted = parse_wanted(asked.sparse)
+    """Write this rank's files; notes for a person go to `notes`."""
+    request, threads = planned.job.request, planned.job.count_threads()
+    wanted = parse_wanted(request.sparse)
     if copies is not None:
         copies.wait()
-        threads = asked.threads or min(threads, THREADS_BEHIND)
+        threads = request.threads or min(threads, THREADS_BEHIND)
     pack = None if wanted is None else partial(choose, wanted=wanted, threads=threads)
     block = None if copies is None else BLOCK_BEHIND
     hashes, reuse = None, NOTHING
     into = planned.target
     assert into is not None  # or it has failed
-    if asked.base is not None or asked.hashes:
-        with closing(open_base(asked.base, planned.job.place, threads=threads, block=block)) as base:
+    if request.base is not None or request.hashes:
+        with closing(open_base(request.base, planned.job.place, threads=threads, block=block)) as base:
             hashes, reuse = base.hashes, base.take_over_boxes(planned.part.boxes)
     notes += reuse.notes
     # One file for every few threads, each with enough in it.
@@ -412,7 +400,7 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     count = 1 if into.save else max(1, min(threads // each, planned.part.nbytes // FILE_NBYTES))
     shares, how = spread(planned.part.boxes, count, reuse), Storing(pack, hashes, reuse)
     files = planned.job.format.sharded.files(planned.part, shares, how, into.save)
-    receipts = write_files(files, into, threads=threads, progress=asked.progress, block=block, reuse=reuse)
+    receipts = write_files(files, into, threads=threads, progress=request.progress, block=block, reuse=reuse)
     copied = len(reuse.linked) - sum(receipt.linked for receipt in receipts)
     if copied:
         notes.append(f"the file system gave no second name to {copied:,} files of the base: they were copied")

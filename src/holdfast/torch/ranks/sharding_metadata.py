@@ -209,5 +209,5 @@ def _from_torch(value: object) -> object:
 
 
 def _records(data: object, convert: Callable[[object], object]) -> object:
-    """What a writer notes about its files: indexes and places are converted, in a dictionary of them, and nothing else is."""
+    """What a writer records about its files: indexes and places are converted, in a dictionary of them, and nothing else is."""
     return {convert(key): convert(each) for key, each in data.items()} if isinstance(data, dict) else convert(data)

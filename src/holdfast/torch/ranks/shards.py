@@ -25,7 +25,7 @@ from holdfast.errors import BadPlacement, Unsupported
 from holdfast.torch.versions import dtensor_module
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""By exact class."""
+"""Compared by exact class."""
 
 
 class LocalPart(Value, frozen=True, eq=False):
@@ -52,20 +52,18 @@ class Checkpointable(Protocol):
 
 
 class Marked(Protocol):
-    """A tensor that says what it is a part of. Sequences of the same length: one entry for each part that it holds."""
+    """A tensor that says what it is a part of. Its sequences have one entry for each part that it holds."""
 
     global_shape: Sequence[int]
     global_offsets: Sequence[Sequence[int]]
-    """Where in the whole a part begins."""
+    """Where each part begins in the whole."""
     local_offsets: Sequence[Sequence[int]]
-    """Where in this tensor it begins."""
+    """Where each part begins in this tensor."""
     local_sizes: Sequence[Sequence[int]]
 
 
 @cache
 def _classes() -> tuple[type, type]:
-    """DTensor and ShardedTensor, which are there where torch has `distributed`."""
-
     class Never:
         pass
 
@@ -77,7 +75,6 @@ def _classes() -> tuple[type, type]:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether this is a tensor of which a rank has parts."""
     if type(value) in PLAIN:
         # Nearly all are, and there may be very many: a mark is an attribute.
         return bool(object.__getstate__(value)) and _is_marked(value)

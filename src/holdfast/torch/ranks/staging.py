@@ -41,7 +41,7 @@ from holdfast.torch.ranks.shards import is_sharded, shards_of
 ALIGNMENT = 64
 
 PIECE_NBYTES, LEAST_NBYTES = 64 << 20, 4 << 20
-"""What one thread copies at a time. From some megabytes on the C library writes past the caches, which takes a quarter less."""
+"""Bytes that one thread copies at a time. From some megabytes on the C library writes past the caches: a quarter less."""
 
 
 class Versions(Value, frozen=True, eq=False):
@@ -51,7 +51,6 @@ class Versions(Value, frozen=True, eq=False):
     counts: list[int] = field(default_factory=list)
 
     def count_changed(self) -> int:
-        """How many tensors were changed since."""
         return sum(map(ne, map(VERSION, self.tensors), self.counts))
 
 
@@ -97,18 +96,15 @@ def _values(value: Any) -> Iterable[Any]:  # noqa: ANN401  # a container of anyt
 
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""By exact class."""
 
 VERSION = attrgetter("_version")
 
 
 class Staged(Value, frozen=True):
-    """Tensors in memory of our own."""
-
     table: Table
     nbytes: int
     copies: Copies
-    """Those out of GPUs, which are waited for before anything is written."""
+    """Copies out of GPUs, which are waited for before anything is written."""
 
 
 def stage(
@@ -224,7 +220,7 @@ class RoomStorages:
         self._resident = Resident()
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
-        """The bytes of these."""
+        """The bytes of the storages of these numbers."""
         some = list(numbers)
         starts, memory = self._starts[some], self._memory
         stops = starts + self.nbytes[some]
@@ -237,12 +233,11 @@ class RoomStorages:
         return [piece[start : start + count] for piece, start, count in each]
 
     def alone(self, number: int, label: str) -> bytes | Memory:
-        """Those of one, where they lie."""
+        """The bytes of one storage, where they lie."""
         (piece,) = self.read([number])
         return Memory(piece, label, self._room) if len(piece) else b""
 
     def view(self, number: int, kind: Kind, name: str, offset: int) -> LazyTensor:
-        """A tensor over one of them."""
         (piece,) = self.read([number])
         storage = self._resident.memory(self._room.address + int(self._starts[number]), piece, owner=self._room)
         strides = tuple([stride // 8 for stride in kind.strides])
@@ -252,7 +247,6 @@ class RoomStorages:
 def _stage_pieces(
     tensors: Sequence[LazyTensor], places: Sequence[int], copies: Copies, room: HostBlock, *, threads: int
 ) -> list[LazyTensor]:
-    """Copy tensors that are no rows of storages, each to its place."""
     resident = Resident()
     gpus: dict[GpuSource, list[tuple[LazyTensor, int]]] = {}
     requests: list[Request] = []
@@ -277,7 +271,7 @@ def _stage_pieces(
 
 
 def _copied(requests: Sequence[Request], threads: int) -> list[Request]:
-    """Copy what lies in memory as it is wanted, and give back the other requests: planning a read costs more than to copy it."""
+    """Copy what lies in memory as it is wanted, and give back the other requests: planning a read costs more than a copy."""
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     others: list[Request] = []
     for request in requests:
@@ -306,20 +300,18 @@ def _copy_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def _is_copied(tensor: LazyTensor) -> bool:
-    """Whether a tensor has bytes. Packed elements are never in the caller's memory: numpy and torch have none, so they come from an
-    open checkpoint."""
+    """Whether a tensor has bytes to be copied. Packed elements never lie in the caller's memory: numpy and torch have none."""
     return bool(tensor.nbytes) and not tensor.dtype.packed
 
 
 def _moved(tensor: LazyTensor, place: int, *, resident: Resident, room: HostBlock) -> LazyTensor:
-    """The same tensor, with its elements where they were copied to."""
     memory = resident.memory(room.address + place, room.array.data[place : place + tensor.nbytes], owner=room)
     strides = c_strides(tensor.shape, tensor.dtype.numpy.itemsize)
     return resident.strided(memory, tensor.dtype, tensor.shape, strides, 0).renamed(tensor.name)
 
 
 Piece = tuple[object, ...]
-"""A dtype, what is to be known beside it, and elements in memory."""
+"""The key of elements in memory: dtype, traits, shape, storage, offset, strides."""
 
 COMMON_NBYTES, COMMON_SHARE = 64 << 20, 0.1
 """Bytes of tensors that a rank has whole, in all and as a part of what it has, up to which it copies them before it is planned who
@@ -327,15 +319,12 @@ writes them: training then goes on without waiting for any other rank. Beyond th
 
 
 def little_in_common(table: Table) -> bool:
-    """Whether a rank has little that the others may have as well: tensors of which it has all."""
+    """Whether a rank has few tensors whole, which the others may have as well."""
     plain = int(table.nbytes_of([row for row, number in enumerate(table.storage) if number != ODD]).sum())
-    sizes = [(tensor.nbytes, _nbytes_here(tensor)) for tensor in table.odd.values()]
+    odd = table.odd.values()
+    sizes = [(tensor.nbytes, sum(tensor.dtype.nbytes(chunk.box.count) for chunk in tensor.chunks)) for tensor in odd]
     whole = plain + sum(nbytes for nbytes, here in sizes if here == nbytes)
     return whole <= max(COMMON_NBYTES, COMMON_SHARE * (plain + sum(here for _, here in sizes)))
-
-
-def _nbytes_here(tensor: LazyTensor) -> int:
-    return sum(tensor.dtype.nbytes(chunk.box.count) for chunk in tensor.chunks)
 
 
 def pieces_of(tensors: Iterable[LazyTensor]) -> dict[Piece, LazyTensor]:
@@ -345,17 +334,14 @@ def pieces_of(tensors: Iterable[LazyTensor]) -> dict[Piece, LazyTensor]:
         for chunk in tensor.chunks:
             key = _piece(tensor, chunk)
             if key not in found:
-                found[key] = tensor if len(tensor.chunks) == 1 and chunk.shape == tensor.shape else _alone(tensor, chunk)
+                whole = len(tensor.chunks) == 1 and chunk.shape == tensor.shape
+                alone = (replace(chunk, box=Box.whole(chunk.shape)),)
+                found[key] = tensor if whole else replace(tensor, shape=chunk.shape, chunks=alone)
     return found
 
 
-def _alone(tensor: LazyTensor, chunk: Chunk) -> LazyTensor:
-    """A chunk of a tensor as a tensor of its own."""
-    return replace(tensor, shape=chunk.shape, chunks=(replace(chunk, box=Box.whole(chunk.shape)),))
-
-
 def made_of(tensors: Mapping[int, LazyTensor], copies: Mapping[Piece, LazyTensor]) -> dict[int, LazyTensor]:
-    """The same tensors, made of copies of their pieces. Whoever copied has resolved what was lazily conjugated or negated."""
+    """The tensors again, made of copies of their pieces. A copy has resolved what was lazily conjugated or negated."""
     made = {}
     for row, tensor in tensors.items():
         found = [(chunk.box, copies[_piece(tensor, chunk)]) for chunk in tensor.chunks]

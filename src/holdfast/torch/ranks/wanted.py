@@ -1,20 +1,19 @@
-"""What one rank asks of a checkpoint: every leaf of its state, what the checkpoint has for it, and what speaks against it.
+"""What one rank wants of a checkpoint: every leaf of its state, what the checkpoint has for it, and what does not fit.
 
-1. The state is walked. Objects with a state (`saving/state`) are asked for their state dict, which is filled like any other and
-   handed to them in the end; an optimizer that has not made its tensors yet gets them here (`make_state`).
+1. The state is walked. The state dict of an object (`saving/state`) is filled like any other and handed to the object in the end.
 2. Leaves are matched with the checkpoint as `load_into` matches the places of a module (`modules/match`).
 3. A name that the checkpoint has once for each rank stands for this rank's (`ranks/per_rank`).
-4. Shapes and dtypes are compared whatever else was asked for; which names nobody wanted is known when all ranks have told theirs.
+4. Shapes and dtypes are always compared. Which names no rank wants is known when all ranks have sent theirs.
 
-An optimizer makes its moments with its first step. To load into one that was just made, tensors are made here as the checkpoint
-has them: like their parameter where they have its shape, sharded as it is; else plain, and scalars on the CPU, from where
+An optimizer makes its moments with its first step. For one that was just made, tensors are made here as the checkpoint has them
+(`make_state`): like their parameter where they have its shape, sharded as it is; else plain, and scalars on the CPU, from where
 `load_state_dict` takes them to where the optimizer wants them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Literal, cast
 
@@ -61,15 +60,15 @@ Put = Callable[[object], None]
 
 
 class Leaf(Value, frozen=True):
-    """Something in the state that is a tensor or a value, and a way to replace it."""
+    """A tensor or a value in the state, and a way to replace it."""
 
     path: Path
     name: str
     tensor: torch.Tensor
-    """Or what is none: `value` is the same without that promise."""
+    """The leaf, if it is a tensor; `value` is the same object for all leaves."""
     put: Put | None = None
     shards: Shards | None = None
-    """Of a tensor of which a rank has parts, those that this one has."""
+    """The parts that this rank has of a sharded tensor."""
 
     @property
     def value(self) -> object:
@@ -77,22 +76,20 @@ class Leaf(Value, frozen=True):
 
 
 class Wanted(Outcome):
-    """What one rank asks for, and what it would get."""
+    """The outcome of matching, and what is read to where."""
 
     fills: Fills = NO_FILLS
-    """What is read to where."""
     whole: dict[str, int] = field(default_factory=dict)
     """Positions of fills with all of a tensor, which another rank may read and hand on; by the checkpoint's name for it."""
     names: list[str] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     put: list[tuple[Put, object]] = field(default_factory=list)
-    """Where values of the state are replaced."""
+    """Values of the state that are replaced."""
     tuples: list[tuple[Put, tuple[object, ...], list[object]]] = field(default_factory=list)
-    """Tuples that are made again where something in them was replaced, the innermost first: what they were, what is in them now."""
+    """Tuples that are made again where something in them was replaced, the innermost first: before, and their items now."""
     stateful: list[tuple[Path, Stateful, object]] = field(default_factory=list)
     """Objects that are handed their state dict, when it is filled."""
     looked_for: list[str] = field(default_factory=list)
-    """Every leaf of the state, by name."""
 
     def finish(self) -> None:
         """Put values in their places and hand state dicts over, the innermost first and then in an order that all ranks share."""
@@ -104,15 +101,10 @@ class Wanted(Outcome):
             target.load_state_dict(state)
 
 
-def match_state(state: object, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank) -> Wanted:
-    """Look for everything in the state, and take its names. Reads data only where tied tensors are offered two."""
-    return Matching(names, rank, size, cast=cast, strict=strict, per_rank=per_rank).run(state)
-
-
 class Matching:
-    """One rank's state against a checkpoint."""
+    """One rank's state against a checkpoint. Reads data only where tied tensors are offered two."""
 
-    def __init__(self, names: Names, rank: int, size: int, *, cast: bool, strict: bool, per_rank: PerRank) -> None:
+    def __init__(self, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank) -> None:
         self._names = names
         self._size, self._key = size, rank_key(rank, size)
         self._cast, self._strict, self._per_rank = cast, strict, per_rank
@@ -122,9 +114,10 @@ class Matching:
         """By identity: containers, and whether there are tensors in them."""
         self._request: set[int] = set()
         self._around: set[int] = set()
-        """Objects that were asked for their state, and containers, around the value at work."""
+        """Objects with a state, and containers, around the value at work."""
 
     def run(self, state: object) -> Wanted:
+        """Look for everything in the state, and take its names."""
         wanted, names, tensors = self._wanted, self._names, list[Leaf]()
         unroll(self._walk(state, (), found=(leaves := list[Leaf]())))
         wanted.looked_for += [leaf.name for leaf in leaves]
@@ -149,9 +142,7 @@ class Matching:
         wanted.missing.sort(key=order.__getitem__)
         return wanted
 
-    # The state.
-
-    # Every leaf of a nested state. Lists and tuples without tensors are leaves; an array is a tensor over its memory.
+    # The state: every leaf. Lists and tuples without tensors are leaves; an array is a tensor over its memory.
 
     def _enter(self, value: Stateful, at: Path, *, found: list[Leaf]) -> Unrolled[None]:
         under = dotted((*at, ""))
@@ -201,7 +192,7 @@ class Matching:
             found.append(Leaf(at, dotted(at), cast(torch.Tensor, inner), put, parts))
 
     def _has_tensors(self, value: object) -> bool:
-        """Whether there is a tensor or an array in a list or tuple, or an object with a state. Each container is asked once."""
+        """Whether a list or tuple holds a tensor, an array or an object with a state. Each container is looked at once."""
         tensors = (np.ndarray, torch.Tensor, LazyTensor, Composite)
 
         def made(container: object, children: list[object], _: Way) -> bool:
@@ -212,7 +203,7 @@ class Matching:
             rebuild(
                 value,
                 lambda one, _: isinstance(one, tensors) or is_sharded(one) or is_stateful(one),
-                inside=_looked_into,
+                inside=lambda one: None if is_stateful(one) else mapped_children(one),
                 make=made,
             )
         return self._held[id(value)][1]
@@ -220,7 +211,7 @@ class Matching:
     # The checkpoint.
 
     def _find(self, path: Path) -> tuple[str, object]:
-        """What stands at a path, or at the one of this rank; and the name of it, without the prefix."""
+        """The value at a path, or at the path of this rank; behind its name, without the prefix."""
         for name, place in chain([(dotted(path), path)], marked(path, self._key)):
             found = self._names.find(name, place)
             if found is not ABSENT and not _by_rank(found):
@@ -232,7 +223,7 @@ class Matching:
             self._absent(leaf)
 
     def _absent(self, leaf: Leaf) -> None:
-        """There is nothing for a leaf; perhaps there is for other numbers of ranks."""
+        """Report a leaf that the checkpoint lacks; perhaps it is there for other numbers of ranks."""
         sizes = set[int]()
         for i, end in enumerate(name_ends(leaf.path), 1):
             above = leaf.name[:end]
@@ -327,7 +318,6 @@ class Matching:
 
 
 def _by_rank(value: object) -> bool:
-    """Whether this is nothing but something for each rank."""
     return isinstance(value, Mapping) and bool(value) and all(size_in(key) is not None for key in value)
 
 
@@ -338,7 +328,7 @@ def _ask(value: Stateful) -> object:
 
 
 def _over(array: np.ndarray) -> torch.Tensor | None:
-    """A tensor over the memory of an array; None where it cannot be filled so."""
+    """A tensor over the memory of an array; None where the array cannot be filled so."""
     dtype = DTYPES.numpy(array.dtype)
     if dtype is None or dtype.packed or not array.flags.writeable or any(step < 0 for step in array.strides):
         return None
@@ -346,7 +336,7 @@ def _over(array: np.ndarray) -> torch.Tensor | None:
 
 
 def read_value(value: object) -> object:
-    """A value of a tree; those of a DCP directory that were too many to be read when it was opened are read now."""
+    """A value of a tree. DCP values that were too many to be read at opening are read now."""
     return rebuild(value, lambda inner, _: inner.read() if isinstance(inner, Unread) else inner)
 
 
@@ -365,12 +355,8 @@ def _step(key: object) -> str | int:
     return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)[:64]
 
 
-def _looked_into(value: object) -> Iterable[tuple[object, object]] | None:
-    return None if is_stateful(value) else mapped_children(value)
-
-
 def make_state(optimizer: torch.optim.Optimizer, state: object, checkpoint: Checkpoint, *, under: str) -> None:
-    """Give the state dict of an optimizer without state what a checkpoint has for it, below a name, to be filled."""
+    """Give the empty state dict of an optimizer tensors to be filled, as the checkpoint has them below a name."""
     if not isinstance(state, dict) or state.get("state") != {}:
         return
     numbered: dict[object, torch.Tensor] = {}
