@@ -64,8 +64,7 @@ from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
 from holdfast.runs.view import RunView, read_step
 from holdfast.saving.base import NoBase
 from holdfast.saving.formats import Options
-from holdfast.saving.planned import Planned, Saved
-from holdfast.saving.writing import Writing
+from holdfast.saving.planned import Planned, Saved, Writing
 from holdfast.seals.document import Stamp, stamp
 from holdfast.stores.place import join
 
