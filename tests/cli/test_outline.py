@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import force_setattr
 
-from holdfast.cli.document import document
 from holdfast.cli.outline import ranges
-from holdfast.cli.show import LINES, show_table, show_tree
+from holdfast.cli.show import LINES, document, show_table, show_tree
 from holdfast.cli.text import plain
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.patterns import matcher

@@ -132,8 +132,8 @@ def test_broken_lines_lose_nothing():
 
 
 def test_everything_of_ours_that_is_drawn_has_a_plainer_form():
-    from holdfast.cli import ranks, show, stats  # where things are drawn
+    from holdfast.cli import show, stats  # where things are drawn
 
-    for module in (show, stats, ranks):
+    for module in (show, stats):
         with open(module.__file__, encoding="utf-8") as file:
             assert {char for char in file.read() if not char.isascii()} <= set(map(chr, ASCII_FORMS))

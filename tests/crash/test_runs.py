@@ -18,8 +18,7 @@ from holdfast.runs.record import RunRules
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Every, Latest, Rule
 from holdfast.runs.steps import step_name
-from holdfast.saving.planned import write_plan
-from holdfast.saving.writing import Writing
+from holdfast.saving.planned import Writing, write_plan
 from holdfast.seals.document import Stamp, with_seal
 from holdfast.stores.files import Files
 from tests.crash.model import ROOT, Model, Tree, freeze, temporaries

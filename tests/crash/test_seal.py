@@ -11,8 +11,7 @@ import pytest
 from holdfast.core.limits import Limits
 from holdfast.engine.file_digest import digest_of
 from holdfast.errors import DurabilityUncertain, NotCommitted
-from holdfast.saving.planned import write_plan
-from holdfast.saving.writing import Writing
+from holdfast.saving.planned import Writing, write_plan
 from holdfast.seals import renew as renewal
 from holdfast.seals.document import SEAL, Seal, SealedFile, encode_seal, parse_seal, seal_name
 from holdfast.seals.make import write_seal

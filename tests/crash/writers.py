@@ -28,11 +28,10 @@ from holdfast.engine.source import OpenSource
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.saving.base import open_base
 from holdfast.saving.formats import Options, format_for, plan_save
-from holdfast.saving.planned import write_plan
+from holdfast.saving.planned import Writing, write_plan
 from holdfast.saving.rows import lazy_tree
 from holdfast.saving.side_files import SideFiles
 from holdfast.saving.state import tabulate_state
-from holdfast.saving.writing import Writing
 from holdfast.seals.check import check_digests, read_seal
 from holdfast.seals.document import SEAL, Seal, SealedFile
 from holdfast.seals.renew import Known, Renewal

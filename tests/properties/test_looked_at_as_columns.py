@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.cli.document import document
-from holdfast.cli.show import show_table, show_tree
+from holdfast.cli.show import document, show_table, show_tree
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.files import FileStorages
 from holdfast.errors import HoldfastError

@@ -147,7 +147,7 @@ def test_what_tensors_only_leaves_out_is_told(verb, dry_run, tmp_path):
         "left out: 5 values: 'groups.0.lr', 'groups.0.betas.0', 'groups.0.betas.1' and 2 more",
         f"left out: 2 foreign objects: 'hook' ({system}), 'net' (torch.nn.modules.linear.Linear)",
         "taken apart: 1 tensor: 'grid' (sparse_coo)",
-        "left out: what state dicts note of their modules (_metadata)",
+        "left out: what state dicts record of their modules (_metadata)",
     ]
 
 

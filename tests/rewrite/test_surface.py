@@ -24,7 +24,7 @@ from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
 from holdfast.pruning import prune
 from holdfast.rewrite import package, tie
 from holdfast.saving import formats, planned
-from holdfast.saving.writing import Writing
+from holdfast.saving.planned import Writing
 from holdfast.stores import place
 from holdfast.stores.local import LocalStore
 

@@ -39,11 +39,8 @@ examples:
   holdfast diff old.pt new.pt --json | jq '.changed[].name'
 """
 
-SHOWN = 50
-"""Lines of one kind that are shown unless `--all` is given."""
-
-NAME_WIDTH = 60
-"""Columns up to which names are aligned; a longer one pushes its own line to the right."""
+SHOWN, NAME_WIDTH = 50, 60
+"""Lines of one kind that are shown unless `--all` is given, and columns up to which names are aligned."""
 
 Tensors = Mapping[str, LazyTensor]
 
@@ -55,8 +52,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--rename", metavar="OLD=NEW", action="append", default=[], type=values.pair, help="names of A: 'model.*=*'")
     verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
     verb.add_argument("-e", "--exact", action="store_true", help="compare bytes even where checksums agree")
-    told = "changed tensors by: change, the largest first (default); name; file"
-    verb.add_argument("--sort", choices=("change", "name", "file"), help=told)
+    order = "changed tensors by: change, the largest first (default); name; file"
+    verb.add_argument("--sort", choices=("change", "name", "file"), help=order)
     verb.add_argument("--top", metavar="N", type=values.positive, help="of the changed tensors, the first N")
     verb.add_argument("-a", "--all", action="store_true", help="every difference")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
@@ -64,7 +61,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code, which is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
+    """The exit code is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
     with ExitStack() as stack:
         checkpoints = (stack.enter_context(opened(path)) for path in (options.a, options.b))
         a, b = chosen_sides(checkpoints, rename=options.rename, filter=options.filter, tensors_only=options.tensors_only)
@@ -116,23 +113,14 @@ def diff_lines(
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The width of each column but the last of a row, which is never padded."""
     most = max((len(row) for row in rows), default=0)
     return [max((width(row[i]) for row in rows if i < len(row)), default=0) for i in range(most)]
 
 
 def totals(found: Diff) -> str:
     parts = [f"NaN or Inf appeared in {plural(len(found.nonfinite), 'tensor')}"] if found.nonfinite else []
-    parts += [
-        f"{len(things):,} {word}"
-        for things, word in (
-            (found.removed, "removed"),
-            (found.added, "added"),
-            (found.renamed, "renamed"),
-            (found.changed, "changed"),
-        )
-        if things
-    ]
+    kinds = {"removed": found.removed, "added": found.added, "renamed": found.renamed, "changed": found.changed}
+    parts += [f"{len(things):,} {word}" for word, things in kinds.items() if things]
     if found.values:
         parts.append(f"{plural(len(found.values), 'value')} differ{'s' if len(found.values) == 1 else ''}")
     unread = f" ({found.same_by_checksum:,} by checksum)" if found.same_by_checksum else ""
@@ -162,17 +150,14 @@ def _statistics(content: Content) -> list[str]:
         "max abs -" if content.max_abs is None else f"max abs {number(content.max_abs)}",
         f"{count(content.changed)} of {count(content.total)}",
     ]
-    odd = (
-        (content.nan_appeared, "became NaN"),
-        (content.inf_appeared, "became Inf"),
-        (content.nan_went, "were NaN"),
-        (content.inf_went, "were Inf"),
-    )
-    said = [f"{count(many)} {what}" for many, what in odd if many]
+    became = (content.nan_appeared, "became NaN"), (content.inf_appeared, "became Inf")
+    odd = [
+        f"{count(many)} {what}" for many, what in (*became, (content.nan_went, "were NaN"), (content.inf_went, "were Inf")) if many
+    ]
     if content.appeared:
-        return [", ".join(said), *cells]
+        return [", ".join(odd), *cells]
     stays = content.nans - content.nan_went
-    return [*cells, *said, *([f"{count(stays)} NaN in both"] if stays else [])]
+    return [*cells, *odd, *([f"{count(stays)} NaN in both"] if stays else [])]
 
 
 def number(value: float) -> str:
@@ -208,20 +193,13 @@ def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) ->
         **fields_of(found, "removed added"),
         "renamed": [{"a": r.a, "b": r.b} for r in found.renamed],
         "changed": [
-            {
-                "name": change.name,
-                "dtypes": list(change.dtypes),
-                "shapes": [list(shape) for shape in change.shapes],
-                "content": None if change.content is None else _content(change.content),
-            }
+            fields_of(change, "name dtypes")
+            | {"shapes": [list(shape) for shape in change.shapes], "content": change.content and _content(change.content)}
             for change in found.ranked(sort)[:top]
         ],
         "values": [
-            {
-                "path": list(change.path),
-                "a": None if isinstance(change.a, Absent) else _text(change.a),
-                "b": None if isinstance(change.b, Absent) else _text(change.b),
-            }
+            {"path": list(change.path)}
+            | {side: None if isinstance(value, Absent) else _text(value) for side, value in (("a", change.a), ("b", change.b))}
             for change in found.values
         ],
         "notes": list(found.notes),

@@ -2,8 +2,7 @@
 
 Exit codes: 0 done (for `scan`: clean; for `diff`: the same), 1 `scan` found something suspicious, `verify` something damaged,
 `diff` something different, 2 an error or wrong usage, 3 and 4 `scan` found only what is unknown, or nothing to scan, 3 `verify
---strict` nothing to compare with, 130
-interrupted, 141 nobody reads our output any more. There is no traceback unless `--traceback` asks for one.
+--strict` nothing to compare with, 130 interrupted, 141 nobody reads our output any more. `--traceback` shows a traceback.
 
 argparse, because it starts in 10 ms: typer takes 60, and since 0.29 another 80 for pydantic as soon as a command runs,
 which together are half of what `holdfast show` may take. Each verb imports what it needs when it runs.
@@ -51,22 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if traceback:
             raise
-        said = _sentences(error, sys.argv[1:] if arguments is None else arguments)
-        print_lines(([(escape(clip(line, 2000)), "")] for line in said), file=sys.stderr)
+        lines = _sentences(error, sys.argv[1:] if arguments is None else arguments)
+        print_lines(([(escape(clip(line, 2000)), "")] for line in lines), file=sys.stderr)
         return 2
 
 
 def _pipe_closed() -> int:
-    """The reader of our output went away, as `head` does.
-
-    Python would complain when it flushes at exit: give it nothing to flush into.
-    """
+    """The exit code where the reader of our output went away, as `head` does."""
+    # Python would complain when it flushes at exit: give it nothing to flush into.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141  # 128 + SIGPIPE, as the shell reports it for other tools
 
 
 def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
-    """The line that is printed; where there is a list of problems, a line each. Keywords of the library are flags here."""
+    """The line of an error; where there is a list of problems, a line each. Keywords of the library are flags here."""
     from holdfast.cli.options import flags_of, in_flags
     from holdfast.errors import CannotHold, HoldfastError
 
@@ -81,7 +78,7 @@ def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
 
 
 def _sentence(error: Exception) -> str:
-    """What to say about an error: its message where it is one of ours or of the system's; else that this is a bug."""
+    """The message of an error of ours or of the system; of any other that it is a bug."""
     from holdfast.errors import HoldfastError
 
     if isinstance(error, HoldfastError):
@@ -111,8 +108,6 @@ examples:
 
 
 class Version(argparse.Action):
-    """`--version`; the version is looked up only when it is asked for."""
-
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
         from holdfast import __version__
 
@@ -136,7 +131,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _with_slices_joined(arguments: Sequence[str]) -> list[str]:
-    """`--slice -2:` as `--slice=-2:`, because argparse takes `-2:` for an option."""
+    """The arguments with `--slice -2:` as `--slice=-2:`, because argparse takes `-2:` for an option."""
     joined: list[str] = []
     for argument in arguments:
         if joined and joined[-1] in ("-s", "--slice") and "--" not in joined:
@@ -163,7 +158,7 @@ def _help(whole: argparse.ArgumentParser) -> int:
 
 
 def _add(name: str, verb: Parser) -> None:
-    """Fill the parser of a verb by its module: what it says, what it takes, and `run`, which returns the exit code."""
+    """Fill the parser of a verb from its module: its texts, its arguments, and `run`, which returns the exit code."""
     module = import_module(f"holdfast.cli.{name}")
     verb.description, verb.epilog = module.DESCRIPTION, module.EXAMPLES
     module.add_arguments(verb)

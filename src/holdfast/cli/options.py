@@ -26,7 +26,7 @@ CHOICES: Mapping[str, Callable[[], Sequence[str]]] = {
     "FORMAT": lambda: titles(written_formats()),
     "PACKAGE": lambda: titles(one for one in FORMATS if one.packages),
 }
-"""The words of a kind, where there are few."""
+"""The words that an option takes, by its kind, where there are few."""
 
 WORDS: Mapping[str, Callable[[str], object]] = {
     "DIR": values.path,
@@ -37,7 +37,7 @@ WORDS: Mapping[str, Callable[[str], object]] = {
     "SIZE": values.size,
     "STEP": values.step,
 }
-"""What reads a word of a kind."""
+"""The parser of a word, by its kind."""
 
 
 def add_options(verb: argparse.ArgumentParser, record: type, *, without: Collection[str] = ()) -> None:
@@ -69,16 +69,16 @@ def _add_option(verb: argparse.ArgumentParser, name: str, option: Option) -> Non
 
 def given(options: argparse.Namespace, record: Callable[..., T], defaults: Mapping[str, object] = NOTHING, **more: object) -> T:
     """All options of a record, as a verb takes them: what was given at the shell, and `more`."""
-    said = {
+    found = {
         name: GATHERED.get(option.word, tuple)(vars(options)[name]) if option.many else vars(options)[name]
         for name, (_, option) in options_of(record).items()
         if name in options
     }
-    return checked(record, said | more, defaults)
+    return checked(record, found | more, defaults)
 
 
 def _dtypes(words: Sequence[str]) -> dict[str, str]:
-    """Each `GLOB=DTYPE` in its order, and last of all the dtype without a pattern, wherever that stands."""
+    """The dtype of each `GLOB=DTYPE` in its order, and last of all the dtype without a pattern, wherever that stands."""
     dtypes: dict[str, str] = {}
     rest: list[str] = []
     for word in words:
@@ -95,7 +95,7 @@ def _dtypes(words: Sequence[str]) -> dict[str, str]:
 
 
 GATHERED: Mapping[str, Callable[[Sequence[Any]], object]] = {"[GLOB=]DTYPE": _dtypes, "KEY=VALUE": dict, "NAME=VALUE": dict}
-"""What is made of all the words of a flag that may be given several times."""
+"""The function that joins all words of a flag that may be given several times."""
 
 WORD = re.compile(
     r"""'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*"                                           # a name or a path

@@ -67,20 +67,18 @@ class LeafNode(Struct):
 
     label: str
     name: str
-    """The dotted name."""
     kind: str
     """`tensor`, `value`, `object` (an `Opaque` with nothing but plain arguments) or `link`."""
     text: str = ""
     """A value in short; the name that a link points at."""
     type: str = ""
-    """The Python type of a value."""
     tensor: LazyTensor | None = None
     role: str = ""
     """`parameter` or `buffer`, where the file says so."""
     tie: str = ""
     """How a tensor shares its storage: `= name` for the same elements, `in name` for other parts of one storage."""
     times: int = 1
-    """How many folded siblings this one stands for."""
+    """The number of folded siblings that this one stands for."""
     value: object = None
 
 
@@ -90,19 +88,14 @@ class Branch(Struct):
     label: str
     name: str
     kind: str
-    """`group` (dots in a name), `dict`, `list`, `tuple`, `object` (an `Opaque`), `module`, or the kind of a
-    `Composite`.
-    """
+    """`group` (dots in a name), `dict`, `list`, `tuple`, `object` (an `Opaque`), `module`, or the kind of a `Composite`."""
     text: str = ""
-    """The class of an object, the shape of a composite."""
     remark: str = ""
     """The attributes of a composite."""
     children: list[Node] = field(default_factory=list)
     times: int = 1
     tensors: int = 0
-    """Tensors below one of the folded siblings, and their elements and bytes; what is tied counts where it stands
-    first.
-    """
+    """Tensors below one of the folded siblings, and their elements and bytes; what is tied counts where it stands first."""
     elements: int = 0
     nbytes: int = 0
 
@@ -141,12 +134,11 @@ def _below(node: Node) -> Iterable[tuple[int, Node]] | None:
 
 
 def _inner(branch: Branch) -> Iterable[tuple[str, Branch]] | None:
-    """The branches in a branch; None where there are only leaves."""
     return [(child.label, child) for child in branch.children if isinstance(child, Branch)] or None
 
 
 def _from_below(root: Branch, visit: Callable[[Branch, list[Any]], object]) -> None:
-    """Visit every branch after those in it, with what their visits returned."""
+    """Visit every branch after those in it, with the results of their visits."""
     rebuild(root, lambda branch, _: visit(branch, []), inside=_inner, make=lambda branch, inner, _: visit(branch, inner))
 
 
@@ -159,21 +151,21 @@ def arrange(root: Branch) -> None:
 
 def total(root: Branch) -> None:
     """Fill in the totals of a branch and of everything below."""
-    _from_below(root, _total)
 
+    def add_up(branch: Branch, _: object) -> None:
+        branch.tensors = branch.elements = branch.nbytes = 0
+        for child in branch.children:
+            if isinstance(child, Branch):
+                branch.tensors += child.tensors * child.times
+                branch.elements += child.elements * child.times
+                branch.nbytes += child.nbytes * child.times
+            elif child.tensor is not None:
+                branch.tensors += child.times
+                if not child.tie.startswith("="):
+                    branch.elements += child.tensor.size * child.times
+                    branch.nbytes += 0 if child.tensor.traits.meta else child.tensor.nbytes * child.times
 
-def _total(branch: Branch, _: object) -> None:
-    branch.tensors = branch.elements = branch.nbytes = 0
-    for child in branch.children:
-        if isinstance(child, Branch):
-            branch.tensors += child.tensors * child.times
-            branch.elements += child.elements * child.times
-            branch.nbytes += child.nbytes * child.times
-        elif child.tensor is not None:
-            branch.tensors += child.times
-            if not child.tie.startswith("="):
-                branch.elements += child.tensor.size * child.times
-                branch.nbytes += 0 if child.tensor.traits.meta else child.tensor.nbytes * child.times
+    _from_below(root, add_up)
 
 
 class _Outlining(Struct):
@@ -185,7 +177,7 @@ class _Outlining(Struct):
     """Characters that the names may still take: a long key stands in the name of everything below it."""
     met: dict[int, str] = field(default_factory=dict)
     plain: dict[int, bool] = field(default_factory=dict)
-    """Rows that were looked through, however often they are met, and whether there are only plain values in them."""
+    """Whether there are only plain values in a row, by the identity of the row."""
 
     def node(self, value: object, label: str, name: str, *, depth: int) -> Node:
         if isinstance(value, LazyTensor):
@@ -220,7 +212,7 @@ class _Outlining(Struct):
         return Branch(label, name, "module", _class_of(value).removeprefix("torch.nn.modules.") + shown)
 
     def fill(self, branch: Branch, value: object, *, depth: int) -> Unrolled[None]:
-        """Add what is in a value."""
+        """Add the content of a value."""
         if isinstance(value, Opaque):
             return self._fill_object(branch, value, depth=depth)
         if isinstance(value, Mapping):
@@ -230,7 +222,7 @@ class _Outlining(Struct):
         return self._grow(branch, ((str(k), v) for k, v in children), depth, split=False)
 
     def _fill_object(self, branch: Branch, value: Opaque, *, depth: int) -> Unrolled[None]:
-        """Add what an object holds; of a dict that is another object's as well, only where that was met first."""
+        """Add the content of an object; of a dict that is another object's as well, only where that was met first."""
         module = branch.kind == "module"
         for owner, children in contents(value) or ():
             if owner is not value and id(owner) in self.met:
@@ -249,10 +241,9 @@ class _Outlining(Struct):
         """Whether a container reads better as a value: it is empty, a list of plain values, or a call with such."""
         match value:
             case list() | tuple():
-                found = self.plain.get(id(value))
-                if found is None:
-                    found = self.plain[id(value)] = all(scalar(v) for v in value)
-                return found
+                if id(value) not in self.plain:
+                    self.plain[id(value)] = all(map(scalar, value))
+                return self.plain[id(value)]
             case Mapping():
                 return not value
             case Opaque():
@@ -286,7 +277,7 @@ def _has_levels(key: str) -> bool:
 
 
 def _open(groups: dict[str, Branch], prefix: str, start: str) -> Branch:
-    """The group for a prefix, made together with those above it that are not there yet."""
+    """The group of a prefix, made together with those above it that are not there yet."""
     here, name = groups[""], ""
     for label in prefix.split("."):
         name = f"{name}.{label}" if name else label
@@ -298,7 +289,6 @@ def _open(groups: dict[str, Branch], prefix: str, start: str) -> Branch:
 
 
 def _is_size(value: object) -> bool:
-    """An attribute of a module that says how large it is: `in_features=4`, `kernel_size=(3, 3)`."""
     if isinstance(value, tuple):
         return 0 < len(value) <= 8 and all(type(v) is int for v in value)
     return type(value) is int
@@ -316,10 +306,7 @@ NUMBER = re.compile(r"(.*?)([0-9]{1,9})([^0-9]*)\Z", re.DOTALL)
 """A label that ends in a number, or has one near its end: `3`, `layer3`, `conv3_bn`."""
 
 FEWEST = 3
-"""Labels such as `ln_1` and `ln_2` are names, not numbers: three are needed to make a series.
-
-Of pure numbers two are enough.
-"""
+"""Labels that make a series: `ln_1` and `ln_2` are names, not numbers. Of pure numbers two are enough."""
 
 DIFFERS = "(differs)"
 
@@ -336,7 +323,7 @@ class _Fold:
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._packings: dict[int, str] = {}
-        """How tensors are packed, by who they are: one may stand for a million leaves."""
+        """The packing of tensors, by their identities: one may stand for a million leaves."""
 
     def branch(self, branch: Branch, inner: list[int]) -> int:
         """Fold what is in a branch, where branches are folded and have these signatures; returns its own."""
@@ -352,10 +339,10 @@ class _Fold:
         tensor = leaf.tensor
         if tensor is None:
             return self._number((leaf.kind, leaf.type))
-        packed = self._packings.get(id(tensor))
-        if packed is None:
+        if id(tensor) not in self._packings:
             packing = packing_of(tensor)
-            packed = self._packings[id(tensor)] = "" if packing is None else packing.text
+            self._packings[id(tensor)] = "" if packing is None else packing.text
+        packed = self._packings[id(tensor)]
         return self._number((tensor.dtype.name, tensor.shape, leaf.role, leaf.tie[:1], tensor.traits.blocks, packed))
 
     def _number(self, key: Hashable) -> int:
@@ -401,7 +388,7 @@ def ranges(digits: list[str]) -> str:
 
 
 def _blend(members: list[Node]) -> Node:
-    """The first of several nodes with equal signatures, with what differs among them marked as such."""
+    """The first of several nodes with equal signatures, in which values that differ are marked."""
     for _, alike in cast("Iterator[tuple[Way, tuple[Node, ...]]]", walk((*members,), _abreast)):
         first = alike[0]
         if isinstance(first, Branch):
@@ -415,13 +402,13 @@ def _blend(members: list[Node]) -> Node:
 
 
 def _abreast(alike: tuple[Node, ...]) -> Iterable[tuple[int, tuple[Node, ...]]] | None:
-    """What is in branches of one structure, side by side."""
+    """The children of branches of one structure, side by side."""
     rows = [node.children for node in alike if isinstance(node, Branch)]
     return enumerate(zip(*rows, strict=True)) if rows else None
 
 
 def _differ(a: LeafNode, b: LeafNode) -> bool:
-    """By what they are: texts are cut, and long ones look alike."""
+    """Whether two leaves differ, by their values: texts are cut, and long ones look alike."""
     from holdfast.inspect.compare_values import compare_values
 
     return a.text != b.text if a.kind == "link" else bool(compare_values(a.value, b.value)[0])

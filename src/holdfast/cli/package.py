@@ -86,7 +86,6 @@ def _replace(options: argparse.Namespace) -> int:
 
 
 def _is_path(text: str) -> bool:
-    """Whether this is the path of something that is there, or a URL."""
     from holdfast.stores.place import place_named
 
     return not place_named(text).on_disk or os.path.exists(text)

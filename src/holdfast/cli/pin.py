@@ -25,13 +25,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def add_place(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="RUN", type=values.target, help="the directory of a run, or its URL")
-    verb.add_argument("step", metavar="STEP", type=_step, help="the number of a step")
-
-
-def _step(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of a step")
-    return int(text)
+    verb.add_argument("step", metavar="STEP", type=values.step, help="the number of a step")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -37,12 +37,12 @@ def carry_out(
     *,
     fields: Callable[[R], Mapping[str, object]],
     more: Callable[[R, float], str] = lambda done, seconds: "",
-    told: Callable[[R, float], Iterable[Line]] | None = None,
+    lines: Callable[[R, float], Iterable[Line]] | None = None,
     begin: float | None = None,
 ) -> int:
-    """Write what was planned under a bar and say so; or only say what would be. Closes it, and returns the exit code.
+    """Write what was planned under a bar and report it; or only report what would be written. Returns the exit code.
 
-    `fields` begin the document of `--json`. `more` ends the line of what was written; `told` are all lines, where that line is not
+    `fields` begin the document of `--json`. `more` ends the line of what was written; `lines` are printed where that line is not
     enough. `begin` is when the verb began, where that was before now.
     """
     from holdfast.cli.progress import bar
@@ -54,31 +54,21 @@ def carry_out(
         done = planned.look(progress) if dry_run else planned.run(progress)
     seconds = time.perf_counter() - begin
     if not options.json:
-        flags = flags_of(options.verb)
-        done = replace(done, notes=tuple(in_flags(note, flags) for note in done.notes))
+        done = replace(done, notes=tuple(in_flags(note, flags_of(options.verb)) for note in done.notes))
     if options.json:
-        print_json({"schema": 1, **fields(done), **_written_fields(done, seconds)})
+        files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files]
+        written = {"target": done.path, **fields_of(done, "format done"), "write_nbytes": done.nbytes, "files": files}
+        taken = round(seconds, 6) if done.done else None
+        print_json({"schema": 1, **fields(done), **written, **fields_of(done, "free_nbytes notes"), "seconds": taken})
     elif options.quiet and not dry_run:
         pass
-    elif told is not None:
-        print_lines(told(done, seconds))
+    elif lines is not None:
+        print_lines(lines(done, seconds))
     elif dry_run:
         say(done.explain())
     else:
         print_lines(written_lines(done, f"{seconds:.1f} s{more(done, seconds)}"))
     return 0
-
-
-def _written_fields(done: Saved, seconds: float) -> dict[str, object]:
-    """What was written, or would be, as values that JSON has."""
-    return {
-        "target": done.path,
-        **fields_of(done, "format done"),
-        "write_nbytes": done.nbytes,
-        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files],
-        **fields_of(done, "free_nbytes notes"),
-        "seconds": round(seconds, 6) if done.done else None,
-    }
 
 
 def say(text: str) -> None:
@@ -89,7 +79,7 @@ def say(text: str) -> None:
 
 
 def written_lines(done: Saved, more: str) -> Iterable[Line]:
-    """What was written, in a line, and what a person should know about it."""
+    """A line of what was written, and its notes."""
     from holdfast.core.text import clip, escape, nbytes, plural
 
     yield [

@@ -3,9 +3,8 @@
     with bar("Verifying", total) as progress:
         verify(path, progress=progress)
 
-`progress(nbytes)` adds to what is done. It may be called from any thread and as often as one likes: the screen is told at most
-twenty times a second. A bar that would be gone again at once is never drawn, so that short work stays as quick and as quiet as
-it was.
+`progress(nbytes)` adds to what is done. It may be called from any thread and as often as one likes: the screen is updated at most
+twenty times a second. A bar that would be gone again at once is never drawn.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ from holdfast.core.text import escape
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-PATIENCE_S = 0.4
-"""How long something takes before it gets a bar."""
-
-INTERVAL_S = 0.05
-"""Between two updates of the screen."""
+PATIENCE_S, INTERVAL_S = 0.4, 0.05
+"""Seconds before something gets a bar, and seconds between two updates of the screen."""
 
 
 @contextmanager
@@ -38,14 +34,10 @@ def bar(title: str, total: int | None = None, *, quiet: bool = False) -> Iterato
     `total` is in bytes; None where nobody knows, which leaves out the time left.
     """
     if quiet or not _on_terminal():
-        yield _nothing
+        yield lambda nbytes: None
         return
     with Bar(title, total) as drawn:
         yield drawn
-
-
-def _nothing(nbytes: int) -> None:
-    """No bar, no progress."""
 
 
 def _on_terminal() -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from holdfast.cli import values
 from holdfast.cli.options import given
 from holdfast.cli.planned import add_places, carry_out, written_lines
-from holdfast.cli.text import Line, fields_of, note_lines, padded
+from holdfast.cli.text import LINES, Line, fields_of, note_lines, padded
 from holdfast.core.options import PruneOptions
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ examples:
   holdfast show --sparsity out/
 """
 
-ROWS = 200
-"""Tensors that are shown unless --all is given."""
-
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_places(verb, PruneOptions)
@@ -61,15 +58,15 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     with bar("Measuring", quiet=options.quiet or options.json) as progress:
         planned = plan_prune(options.src, options.dst, rules, given(options, PruneOptions, progress=progress))
-    most = None if options.all else ROWS
+    most = None if options.all else LINES
     return carry_out(
         planned, "Weighing" if planned.writing.dry_run else "Writing", options, fields=pruned_fields, begin=begin,
-        told=lambda done, seconds: report_lines(done, seconds, most),
+        lines=lambda done, seconds: report_lines(done, seconds, most),
     )  # fmt: skip
 
 
 def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Line]:
-    """What is printed: a line a tensor, and what was written."""
+    """A line a tensor, and a line of what was written."""
     from holdfast.core.order import in_order
     from holdfast.core.text import clip, count, escape, nbytes, plural
 

@@ -1,13 +1,11 @@
 """`holdfast read`: tensors and values out of a checkpoint, onto the screen, or tensors into a file of numpy's.
 
-`.npy` knows only numpy's own types. An array of bfloat16 or float8 would be saved as nameless bytes (`|V2`) that
-nothing reads back, so such arrays are widened to float32, which holds each of their values exactly; `raw` keeps the
-bits, as unsigned integers.
+`.npy` knows only numpy's own types. An array of bfloat16 or float8 would be saved as nameless bytes (`|V2`) that nothing reads
+back, so such arrays are widened to float32, which holds each of their values exactly; `raw` keeps the bits, as unsigned integers.
 
-A file is written under a hidden name beside its target, synced, and renamed over it: an error leaves what was there
-before.
+A file is written under a hidden name beside its target, synced, and renamed over it: an error leaves what was there before.
 
-What stands after `--slice`: numpy's basic index as text, read by a small parser and never evaluated.
+`--slice` takes numpy's basic index as text, read by a small parser and never evaluated.
 
 index  =  item { "," item } [ "," ]          optionally in brackets
 item   =  integer  |  [integer] ":" [integer] [ ":" [integer] ]  |  "..."  |  "None"  |  "newaxis"
@@ -16,6 +14,7 @@ item   =  integer  |  [integer] ":" [integer] [ ":" [integer] ]  |  "..."  |  "N
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import secrets
@@ -74,9 +73,8 @@ def run(options: argparse.Namespace) -> int:
         plain_values = find_values(checkpoint, names)
         if plain_values and (output is not None or index is not None):
             flag = "-o writes" if output is not None else "--slice is for"
-            raise Unsupported(
-                f"{next(iter(plain_values))!r} is a value and no tensor: {flag} tensors; leave it away to print the value"
-            )
+            name = next(iter(plain_values))
+            raise Unsupported(f"{name!r} is a value and no tensor: {flag} tensors; leave it away to print the value")
         tensors = choose(checkpoint, [name for name in names if name not in plain_values], index)
         if plain_values:
             print_lines(show_values([leaf for name in names for leaf in plain_values.get(name, ())]))
@@ -89,11 +87,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[LeafNode]]:
-    """The plain values that names or globs mean which mean no tensor: one by its name, or all that are below it."""
+    """The plain values of names and globs that match no tensor: one by its name, or all that are below it."""
     from holdfast.cli.outline import leaves, outline
 
     wanted = {name: matcher(name) for name in names if name not in checkpoint and not any(map(matcher(name), checkpoint))}
-    # What is below a name as well, where all of it are values: `optimizer.param_groups`.
     found: dict[str, list[LeafNode]] = {}
     for leaf in leaves(outline(checkpoint, split=False)) if wanted and not checkpoint.flat else ():
         for name, matches in wanted.items():
@@ -149,11 +146,7 @@ def show_tensors(tensors: dict[str, LazyTensor]) -> Iterator[Line]:
             text = as_text(tensor)
         if position:
             yield []
-        yield [
-            (escape(name), "title"),
-            (f"  {tensor.dtype} ", "dtype"),
-            (f" {list(tensor.shape)}  {nbytes(tensor.nbytes)}", "dim"),
-        ]
+        yield [(escape(name), "title"), (f"  {tensor.dtype} ", "dtype"), (f" {list(tensor.shape)}  {nbytes(tensor.nbytes)}", "dim")]
         for line in text.splitlines():
             yield [(line, "")]
 
@@ -179,14 +172,11 @@ def write_tensors(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], path: 
         yield [(f"note: numpy has no {', '.join(wider)}; saved as {how}", "note")]
 
 
-EDGE = 3
-"""Items at each end of a dimension that numpy shows of a large array (`np.get_printoptions()["edgeitems"]`)."""
+EDGE, THRESHOLD = 3, 1000
+"""Items at each end of a dimension that numpy shows of a large array, and elements above which an array is large."""
 
 LONGEST_VALUE = 10_000
 """Characters of a value that are printed."""
-
-THRESHOLD = 1000
-"""Elements above which numpy summarises."""
 
 CORNERS = 256
 """Corners that are read to show a summary: eight long dimensions. More only ever comes from an expanded view."""
@@ -199,9 +189,7 @@ def widens(dtype: np.dtype[np.generic]) -> bool:
 
 
 def plain_array(array: np.ndarray, *, raw: bool = False) -> np.ndarray:
-    """The array in a type that numpy can show and save: as it is, widened exactly, or with `raw` the bits as
-    integers.
-    """
+    """The array in a type that numpy can show and save: as it is, widened exactly, or with `raw` the bits as integers."""
     if not widens(array.dtype):
         return array
     if raw:
@@ -215,23 +203,18 @@ def plain_array(array: np.ndarray, *, raw: bool = False) -> np.ndarray:
 
 def as_text(tensor: LazyTensor) -> str:
     """The elements as `numpy.array2string` shows them. Of a large tensor only the corners that are shown are read."""
-    if tensor.size <= THRESHOLD:
-        return np.array2string(plain_array(tensor.numpy()), threshold=THRESHOLD, max_line_width=line_width(sys.stdout) or 120)
-    return np.array2string(plain_array(_corners(tensor)), threshold=0, edgeitems=EDGE, max_line_width=line_width(sys.stdout) or 120)
+    small, wide = tensor.size <= THRESHOLD, line_width(sys.stdout) or 120
+    array = plain_array(tensor.numpy() if small else _corners(tensor))
+    return np.array2string(array, threshold=THRESHOLD if small else 0, edgeitems=EDGE, max_line_width=wide)
 
 
 def _corners(tensor: LazyTensor) -> np.ndarray:
-    """A small array that numpy summarises to the same text as the whole: both ends of each long dimension, a gap of
-    one between.
-    """
+    """A small array that numpy summarises to the same text as the whole: both ends of each long dimension, a gap of one between."""
     parts = [[slice(0, EDGE), slice(-EDGE, None)] if n > 2 * EDGE else [slice(None)] for n in tensor.shape]
     if 2 ** sum(len(p) == 2 for p in parts) > CORNERS:
         raise Unsupported("too many long dimensions to show at once: choose some with --slice", tensor=tensor.name)
     out = np.zeros([min(n, 2 * EDGE + 1) for n in tensor.shape], tensor.dtype.numpy)
-    picks: list[tuple[slice, ...]] = [()]
-    for options in parts:
-        picks = [(*pick, option) for pick in picks for option in options]
-    for pick in picks:
+    for pick in itertools.product(*parts):
         tensor[pick].read(out=out[pick])
     return out
 
@@ -323,8 +306,6 @@ def _item(piece: str, text: str) -> Item:
 
 def _integer(piece: str, text: str) -> int:
     if not INTEGER.fullmatch(piece):
-        raise BadIndex(
-            f"cannot read the slice {text!r}: {piece!r} is no integer, a:b:c, ... or None (as in '0:2, ::2, -1')",
-            found=piece,
-        )
+        problem = f"{piece!r} is no integer, a:b:c, ... or None (as in '0:2, ::2, -1')"
+        raise BadIndex(f"cannot read the slice {text!r}: {problem}", found=piece)
     return int(piece)

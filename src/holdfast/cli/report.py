@@ -90,10 +90,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(made.document)
     elif where is not None and not options.quiet:
-        print_lines(
-            [
-                [("wrote ", "clean"), (escape(clip(str(where), 400)), "title"), (f"  {nbytes(os.path.getsize(where))}", "size")],
-                [(escape(clip(str(made.document["sentence"]), 2000)), "dim")],
-            ]
-        )
+        size = f"  {nbytes(os.path.getsize(where))}"
+        print_lines([[("wrote ", "clean"), (escape(clip(str(where), 400)), "title"), (size, "size")]])
+        print_lines([[(escape(clip(str(made.document["sentence"]), 2000)), "dim")]])
     return 0

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
@@ -52,11 +53,8 @@ examples:
   holdfast runs runs/llama --json | jq '.steps[] | select(.whole).step'
 """
 
-NAMED = 3
-"""Checkpoints without a seal that are named."""
-
-METRICS = 4
-"""Metrics that the table has columns for."""
+NAMED, METRICS = 3, 4
+"""Checkpoints without a seal that are named, and metrics that the table has columns for."""
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -111,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def prune(place: RunPlace, rules: Collection[Rule]) -> Deleted:
-    """Delete what the rules do not keep. Refused while a run has the directory open: it does that itself, after each save."""
+    """Delete steps that the rules do not keep. Refused while a run has the directory open: it does that itself, after each save."""
     from holdfast.runs.retention import retain
 
     lock = place.locked()
@@ -122,7 +120,7 @@ def prune(place: RunPlace, rules: Collection[Rule]) -> Deleted:
 
 
 def collect(options: argparse.Namespace) -> int:
-    """`--gc`: what dead savers left in a bucket."""
+    """Carry out `--gc`: delete what dead savers left in a bucket."""
     from holdfast.runs.sweep import GRACE_S, sweep
 
     done = sweep(options.path, grace=options.grace or GRACE_S, dry_run=options.dry_run)
@@ -137,9 +135,9 @@ def swept_lines(done: Swept) -> Iterator[Line]:
     yield from note_lines(done.notes)
     for key in done.keys:
         yield [("deleted " if done.done else "would delete ", "error"), (escape(clip(key, 400)), "name")]
-    told = f"  {plural(len(done.keys), 'object')}, {nbytes(done.nbytes)}{' deleted' if done.done else ' would be deleted'}"
+    total = f"  {plural(len(done.keys), 'object')}, {nbytes(done.nbytes)}{' deleted' if done.done else ' would be deleted'}"
     young = f"; {plural(done.young, 'object')} without a manifest not old enough" if done.young else ""
-    yield [(escape(clip(done.path, 400)), "title"), (told + young, "dim")]
+    yield [(escape(clip(done.path, 400)), "title"), (total + young, "dim")]
 
 
 def lines(table: RunTable) -> Iterator[Line]:
@@ -166,11 +164,10 @@ def lines(table: RunTable) -> Iterator[Line]:
 
 def _head(table: RunTable) -> Iterator[Line]:
     whole = sum(row.step is not None for row in table.rows)
-    told = f"  {plural(whole, 'step')}, {nbytes(table.total_nbytes)}"
     rules = ", ".join(map(str, table.rules))
     yield [
         (escape(clip(table.path, 400)), "title"),
-        (told, "size"),
+        (f"  {plural(whole, 'step')}, {nbytes(table.total_nbytes)}", "size"),
         (f"  keep {escape(clip(rules, 300))}" if rules else f"  no rules: {table.without_rules}", "dim"),
     ]
     if table.unsealed:
@@ -183,12 +180,8 @@ def _head(table: RunTable) -> Iterator[Line]:
 
 
 def _columns(steps: Sequence[Step]) -> list[str]:
-    """The metrics that get a column: those that most steps have."""
-    counts: dict[str, int] = {}
-    for step in steps:
-        for name in step.metrics:
-            counts[name] = counts.get(name, 0) + 1
-    return sorted(counts, key=lambda name: (-counts[name], name))[:METRICS]
+    counts = Counter(name for step in steps for name in step.metrics)
+    return sorted(counts, key=lambda name: (-counts[name], name))[:METRICS]  # those that most steps have
 
 
 def _cells(row: RunRow, metrics: Sequence[str], *, shares: bool, now: float) -> list[str]:
@@ -272,13 +265,9 @@ def _row_document(row: RunRow) -> dict[str, object]:
         "nbytes": None if step is None else step.nbytes,
         "new_nbytes": row.new_nbytes,
         "shared_nbytes": row.shared_nbytes,
-        "metrics": {} if step is None else _numbers(step.metrics),
+        # JSON has no NaN.
+        "metrics": {} if step is None else {k: v if math.isfinite(v) else None for k, v in step.metrics.items()},
         "kept_by": [] if fate is None else [str(rule) for rule in fate.rules],
         "kept_also": [] if fate is None else list(fate.others),
         "goes": fate is not None and fate.goes,
     }
-
-
-def _numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

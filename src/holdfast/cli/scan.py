@@ -33,17 +33,14 @@ examples:
   holdfast scan *.ckpt --json
 """
 
-SHOWN = 50
-"""Findings of one file that are shown unless `--all` is given; the worst stand first."""
+SHOWN, SKIPPED = 50, 10
+"""Findings of one file that are shown, the worst first, and skipped files that are named, unless `--all` is given."""
 
 FINDING = "severity what reason uses calls stream offset paths allowed"
 """Fields of a finding in the document of `--json`."""
 
-SKIPPED = 10
-"""Skipped files that are named unless `--all` is given."""
-
 EXIT: dict[Verdict, int] = {"clean": 0, "dangerous": 1, "suspicious": 1, "error": 2, "unknown": 3, "nothing scanned": 4}
-"""0 is for clean alone: whoever asks for nothing else must not let in what was not read, or is not known."""
+"""0 is for clean alone: a script that looks for nothing else must not let in what was not read, or is not known."""
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -78,13 +75,8 @@ def scan_lines(report: ScanReport, *, everything: bool = False, strict: bool = F
         more = f", and {report.skipped - len(named):,} more" if report.skipped > len(named) else ""
         yield [(f"skipped, as no loader would do anything with it: {', '.join(escape(clip(p, 200)) for p in named)}{more}", "dim")]
     if report.count("unknown") and not strict:
-        yield [
-            (
-                "unknown: classes and functions that nothing here knows; unsafe loading would import their modules ",
-                "dim",
-            ),
-            ("(--strict makes them count as suspicious, --allow FILE lets them pass)", "dim"),
-        ]
+        text = "unknown: classes and functions that nothing here knows; unsafe loading would import their modules"
+        yield [(f"{text} (--strict makes them count as suspicious, --allow FILE lets them pass)", "dim")]
 
 
 def _file_lines(file: FileReport, everything: bool) -> Iterator[Line]:
@@ -125,13 +117,9 @@ def _finding_lines(finding: Finding) -> Iterator[Line]:
 
 def _totals(report: ScanReport, *, strict: bool) -> str:
     parts = [f"{plural(len(report.reports), 'file')} scanned"] if report.reports else ["nothing scanned"]
-    for severity in ("dangerous", "suspicious", "unknown", "known"):
-        number = report.count(severity)
-        if number:
-            parts.append(f"{number:,} {severity}")
-    allowed = sum(f.allowed for file in report.reports for f in file.findings)
-    if allowed:
-        parts.append(f"{allowed:,} allowed")
+    counts = {severity: report.count(severity) for severity in ("dangerous", "suspicious", "unknown", "known")}
+    counts["allowed"] = sum(f.allowed for file in report.reports for f in file.findings)
+    parts += [f"{number:,} {word}" for word, number in counts.items() if number]
     errors = sum(f.error is not None for f in report.reports)
     if errors:
         parts.append(plural(errors, "error"))
@@ -147,17 +135,12 @@ def scan_document(report: ScanReport, *, strict: bool = False) -> dict[str, obje
         "schema": 2,
         "verdict": report.verdict(strict=strict),
         "exit_code": EXIT[report.verdict(strict=strict)],
-        "skipped": report.skipped,
-        "skipped_paths": list(report.skipped_paths),
+        **fields_of(report, "skipped skipped_paths"),
         "files": [
-            {
-                "path": file.path,
-                "format": file.format,
-                "verdict": file.verdict(strict=strict),
-                "error": file.error,
-                "streams": file.streams,
-                "findings": [fields_of(f, FINDING) for f in file.findings],
-            }
+            fields_of(file, "path format")
+            | {"verdict": file.verdict(strict=strict)}
+            | fields_of(file, "error streams")
+            | {"findings": [fields_of(f, FINDING) for f in file.findings]}
             for file in report.reports
         ],
     }
@@ -174,7 +157,7 @@ RULES = {
     "unknown": ("note", "Loading this file imports a module that Holdfast does not know, or sets the state of its classes."),
     "unread": ("error", "This file could not be read to its end; what is said of it is not complete."),
 }
-"""Levels and descriptions. What is `known` is no result."""
+"""Levels and descriptions. A `known` finding is no result."""
 
 
 def sarif_document(report: ScanReport, *, strict: bool = False) -> dict[str, object]:
@@ -203,35 +186,25 @@ def sarif_document(report: ScanReport, *, strict: bool = False) -> dict[str, obj
 
 
 def _results(file: FileReport, *, strict: bool) -> list[dict[str, object]]:
-    found = [_result(file, f, strict=strict) for f in file.findings if f.severity in RULES]
+    found = []
+    for finding in file.findings:
+        if finding.severity in RULES:
+            what = escape(clip(finding.calls[0] if finding.calls else finding.what, 400))
+            text = f"{what}: {finding.reason} ({escape(finding.stream)}, byte {finding.offset:,})"
+            result = _result(file, finding.severity, text) | {"properties": fields_of(finding, "stream offset uses")}
+            if strict and finding.severity == "unknown":
+                result["level"] = "warning"
+            if finding.allowed:
+                result["suppressions"] = [{"kind": "external", "justification": "on the list of what is allowed"}]
+            found.append(result)
     if file.error is not None:
-        text = f"not read to its end: {escape(clip(file.error, 1000))}"
-        found.append(
-            {
-                "ruleId": "holdfast/unread",
-                "level": "error",
-                "message": {"text": text},
-                "locations": [{"physicalLocation": {"artifactLocation": _location(file)}}],
-            }
-        )
+        found.append(_result(file, "unread", f"not read to its end: {escape(clip(file.error, 1000))}"))
     return found
 
 
-def _result(file: FileReport, finding: Finding, *, strict: bool) -> dict[str, object]:
-    level = RULES[finding.severity][0]
-    if strict and finding.severity == "unknown":
-        level = "warning"
-    what = finding.calls[0] if finding.calls else finding.what
-    result: dict[str, object] = {
-        "ruleId": f"holdfast/{finding.severity}",
-        "level": level,
-        "message": {"text": f"{escape(clip(what, 400))}: {finding.reason} ({escape(finding.stream)}, byte {finding.offset:,})"},
-        "locations": [{"physicalLocation": {"artifactLocation": _location(file)}}],
-        "properties": {"stream": finding.stream, "offset": finding.offset, "uses": list(finding.uses)},
-    }
-    if finding.allowed:
-        result["suppressions"] = [{"kind": "external", "justification": "on the list of what is allowed"}]
-    return result
+def _result(file: FileReport, rule: str, text: str) -> dict[str, object]:
+    places = [{"physicalLocation": {"artifactLocation": _location(file)}}]
+    return {"ruleId": f"holdfast/{rule}", "level": RULES[rule][0], "message": {"text": text}, "locations": places}
 
 
 def _location(file: FileReport) -> dict[str, str]:

@@ -33,10 +33,10 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("paths", metavar="PATH", nargs="+", type=values.path, help="a folder of a checkpoint, or one file")
     from holdfast.cli.options import add_options
     from holdfast.core.options import SealOptions
 
+    verb.add_argument("paths", metavar="PATH", nargs="+", type=values.path, help="a folder of a checkpoint, or one file")
     add_options(verb, SealOptions)
 
 
@@ -68,12 +68,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _lines(sealed: Sealed, seconds: float) -> Iterator[Line]:
     step = "no step" if sealed.step is None else f"step {sealed.step:,}"
-    said = [step, *(f"{escape(clip(name, 60))} {value:g}" for name, value in sealed.metrics.items())]
+    about = [step, *(f"{escape(clip(name, 60))} {value:g}" for name, value in sealed.metrics.items())]
     yield [
         ("sealed " if sealed.done else "would seal ", "clean"),
         (escape(clip(sealed.path, 400)), "title"),
         (f"  {sealed.format}" if sealed.format else "", "dim"),
-        (f"  {', '.join(said)}", ""),
+        (f"  {', '.join(about)}", ""),
         (f"  {nbytes(sealed.nbytes)}", "size"),
         (f" in {plural(len(sealed.files), 'file')}" + (f"  {seconds:.1f} s" if sealed.done else ""), "dim"),
     ]
@@ -92,7 +92,7 @@ def _fields(sealed: Sealed, seconds: float) -> dict[str, object]:
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Metrics as JSON has numbers: what is not finite is text."""
+    # JSON has no NaN.
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
@@ -102,17 +102,12 @@ def sealed_words(seal: Seal) -> str:
 
 
 def seal_fields(seal: Seal) -> dict[str, object]:
-    return {
-        "step": seal.step,
-        "saved": seal.saved,
-        "metrics": _numbers(seal.metrics),
-        "files": len(seal.files),
-        "nbytes": seal.nbytes,
-    }
+    metrics = _numbers(seal.metrics)
+    return fields_of(seal, "step saved") | {"metrics": metrics, "files": len(seal.files), "nbytes": seal.nbytes}
 
 
 def seal_lines(path: Path) -> Iterator[Line]:
-    """What `show` says about the seal of a folder or file: what it says, and which files are not as it says. None: nothing."""
+    """The lines of `show` about the seal of a folder or file, and about files that are not as it says; none without a seal."""
     from holdfast.errors import HoldfastError
     from holdfast.seals.check import check_sizes, read_seal
 

@@ -7,30 +7,53 @@
 
 Columns hold for the lines that are shown. An outline of more than `LINES` lines is shown as deep as fits; one that
 does not fit at any depth is cut, and the last line says how much is missing and how to see it.
+
+`--json` prints the whole description as one JSON document. The schema is in docs/cli.md; it only ever grows. The document is ASCII,
+so hostile names are exact and harmless at once. Numbers that JSON lacks (NaN, infinities, complex) are given as text.
+
+`--ranks` draws which file holds which part of each tensor. Tensors that are cut in the same way are drawn once:
+
+    layers.0.weight  f32 [8, 6]        ┌────────────────┐
+                                       │AAAAAAAABBBBBBBB│
+                                       │CCCCCCCCDDDDDDDD│
+                                       └────────────────┘
+    A data-00001-of-00004.safetensors  12.0 MiB  …
+
+`--sparsity` reads every tensor and says where its zeros are:
+
+    layers.0.mlp.weight  bf16  [4096, 4096]   50.00%  2:4
+    layers.1.mlp.weight  bf16  [4096, 4096]   90.01%  blocks of 16x16  3 dead rows
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.outline import Branch, LeafNode, Node, arrange, fold, leaves, outline, total
+from holdfast.cli.outline import Branch, LeafNode, Node, arrange, branches, fold, leaves, outline, total
 from holdfast.cli.seal import seal_lines
-from holdfast.cli.text import Line, guides, line_width, print_json, print_lines, width
+from holdfast.cli.text import LINES, Line, fields_of, guides, line_width, padded, print_json, print_lines, width
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Storage
+from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
-from holdfast.core.order import in_order
+from holdfast.core.order import in_order, natural
 from holdfast.core.patterns import matcher
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, nbytes, percent, plural
+from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.core.value import Value
 from holdfast.errors import UnknownFormat
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.survey import Survey, survey
-from holdfast.numeric.pack import packing_of
+from holdfast.numeric.pack import SparseStorage, packing_of
+
+if TYPE_CHECKING:
+    from holdfast.inspect.sparsity import TensorSparsity
 
 DESCRIPTION = """\
 Show what is in a checkpoint: names, dtypes, shapes, sizes, ties, plain values, foreign objects. No tensor data is read.
@@ -46,9 +69,6 @@ examples:
   holdfast show model.pt --json | jq '.tensors[].name'
 """
 
-LINES = 200
-"""Lines that are shown unless `--all` is given: a few screens."""
-
 WIDEST_NAME = 70
 """Columns of the widest name that the columns beside it make room for; longer ones push theirs to the right."""
 
@@ -59,7 +79,6 @@ class OutlineRow(Value, frozen=True):
     """One line before its columns are aligned."""
 
     lead: str
-    """Guides."""
     name: Line
     dtype: str = ""
     shape: str = ""
@@ -80,15 +99,11 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     path, pattern = options.path, options.filter
     if options.ranks:
-        from holdfast.cli.ranks import lines as drawn
-
         with open_checkpoint(path) as checkpoint:
-            print_lines(drawn(checkpoint, pattern))
+            print_lines(rank_lines(checkpoint, pattern))
         return 0
     if options.sparsity:
-        from holdfast.cli.stats import run_sparsity
-
-        return run_sparsity(options)
+        return _run_sparsity(options)
     try:
         opened = open_checkpoint(path)
     except UnknownFormat:
@@ -100,8 +115,6 @@ def run(options: argparse.Namespace) -> int:
         return 0
     with opened as checkpoint:
         if options.json:
-            from holdfast.cli.document import document
-
             print_json(document(checkpoint, wanted=matcher("*" if pattern is None else pattern)))
         elif pattern is not None:
             print_lines(show_table(checkpoint, pattern, everything=options.all))
@@ -112,16 +125,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def short_dtype(dtype: DType) -> str:
-    """The short name of a dtype: safetensors' code where it has one."""
+    """The short name of a dtype: that of safetensors where there is one."""
     return dtype.safetensors.lower() if dtype.safetensors else dtype.name
 
 
 def show_tree(
-    checkpoint: Checkpoint,
-    *,
-    depth: int | None = None,
-    everything: bool = False,
-    pieces: tuple[str, str, str, str] = PIECES,
+    checkpoint: Checkpoint, *, depth: int | None = None, everything: bool = False, pieces: tuple[str, str, str, str] = PIECES
 ) -> Iterator[Line]:
     """The lines of the whole view: header, tree, notes."""
     found = survey(checkpoint)
@@ -169,8 +178,7 @@ def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False
 
 def _header(checkpoint: Checkpoint, found: Survey, root: Branch) -> Line:
     elements = sum(found.elements.values())
-    # Optimizer moments are not parameters. Only where all there is are tensors, or one module, is it safe to
-    # say the word.
+    # Optimizer moments are not parameters. The word is safe only where there are nothing but tensors, or one module.
     pure = root.kind == "module" or all(leaf.kind == "tensor" for leaf in leaves(root))
     parts = [checkpoint.format, plural(len(checkpoint), "tensor")]
     if elements:
@@ -185,7 +193,7 @@ def _header(checkpoint: Checkpoint, found: Survey, root: Branch) -> Line:
 
 
 def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
-    """Which models of a package share how many bytes, and what that saves."""
+    """Lines that say which models of a package share how many bytes."""
     models = list(checkpoint.tree) if not checkpoint.flat and isinstance(checkpoint.tree, dict) else []
     if len(models) < 2 or ", ".join(map(str, models)) != checkpoint.metadata.get("models"):
         return
@@ -209,7 +217,6 @@ def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
 
 
 def _packed(found: Survey) -> Iterator[Line]:
-    """How many tensors are stored packed, and what that saves."""
     sizes: dict[tuple[Storage, ...], tuple[int, int]] = {}
     for tensor in found.tensors.odd.values():
         packing = packing_of(tensor)
@@ -311,12 +318,11 @@ def _value(leaf: LeafNode) -> Line:
 
 
 def _plain_text(text: str, limit: int = 200) -> str:
-    """Text out of a file: cut before it is escaped, so that a name of a million characters costs nothing."""
+    """Text out of a file, cut before it is escaped, so that a name of a million characters costs nothing."""
     return escape(clip(text, limit))
 
 
 def _aligned(rows: list[OutlineRow]) -> Iterator[Line]:
-    """Rows as lines, each column as wide as its widest cell."""
     columns = line_width(sys.stdout) or 0
     lefts = [width(row.lead) + sum(width(text) for text, _ in row.name) for row in rows]
     tensors = [(left, row) for left, row in zip(lefts, rows, strict=True) if row.shape]
@@ -347,3 +353,239 @@ def _levels(root: Branch) -> list[int]:
         counts.append(len(level))
         level = [child for node in level if isinstance(node, Branch) for child in node.children]
     return counts
+
+
+LONGEST = 1024
+"""Characters of the name that a link points at."""
+
+LISTED = 1000
+"""Items of a plain list that are given in full; of a longer one, the text in short and the count."""
+
+
+def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, object]:
+    """The checkpoint as values that JSON has. `wanted` chooses the names of tensors and values that are listed."""
+    found = survey(checkpoint)
+    root = outline(checkpoint, found, split=False)
+    everywhere = list(leaves(root))
+    values = _Values(FREE_CHARACTERS + checkpoint.stored_nbytes)
+    roles = {leaf.name: leaf.role for leaf in everywhere if leaf.role}
+    return {
+        "schema": 1,
+        "path": checkpoint.path,
+        "format": checkpoint.format,
+        "nbytes": found.nbytes,
+        "tensors": [
+            _tensor_fields(name, tensor, roles.get(name, ""), tie=found.ties.get(name, ""))
+            for name, tensor in found.tensors.items()
+            if wanted(name)
+        ],
+        "values": [values.entry(leaf) for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)],
+        "objects": [
+            {"name": b.name, "kind": b.kind, "class": b.text}
+            for b in branches(root)
+            if b.kind in ("object", "module") and wanted(b.name)
+        ],
+        "aliases": [{"names": list(a.names), "storage": a.storage.label} for a in found.aliases],
+        "foreign": [
+            {"module": f.what.module, "name": f.what.name, **fields_of(f, "uses stream offset paths")} for f in checkpoint.foreign
+        ],
+        "notes": list(checkpoint.notes),
+        "metadata": dict(checkpoint.metadata),
+    }
+
+
+def _tensor_fields(name: str, tensor: LazyTensor, role: str, *, tie: str) -> dict[str, object]:
+    traits = tensor.traits
+    return {
+        "name": name,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "nbytes": tensor.nbytes,
+        "role": role or None,
+        "requires_grad": traits.requires_grad,
+        "subclass": str(traits.subclass) if traits.subclass is not None else None,
+        "meta": traits.meta,
+        "blocks": traits.blocks,
+        "same_as": tie.removeprefix("= ") if tie.startswith("= ") else None,
+        "chunks": [_chunk(chunk) for chunk in tensor.chunks],
+    }
+
+
+def _chunk(chunk: Chunk) -> dict[str, object]:
+    storage = chunk.storage
+    return {
+        "start": list(chunk.box.start),
+        "stop": list(chunk.box.stop),
+        "bit_offset": chunk.offset,
+        "bit_strides": list(chunk.strides),
+        "file": storage.key,
+        "storage_start": storage.start,
+        "storage_nbytes": storage.nbytes,
+        "storage_label": storage.label,
+        "byteorder": storage.byteorder,
+        "crc32": storage.crc32,
+        "location": storage.location,
+    } | (_sparse(storage) if isinstance(storage, SparseStorage) else {})
+
+
+def _sparse(storage: SparseStorage) -> dict[str, object]:
+    """The encoding of a packed chunk: `file` is the name of its dense bytes, and these are the ranges in the real file."""
+    parts = [{"file": p.key, **fields_of(p, "start nbytes label crc32")} for p in storage.parts]
+    encoding = storage.encoding
+    return {"encoding": encoding.name, "sizes": list(encoding.sizes), "stored_nbytes": storage.stored_nbytes, "parts": parts}
+
+
+class _Values:
+    """Entries for plain values. One long text may stand in a million places: what `room` does not hold is given in short."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def entry(self, leaf: LeafNode) -> dict[str, object]:
+        if leaf.kind == "link":
+            return {"name": leaf.name, "type": "link", "to": clip(leaf.text, LONGEST)}
+        entry: dict[str, object] = {"name": leaf.name, "type": leaf.type, "text": leaf.text}
+        if isinstance(leaf.value, list | tuple):
+            entry["count"] = len(leaf.value)
+            if len(leaf.value) <= LISTED and self._fits(leaf.value) and all(map(_is_exact, leaf.value)):
+                entry["value"] = list(leaf.value)
+        elif _is_exact(leaf.value) and self._fits((leaf.value,)):
+            entry["value"] = leaf.value
+        return entry
+
+    def _fits(self, values: Sequence[object]) -> bool:
+        price = sum(len(value) if isinstance(value, str) else 1 for value in values)
+        if price > self._room:
+            return False
+        self._room -= price
+        return True
+
+
+def _is_exact(value: object) -> bool:
+    """Whether JSON can hold a value exactly."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, int, str)
+
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+WIDTH, HEIGHT = 32, 8
+
+PICTURES = 24
+
+
+def rank_lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
+    wanted = matcher("*" if pattern is None else pattern)
+    held: dict[str, int] = {}
+    drawn: dict[object, list[str]] = {}
+    sample: dict[object, LazyTensor] = {}
+    for name in in_order(filter(wanted, checkpoint)):
+        tensor = checkpoint[name]
+        for chunk in tensor.chunks:
+            key = _file(chunk.storage.key)
+            held[key] = held.get(key, 0) + tensor.dtype.nbytes(chunk.box.count)
+        cut = (tensor.shape, tensor.dtype.name, tuple((c.box.start, c.box.stop, _file(c.storage.key)) for c in tensor.chunks))
+        drawn.setdefault(cut, []).append(name)
+        sample.setdefault(cut, tensor)
+    letters = {key: LETTERS[i % len(LETTERS)] for i, key in enumerate(sorted(held, key=natural))}
+    yield [(escape(clip(checkpoint.path, 200)), "title"), (f"  {checkpoint.format}", "dim")]
+    for number, (picture_of, names) in enumerate(drawn.items()):
+        if number == PICTURES:
+            yield [(f"… and {plural(len(drawn) - PICTURES, 'other picture')} (use --filter)", "dim")]
+            break
+        tensor = sample[picture_of]
+        more = f"  and {len(names) - 1} more that are cut alike" if len(names) > 1 else ""
+        yield [(escape(clip(names[0], 70)), "name"), (f"  {short_dtype(tensor.dtype)} {list(tensor.shape)}", "dim"), (more, "dim")]
+        for row in picture(tensor, letters):
+            yield [("    ", ""), (row, "")]
+    for key, letter in letters.items():
+        yield [(f"{letter} ", "title"), (escape(clip(key, 100)), ""), (f"  {nbytes(held[key])}", "size")]
+
+
+def _file(key: str) -> str:
+    return key.partition("@")[0]  # the items of a DCP file have keys of their own
+
+
+def picture(tensor: LazyTensor, letters: dict[str, str]) -> list[str]:
+    """The tensor as a rectangle of letters: its two dimensions that are cut, or its first two."""
+    if not tensor.chunks or not tensor.size:
+        return ["(no elements)"]
+    cuts = [d for d in range(tensor.ndim) if len({c.box.start[d] for c in tensor.chunks}) > 1]
+    axes = sorted((cuts + [d for d in range(tensor.ndim) if d not in cuts])[:2])
+    down, across = (None, axes[0] if axes else None) if len(axes) < 2 else (axes[0], axes[1])
+    rows, columns = _steps(tensor, down, HEIGHT), _steps(tensor, across, WIDTH)
+    inside = []
+    for y in rows:
+        line = ""
+        for x in columns:
+            place = [0] * tensor.ndim
+            for axis, at in ((down, y), (across, x)):
+                if axis is not None:
+                    place[axis] = at
+            line += _letter(tensor, place, letters)
+        inside.append(f"│{line}│")
+    bar = "─" * len(columns)
+    return [f"┌{bar}┐", *inside, f"└{bar}┘"]
+
+
+def _steps(tensor: LazyTensor, axis: int | None, most: int) -> Sequence[int]:
+    if axis is None:
+        return [0]
+    length = tensor.shape[axis]
+    pieces = len({c.box.start[axis] for c in tensor.chunks})
+    count = min(most, length, max(4 * pieces, 2))
+    return [(2 * i + 1) * length // (2 * count) for i in range(count)]
+
+
+def _letter(tensor: LazyTensor, place: Sequence[int], letters: dict[str, str]) -> str:
+    for chunk in tensor.chunks:
+        if all(a <= p < b for a, p, b in zip(chunk.box.start, place, chunk.box.stop, strict=True)):
+            return letters[_file(chunk.storage.key)]
+    return "·"
+
+
+SPARSITY = "name dtype shape size zeros pattern block dead_rows dead_columns"
+"""Fields of a tensor in the document of `--sparsity --json`."""
+
+
+def _run_sparsity(options: argparse.Namespace) -> int:
+    from holdfast.cli.progress import bar
+    from holdfast.inspect.open import open as open_checkpoint
+    from holdfast.inspect.sparsity import find_zeros
+    from holdfast.inspect.stats import chosen
+
+    with open_checkpoint(options.path, threads=1) as checkpoint:
+        tensors = chosen(checkpoint, options.filter)
+        with bar("Reading", sum(tensor.nbytes for tensor in tensors), quiet=options.json) as progress:
+            found = find_zeros(tensors, progress=progress)
+        if options.json:
+            print_json({"schema": 1, "path": checkpoint.path, "tensors": [fields_of(row, SPARSITY) for row in found]})
+        else:
+            print_lines(sparsity_lines(checkpoint.path, found, None if options.all else LINES))
+    return 0
+
+
+def sparsity_lines(path: str, found: tuple[TensorSparsity, ...], most: int | None) -> Iterator[Line]:
+    size, zeros = sum(row.size for row in found), sum(row.zeros for row in found)
+    share = f"{100 * zeros / size:.2f}% of {size:,} elements are zero" if size else "no elements"
+    yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')} · {share}", "dim")]
+    shown = in_order(found, lambda row: row.name)[:most]
+    shapes = max((len(str(list(row.shape))) for row in shown), default=0)
+    for name, row in zip(padded([row.name for row in shown]), shown, strict=True):
+        line: Line = [
+            (name, "name"),
+            (f"  {row.dtype:<8}", "dtype"),
+            (f"  {list(row.shape)!s:<{shapes}}", "shape"),
+            (f"  {100 * row.zeros / row.size if row.size else 0:6.2f}%", "size"),
+        ]
+        if row.pattern:
+            line.append((f"  {row.pattern[0]}:{row.pattern[1]}", "value"))
+        if row.block:
+            line.append((f"  blocks of {row.block[0]}x{row.block[1]}", "value"))
+        if row.dead_rows:
+            line.append((f"  {plural(row.dead_rows, 'dead row')}", "note"))
+        if row.dead_columns:
+            line.append((f"  {plural(row.dead_columns, 'dead column')}", "note"))
+        yield line
+    if len(shown) < len(found):
+        yield [(f"… {len(found) - len(shown):,} more: use --filter or --all", "dim")]

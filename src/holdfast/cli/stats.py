@@ -2,12 +2,6 @@
 
 layers.0.weight  bfloat16 [4096, 4096]  min -0.21  max 0.2  mean 1.2e-05  std 0.031  norm 127  zeros 12
                  ▁▁▁▂▃▅▇█▇▅▃▂▁▁▁
-
-The zeros of `holdfast show --sparsity` are drawn here as well: where the zeros of each tensor are. Every tensor is read, a few
-tiles at a time.
-
-layers.0.mlp.weight  bf16  [4096, 4096]   50.00%  2:4
-layers.1.mlp.weight  bf16  [4096, 4096]   90.01%  blocks of 16x16  3 dead rows
 """
 
 from __future__ import annotations
@@ -17,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import Line, fields_of, guides, padded, print_json, print_lines, width
+from holdfast.cli.text import LINES, Line, fields_of, guides, padded, print_json, print_lines, width
 from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, plural
 
 if TYPE_CHECKING:
-    from holdfast.inspect.sparsity import TensorSparsity
     from holdfast.inspect.stats import TensorStats
 
 DESCRIPTION = """\
@@ -38,12 +31,6 @@ examples:
 
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
-
-SPARSITY = "name dtype shape size zeros pattern block dead_rows dead_columns"
-"""Fields of a tensor in the document of `show --sparsity`."""
-
-ROWS = 200
-"""Tensors that are shown unless --all is given."""
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -73,15 +60,13 @@ def run(options: argparse.Namespace) -> int:
         with bar("Reading", total, quiet=options.quiet or options.json) as progress:
             found = measure(tensors, bins=options.bins, threads=options.threads, progress=progress)
         if options.json:
-            print_json(
-                {
-                    "schema": 1,
-                    "path": checkpoint.path,
-                    "tensors": [_document(row) for row in found],
-                }
-            )
+            print_json({"schema": 1, "path": checkpoint.path, "tensors": [_document(row) for row in found]})
         else:
-            print_lines(lines(checkpoint.path, found, None if options.all else ROWS, bars=_bars()))
+            print_lines(
+                lines(
+                    checkpoint.path, found, None if options.all else LINES, bars=BARS if guides()[0].startswith("├") else PLAIN_BARS
+                )
+            )
     return 0
 
 
@@ -112,55 +97,6 @@ def draw(counts: Sequence[int], bars: str = BARS) -> str:
     return "".join(bars[0] if not n else bars[max(1, n * (len(bars) - 1) // top)] for n in counts)
 
 
-def _bars() -> str:
-    return BARS if guides()[0].startswith("├") else PLAIN_BARS
-
-
 def _document(row: TensorStats) -> dict[str, object]:
     numbers = dict(zip(("min", "max"), fields_of(row, "minimum maximum").values(), strict=True))
     return fields_of(row, "name dtype shape size mean std norm nans infinities zeros histogram") | numbers
-
-
-def run_sparsity(options: argparse.Namespace) -> int:
-    """`show --sparsity`; returns its exit code."""
-    from holdfast.cli.progress import bar
-    from holdfast.cli.show import LINES
-    from holdfast.inspect.open import open as open_checkpoint
-    from holdfast.inspect.sparsity import find_zeros
-    from holdfast.inspect.stats import chosen
-
-    with open_checkpoint(options.path, threads=1) as checkpoint:
-        tensors = chosen(checkpoint, options.filter)
-        with bar("Reading", sum(tensor.nbytes for tensor in tensors), quiet=options.json) as progress:
-            found = find_zeros(tensors, progress=progress)
-        if options.json:
-            print_json({"schema": 1, "path": checkpoint.path, "tensors": [fields_of(row, SPARSITY) for row in found]})
-        else:
-            print_lines(sparsity_lines(checkpoint.path, found, None if options.all else LINES))
-    return 0
-
-
-def sparsity_lines(path: str, found: tuple[TensorSparsity, ...], most: int | None) -> Iterator[Line]:
-    size, zeros = sum(row.size for row in found), sum(row.zeros for row in found)
-    share = f"{100 * zeros / size:.2f}% of {size:,} elements are zero" if size else "no elements"
-    yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')} · {share}", "dim")]
-    shown = in_order(found, lambda row: row.name)[:most]
-    shapes = max((len(str(list(row.shape))) for row in shown), default=0)
-    for name, row in zip(padded([row.name for row in shown]), shown, strict=True):
-        line: Line = [
-            (name, "name"),
-            (f"  {row.dtype:<8}", "dtype"),
-            (f"  {list(row.shape)!s:<{shapes}}", "shape"),
-            (f"  {100 * row.zeros / row.size if row.size else 0:6.2f}%", "size"),
-        ]
-        if row.pattern:
-            line.append((f"  {row.pattern[0]}:{row.pattern[1]}", "value"))
-        if row.block:
-            line.append((f"  blocks of {row.block[0]}x{row.block[1]}", "value"))
-        if row.dead_rows:
-            line.append((f"  {plural(row.dead_rows, 'dead row')}", "note"))
-        if row.dead_columns:
-            line.append((f"  {plural(row.dead_columns, 'dead column')}", "note"))
-        yield line
-    if len(shown) < len(found):
-        yield [(f"… {len(found) - len(shown):,} more: use --filter or --all", "dim")]

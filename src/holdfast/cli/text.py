@@ -2,11 +2,9 @@
 
 Everything that comes out of a file is hostile text, and escaped (`core/text.py`, whose words are those of this module as well).
 
-A line is a list of spans; a span is escaped text and the name of a style. To a terminal they go in colours, into a pipe
-or a file as plain text. A line that is too long for a terminal is broken between words; into a pipe it goes as it is. No markup is
-ever parsed, so nothing in a file can pose as markup.
-
-Where the output has fewer characters than Unicode (LC_ALL=C), ours are replaced by others (`replace_unencodable`).
+A line is a list of spans; a span is escaped text and the name of a style. A terminal gets colours, and lines that are broken
+between words where they are too long; a pipe or a file gets plain text. No markup is ever parsed, so nothing in a file can pose as
+markup. Where the output has fewer characters than Unicode (LC_ALL=C), ours are replaced by others (`replace_unencodable`).
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ from typing import TextIO
 
 from holdfast.core.text import clip, escape
 
-NARROWEST = 20
-"""Columns below which lines are not broken any further."""
+LINES = 200
+"""Lines that a verb shows unless `--all` is given: a few screens."""
 
-INDENT = 8
-"""Columns before a piece of a line that was broken."""
+NARROWEST, INDENT = 20, 8
+"""Columns below which lines are not broken any further, and columns before a piece of a line that was broken."""
 
 
 def width(text: str) -> int:
@@ -99,7 +97,7 @@ def _native(value: object) -> object:
 
 
 def note_lines(notes: Iterable[str]) -> Iterator[Line]:
-    """What a person should know."""
+    """A line for each note."""
     for note in notes:
         yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
 
@@ -117,13 +115,10 @@ def line_width(out: TextIO) -> int | None:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal: as COLUMNS says, as the system says, or 80.
-
-    As `shutil` has it, which imports three compressors.
-    """
-    said = os.environ.get("COLUMNS", "")
-    if said.isascii() and said.isdigit() and int(said) > 0:
-        return int(said)
+    """Columns of the terminal: as COLUMNS says, as the system says, or 80. `shutil` has it, and imports three compressors."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isascii() and columns.isdigit() and int(columns) > 0:
+        return int(columns)
     try:
         return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80  # type: ignore[union-attr]  # the AttributeError is caught
     except (AttributeError, ValueError, OSError):
@@ -166,11 +161,11 @@ ASCII_FORMS = str.maketrans({
     "─": "-", "│": "|", "├": "|", "└": "`", "┌": ".", "┐": ".", "┘": "'", "┼": "+", "┤": "|", "┴": "+", "┬": "+",
     "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%", "█": "#",
 })  # fmt: skip
-"""What stands for a character of ours where there is none."""
+"""The replacements of characters of ours that an output does not have."""
 
 
 def replace_unencodable(error: UnicodeError) -> tuple[str, int]:
-    """What Python asks about characters that an output cannot hold: ours have others in their place, the rest shows its code."""
+    """The error handler for characters that an output cannot hold: ours become others, the rest shows its code."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(ASCII_FORMS)
@@ -195,5 +190,4 @@ def _coloured(line: Line) -> str:
 
 
 def _takes_colours(out: TextIO) -> bool:
-    """Whether colours are wanted there: a terminal that knows them, and no NO_COLOR (https://no-color.org)."""
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"

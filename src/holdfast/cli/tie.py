@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.options import given
 from holdfast.cli.planned import add_places, carry_out, say
+from holdfast.cli.text import fields_of
 from holdfast.core.options import InPlaceOptions
 
 if TYPE_CHECKING:
@@ -49,13 +50,9 @@ def found_fields(found: Tied) -> dict[str, object]:
         "nbytes": found.storage_nbytes,
         "savable_nbytes": found.savable_nbytes,
         "groups": [
-            {
-                "names": [member.name for member in group.members],
-                "dtype": str(group.members[0].dtype),
-                "shape": list(group.members[0].shape),
-                "storages": group.storages,
-                "savable_nbytes": group.savable_nbytes,
-            }
+            {"names": [member.name for member in group.members]}
+            | fields_of(group.members[0], "dtype shape")
+            | fields_of(group, "storages savable_nbytes")
             for group in found.groups
         ],
     }

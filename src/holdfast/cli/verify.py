@@ -37,8 +37,8 @@ examples:
   holdfast verify model/ --json
 """
 
-SHOWN = 50
-"""Damages of one checkpoint that are shown unless `--all` is given."""
+SHOWN, NAMES = 50, 4
+"""Damages of one checkpoint that are shown unless `--all` is given, and names of one damaged storage."""
 
 NOTHING_TO_COMPARE = 3
 """The exit code of `--strict` where nothing is wrong, and not all of it had a checksum."""
@@ -51,9 +51,6 @@ VERDICTS = {
     "unverified": ("not verified", "error"),
 }
 
-NAMES = 4
-"""Names of one damaged storage that are shown."""
-
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="checkpoints, files or directories")
@@ -64,7 +61,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 0 sound, 1 damaged, 2 not all of it could be looked at, 3 nothing to compare it with."""
+    """The exit code: 0 sound, 1 damaged, 2 not all of it could be read, 3 nothing to compare it with."""
     # What is sealed is read twice.
     total = sum(size_of(path) * (2 if is_sealed(path) else 1) for path in options.paths)
     with bar("Verifying", total, quiet=options.quiet or options.json) as progress:
@@ -80,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def size_of(path: Path) -> int:
-    """About how much there is to read."""
+    """About how many bytes there are to read."""
     try:
         if path.is_dir():
             return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())

@@ -84,6 +84,8 @@ def _text(value: object, limit: int, levels: int) -> str:
             return repr(head) if len(value) <= limit else f"{head!r}… ({len(value):,} bytes)"
         case np.ndarray():
             return f"<array {value.dtype} {list(value.shape)}>"
+        case range():
+            return repr(value)
         case datetime.date() | datetime.time() | datetime.timedelta():
             return str(value)
         case pathlib.PurePath():
@@ -92,8 +94,6 @@ def _text(value: object, limit: int, levels: int) -> str:
             return value.name
         case np.dtype():
             return f"dtype({printable(str(value), limit)!r})"
-        case range():
-            return repr(value)
         case slice():
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(_text(v, limit, levels - 1) for v in parts)})" if levels > 0 else "…"
@@ -131,7 +131,7 @@ def _container(value: object, limit: int, levels: int) -> str:
 
 
 def _call(opaque: Opaque, limit: int, levels: int) -> str:
-    """`os.system('echo hi')`: what would have been called, with what."""
+    """The call that an object stands for, with its arguments: `os.system('echo hi')`."""
     if isinstance(opaque.what, Opaque):
         name = _container(opaque.what, limit, levels - 1) if levels > 0 else "…"
     else:
@@ -144,7 +144,6 @@ def _call(opaque: Opaque, limit: int, levels: int) -> str:
 
 
 def _join(parts: Iterable[str], total: int, limit: int) -> str:
-    """The first few parts, and how many there are when that was not all."""
     shown: list[str] = []
     room = limit
     for part in itertools.islice(parts, ITEMS):

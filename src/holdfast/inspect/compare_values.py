@@ -76,7 +76,7 @@ class TreeTensor(Value, frozen=True, eq=False):
 
     @property
     def name(self) -> str:
-        """What it is called where it stands."""
+        """The dotted name at its place."""
         return dotted(tuple(edge.named for edge in _edges(self.place) if edge.named is not None))
 
 
@@ -85,7 +85,6 @@ class Compared(Struct):
 
     changes: list[ValueChange] = field(default_factory=list)
     pairs: list[tuple[TreeTensor, TreeTensor]] = field(default_factory=list)
-    """Tensors at one place."""
     alone: tuple[list[TreeTensor], list[TreeTensor]] = field(default_factory=lambda: ([], []))
     """Tensors at places that only one side has."""
     reordered: list[Path] = field(default_factory=list)
@@ -94,12 +93,9 @@ class Compared(Struct):
     """What one format keeps beside a mapping or a tensor, and the other does not have: versions of modules, a subclass."""
 
     def notes(self) -> tuple[str, ...]:
-        """What is no difference and yet worth a sentence."""
-        said = (
-            (self.reordered, "the keys of {} are in another order"),
-            (self.attributes, "{} has attributes on one side only"),
-        )
-        return tuple(text.format(_places(paths)) for paths, text in said if paths)
+        """Sentences about what is no difference, and yet worth one."""
+        texts = (self.reordered, "the keys of {} are in another order"), (self.attributes, "{} has attributes on one side only")
+        return tuple(text.format(_places(paths)) for paths, text in texts if paths)
 
 
 def _places(paths: Sequence[Path]) -> str:
@@ -128,7 +124,7 @@ def compare_trees(a: object, b: object, *, settled: Settled | None = None) -> Co
 Settled = Callable[[LazyTensor, LazyTensor], bool]
 
 Pair = tuple[Way, object, object]
-"""What both sides have at a place."""
+"""A place, and what both sides have there."""
 
 SEQUENCES = frozenset({"list", "tuple", "Size"})
 
@@ -140,8 +136,8 @@ class ValueComparison:
         self._spent = Spent()
         self._same: dict[int, int] = {}
         self._listed: tuple[set[int], set[int]] = (set(), set())
-        self._kept: list[object] = []
-        """What was made for the walk; its identity must not be taken by something else."""
+        self._alive: list[object] = []
+        """Edges that were made for the walk, so that no other value takes the identity of one."""
 
     def compare(self, pairs: Iterable[Pair]) -> Unrolled[None]:
         """Compare one pair after the other, each with all that is in it."""
@@ -177,7 +173,7 @@ class ValueComparison:
     def _inside(self, place: Way, a: object, b: object) -> Iterator[Pair]:
         mine, theirs = edges(a, self._spent), {edge.token: edge for edge in edges(b, self._spent)}
         if not isinstance(a, dict | list | tuple):
-            self._kept.append((mine, [*theirs.values()]))
+            self._alive.append((mine, [*theirs.values()]))
         both = [edge for edge in mine if edge.token in theirs]
         if isinstance(a, dict) and len(both) > 1:
             keys = {edge.token for edge in both}
@@ -200,17 +196,14 @@ class ValueComparison:
     def _tensors(self, place: Way, a: LazyTensor, b: LazyTensor) -> Iterator[Pair]:
         if self._settled is None or not self._settled(a, b):
             self.found.pairs.append((TreeTensor(place, a), TreeTensor(place, b)))
-        for name, one, other in (
-            ("<class>", a.traits.subclass, b.traits.subclass),
-            ("<attributes>", a.traits.state, b.traits.state),
-        ):
+        parts = ("<class>", a.traits.subclass, b.traits.subclass), ("<attributes>", a.traits.state, b.traits.state)
+        for name, one, other in parts:
             if one is not None and other is not None:
                 yield (place, Edge(name, name, name, None)), one, other
             elif one is not other:
                 self.found.attributes.append(path_of(place))
 
     def _alone(self, place: Way, value: object, side: int) -> None:
-        """List what only one side has: the leaves of a container, or the container itself where there are none."""
         before = self._count(side)
         unroll(self._list([(place, value)], side))
         if self._count(side) == before:
@@ -225,7 +218,7 @@ class ValueComparison:
             elif id(value) not in self._listed[side]:
                 self._listed[side].add(id(value))
                 inside = edges(value, self._spent)
-                self._kept.append(inside)
+                self._alive.append(inside)
                 if isinstance(kind, Global):
                     self._only(here, kind, side)
                 elif not inside:

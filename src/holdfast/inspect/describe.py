@@ -92,11 +92,9 @@ def _tensor(tensor: LazyTensor) -> TensorStorageMetadata:
 
 
 def _leaves(tree: object) -> Iterator[tuple[Path, object]]:
-    """Every tensor and value of the tree with its path, each container once."""
     entered = _worth_entering(tree)
     seen: set[int] = set()
-    empty: set[int] = set()
-    """Containers with nothing in them, which are values."""
+    empty: set[int] = set()  # containers with nothing in them, which are values
 
     def inside(value: object) -> Children | None:
         if id(value) not in entered:
@@ -126,8 +124,7 @@ def _worth_entering(tree: object) -> set[int]:
     """The identities of the containers whose content is listed."""
     parents: dict[int, list[int]] = {}
     kinds: dict[int, object] = {}
-    filled: list[int] = []
-    """Containers with a tensor directly inside."""
+    filled: list[int] = []  # containers with a tensor directly inside
 
     def inside(value: object) -> Children | None:
         if kinds.get(id(value), INNER) is not INNER:
@@ -157,7 +154,7 @@ def _worth_entering(tree: object) -> set[int]:
 
 
 def _upward(start: Iterable[int], parents: dict[int, list[int]], through: set[int]) -> set[int]:
-    """Those of `through` from which one of `start` is reached without leaving `through`."""
+    """The members of `through` from which one of `start` is reached without leaving `through`."""
     found = {each for each in start if each in through}
     waiting = [*start]
     while waiting:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -62,11 +63,8 @@ from holdfast.inspect.side import Side, chosen_sides, same_view
 from holdfast.inspect.structure import ContainerKind
 from holdfast.numeric.compare import Content, Tally, compare_arrays
 
-SMALL_NBYTES = 16 << 10
-"""Tensors up to this length are read by the hundred."""
-
-TOGETHER = 256
-"""That many of them: 8 MiB at the most for both sides."""
+SMALL_NBYTES, TOGETHER = 16 << 10, 256
+"""Tensors up to this length are read by so many together: 8 MiB at the most for both sides."""
 
 Pair = tuple[LazyTensor, LazyTensor]
 
@@ -101,9 +99,9 @@ class DensePairs(Value, frozen=True, eq=False):
     """Pairs of tensors of one dtype and shape, in one piece in C order on both sides; those of two sources."""
 
     names: Sequence[str]
-    """All that both sides have."""
+    """All names that both sides have."""
     numbers: Ints
-    """Which of those these are, ascending."""
+    """The positions of these pairs among them, ascending."""
     a: Ranges
     b: Ranges
     stores: tuple[Store, Store]
@@ -118,7 +116,7 @@ class DensePairs(Value, frozen=True, eq=False):
         return 2 * int(self.a.nbytes.sum())
 
     def recorded_same(self) -> Bools:
-        """Of which both files record the same checksum; what has no bytes has that of nothing."""
+        """True where both files record the same checksum; what has no bytes has that of nothing."""
         a, b = self.crcs
         return np.asarray(((a == b) & (a != NO_CRC)) | (self.a.nbytes == 0))
 
@@ -127,7 +125,7 @@ class DensePairs(Value, frozen=True, eq=False):
         return DensePairs(self.names, self.numbers[wanted], self.a.some(wanted), self.b.some(wanted), self.stores, crcs)
 
     def different(self, progress: Progress | None, *, threads: int | None) -> list[str]:
-        """The names of those that are not the same byte for byte. Reads all; progress is told of those that are."""
+        """The names of pairs that are not the same byte for byte. Reads all; progress counts those that are."""
 
         def name(number: int) -> str:
             return self.names[self.numbers.item(number)]
@@ -138,7 +136,7 @@ class DensePairs(Value, frozen=True, eq=False):
 
 
 def dense_pairs(a: Table, b: Table, rows: tuple[Sequence[int], Sequence[int]], names: Sequence[str]) -> list[DensePairs]:
-    """The pairs of these rows that are dense on both sides, those of two sources together; `names` of all pairs, for messages."""
+    """The pairs of these rows that are dense on both sides, grouped by their sources; `names` of all pairs, for messages."""
     kinds = [np.asarray(side.kind, np.int64)[np.asarray(own, np.int64)] for side, own in zip((a, b), rows, strict=True)]
     # A pair of kinds is judged once.
     codes, where = np.unique(kinds[0] * max(len(b.kinds), 1) + kinds[1], return_inverse=True)
@@ -160,7 +158,7 @@ def _ranges(dense: DenseRows, at: Ints) -> tuple[Ranges, Ints]:
 
 
 class Counting:
-    """What is known of pairs while they are read, by several threads."""
+    """Counts how pairs differ while several threads read them."""
 
     def __init__(self, pairs: Sequence[Pair], progress: Progress | None) -> None:
         self._pairs, self._progress = pairs, progress
@@ -168,7 +166,7 @@ class Counting:
         self.tallies = [Tally() for _ in pairs]
 
     def block(self, number: int, start: int, stop: int) -> None:
-        """Elements [start, stop) of a pair."""
+        """Count elements [start, stop) of a pair."""
         a, b = self._pairs[number]
         with located(tensor=a.name):
             found = compare_block(a, b, start, stop)
@@ -179,12 +177,12 @@ class Counting:
             self._progress(a.dtype.nbytes(a.size * share // count) + b.dtype.nbytes(b.size * share // count))
 
     def together(self, numbers: Sequence[int]) -> None:
-        """All elements of pairs that are small."""
+        """Count all elements of pairs that are small."""
         pairs = [self._pairs[number] for number in numbers]
         try:
             arrays = read_tensors([tensor for pair in pairs for tensor in pair])
         except HoldfastError:
-            # One by one, so that the first that cannot be read is told of.
+            # One by one, so that the error names the first that cannot be read.
             for number, (a, _) in zip(numbers, pairs, strict=True):
                 self.block(number, 0, elements_of(a))
             return
@@ -195,7 +193,7 @@ class Counting:
 
 
 def elements_of(tensor: LazyTensor) -> int:
-    """How many elements it has, pairs counted as two."""
+    """The number of elements of a tensor, pairs counted as two."""
     return tensor.size * (2 if canonical(tensor.dtype, tensor.shape)[0] is not tensor.dtype else 1)
 
 
@@ -211,7 +209,7 @@ NAME_LIMIT = 160
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """The same content under two names."""
+    """One content under two names."""
 
     a: str
     b: str
@@ -243,7 +241,6 @@ def match_names(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> li
 
 
 def _by_likeness(old: Sequence[str], new: Sequence[str]) -> Iterator[Rename]:
-    """The most alike first."""
     scored = []
     for i, b in enumerate(new):
         matcher = difflib.SequenceMatcher(None, "", b[-NAME_LIMIT:], autojunk=False)
@@ -259,7 +256,7 @@ def _by_likeness(old: Sequence[str], new: Sequence[str]) -> Iterator[Rename]:
 
 
 def _by_ending(old: Sequence[str], new: Sequence[str]) -> Iterator[Rename]:
-    """Those first that have the most dotted parts at their ends in common; then the rest, in order."""
+    """Pairs with the most dotted parts at their ends in common first; then the rest, in order."""
     left, right = dict.fromkeys(old), dict.fromkeys(new)
     parts = {name: name.rsplit(".", 16) for name in (*old, *new)}
     for depth in range(max(map(len, parts.values())), 0, -1):
@@ -300,7 +297,7 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True)
 class Diff(Shown):
-    """What is different in `b`, seen from `a`."""
+    """The differences of `b`, seen from `a`."""
 
     a: str
     b: str
@@ -312,11 +309,11 @@ class Diff(Shown):
     changed: tuple[TensorChange, ...]
     """In the order of `a`; `ranked` has them by their size."""
     values: tuple[ValueChange, ...]
-    """What is no tensor and is not the same."""
+    """Changes of what is no tensor."""
     same: int
     """Tensors that are the same under the same name."""
     same_by_checksum: int
-    """How many of them were not read, because both files record the same checksum."""
+    """Tensors among them that were not read, because both files record the same checksum."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -328,27 +325,23 @@ class Diff(Shown):
     def nonfinite(self) -> tuple[TensorChange, ...]:
         """The changed tensors in which NaN or infinities appeared: what to look at first. Most of them first."""
         sick = [change for change in self.changed if change.appeared]
-        return tuple(sorted(in_order(sick, _name), key=lambda change: -change.appeared))
+        return tuple(sorted(in_order(sick, attrgetter("name")), key=lambda change: -change.appeared))
 
     def ranked(self, by: str = "change") -> tuple[TensorChange, ...]:
         """The changed tensors by "change": those in which NaN or infinities appeared, then the others, each the largest first; by
         "name": as people count, layer 2 before layer 10; or as the "file" has them."""
         if one_of(*ORDERS)(by, "by=") == "file":
             return self.changed
-        named = in_order(self.changed, _name)
+        named = in_order(self.changed, attrgetter("name"))
         return tuple(named if by == "name" else sorted(named, key=lambda change: (-change.appeared, -change.size)))
 
     def _arranged(self, field: str, value: object) -> object:
         if field == "renamed":
-            return tuple(in_order(self.renamed, lambda one: one.a))
+            return tuple(in_order(self.renamed, attrgetter("a")))
         return self.ranked() if field == "changed" else Shown._arranged(self, field, value)
 
 
 ORDERS = ("change", "name", "file")
-
-
-def _name(change: TensorChange) -> str:
-    return change.name
 
 
 @validated(rename=lambda value, name: value if isinstance(value, bool) else pairs(value, name))
@@ -412,7 +405,7 @@ class Comparison:
         self.nbytes += sum(dense.nbytes for dense in self._dense)
 
     def run(self, progress: Progress | None = None) -> Diff:
-        """Read what has to be read, and say what differs."""
+        """Read what has to be read, and give the differences."""
         changes, same = dict(self._changes), self._same
         for name, pair, content in self._contents(progress):
             if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
@@ -429,16 +422,14 @@ class Comparison:
         both = all(one.metadata and one.weights_by for one in map(format_of, (self._a.format, self._b.format)))
         if both and texts[0] is not None and texts[1] is not None:
             values += compare_metadata(texts[0], texts[1])
+        order = self._a.tensors.rows if changes else {}
         return Diff(
             self._a.path,
             self._b.path,
             tuple(name for name in self._added if name not in come),
             tuple(name for name in self._removed if name not in gone),
             renamed,
-            (
-                *(changes[name] for name in self._a.tensors if name in changes),
-                *(c for name, c in changes.items() if name not in self._a.tensors),
-            ),
+            tuple(changes[name] for name in sorted(changes, key=lambda name: order.get(name, len(order)))),
             values,
             same,
             self._by_checksum,
@@ -446,7 +437,7 @@ class Comparison:
         )
 
     def _contents(self, progress: Progress | None) -> Iterator[tuple[str, Pair, Content]]:
-        """How each pair differs that has to be read; not those that are dense and turn out to be the same."""
+        """The difference of each pair that has to be read; not of dense pairs that turn out to be the same."""
         differing = [name for dense in self._dense for name in dense.different(progress, threads=self._threads)]
         self._differing = len(differing)
         found = compare_tensors(list(self._pairs.values()), progress, threads=self._threads)
@@ -457,7 +448,7 @@ class Comparison:
             yield from zip(names, pairs, compare_tensors(pairs, progress, threads=self._threads), strict=True)
 
     def _plan_dense(self, found: list[DensePairs], names: Sequence[str]) -> list[str]:
-        """Count what is the same by its checksum, and keep the rest of them to be compared; the names of all others."""
+        """Count pairs that are the same by checksum, and plan to compare the other dense ones; the names of all others."""
         left = np.ones(len(names), np.bool_)
         for dense in found:
             left[dense.numbers] = False
@@ -471,7 +462,7 @@ class Comparison:
         return same_view(self._a.tensors.get(name), a) and same_view(self._b.tensors.get(name), b)
 
     def _plan_places(self) -> None:
-        """Tensors at one place that are not compared by one name: without a name, or with that of another."""
+        """Plan to compare tensors at one place that are not compared by one name: they have none, or that of another."""
         for one, other in self._trees.pairs:
             a, b = one.tensor, other.tensor
             # In the tree of a torch file, a tied tensor has the name of the first of its places.
@@ -484,14 +475,13 @@ class Comparison:
 
     def _free_name(self, found: TreeTensor) -> str:
         """A name for a place that no tensor of `a` has."""
-        path = found.path
-        name = f"{found.name} at {path!r}"
+        name = f"{found.name} at {found.path!r}"
         while name in self._a.tensors or name in self._pairs or name in self._changes:
             name += "'"
         return name
 
     def _moved(self) -> tuple[list[ValueChange], list[str]]:
-        """Tensors that both have under one name, at two places: as differences, or as a note where one has names only."""
+        """Tensors that both have under one name at two places: as differences, or as a note where one side has names only."""
         names = [{found.name for found in side} for side in self._trees.alone]
         both = {name for name in names[0] & names[1] if name in self._a.tensors and name in self._b.tensors}
         if both and (_names_only(self._a) or _names_only(self._b)):
@@ -520,7 +510,6 @@ class Comparison:
         self._pairs[name] = pair
 
     def _renames(self, progress: Progress | None) -> tuple[Rename, ...]:
-        """Pairs of removed and added tensors with the same content."""
         old, new = self._candidates
         crcs = tensor_crcs([*old, *new], recorded=not self._exact, threads=self._threads, progress=progress)
         digests = [Digest.of(t.dtype, t.shape, crc) for t, crc in zip([*old, *new], crcs, strict=True)]
@@ -546,7 +535,7 @@ def _kind(tensor: LazyTensor) -> ContainerKind:
 
 
 def _candidates(old: Iterable[LazyTensor], new: Iterable[LazyTensor]) -> tuple[list[LazyTensor], list[LazyTensor]]:
-    """The tensors on both sides whose dtype and shape the other side has too. Those without data look all alike: not them."""
+    """The tensors on both sides whose dtype and shape the other side has too; not those without data, which all look alike."""
     sides = [[t for t in side if not t.traits.meta] for side in (old, new)]
     kinds = [{canonical(t.dtype, t.shape) for t in side} for side in sides]
     both = kinds[0] & kinds[1]

@@ -33,7 +33,7 @@ T = TypeVar("T")
 Openable = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 
 TRIES = 10
-"""How often a folder is opened again because it was replaced meanwhile; once is already a rare accident."""
+"""How often a folder is opened again because it was replaced meanwhile; once is already rare."""
 
 
 @validated(rules=rules_of(PlacementRule))
@@ -96,7 +96,7 @@ def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _described(source: Source) -> Checkpoint:
-    """A checkpoint out of its source; also of one that came from another process."""
+    """The checkpoint of a source, also of one that came from another process."""
     with located(file=source.store.name), gc_paused(), source.store.reading():
         return Checkpoint(source, detect(source).describe(source), again=_described)
 

@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
-from holdfast.core.notebook import Shown
+from holdfast.core.notebook import Shown, card, table
 from holdfast.core.options import validated
 from holdfast.core.quantities import shown
 from holdfast.core.value import Value, replace
@@ -39,10 +39,10 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import store_of
 from holdfast.inspect.scanning.archives import Span
-from holdfast.inspect.scanning.findings import Allowed, Finding, places_of
+from holdfast.inspect.scanning.findings import Finding, allowed_patterns, mark_allowed, places_of
 from holdfast.inspect.scanning.model_code import is_config, look_at_config, model_code_findings
 from holdfast.inspect.scanning.walk import WHOLE, FileScan
-from holdfast.inspect.severity import Severity
+from holdfast.inspect.severity import ORDER, Severity
 from holdfast.stores.paths import found_path, place_of
 from holdfast.stores.place import join, place_at
 
@@ -53,30 +53,13 @@ T = TypeVar("T")
 AnyPath = str | os.PathLike[str]
 
 POINTER = b"version https://git-lfs"
-"""A file that stands for another one, which is not here: what it would do, nobody can tell."""
+"""The first bytes of a file that stands for another one, which is not here."""
 
 SKIPPED = 10_000
 """Skipped files that are named; the others are counted."""
 
-TITLES = (
-    "torchscript",
-    "torch-zip",
-    "torch-package",
-    "npz",
-    "legacy",
-    "npy",
-    "zip",
-    "tar",
-    "gzip",
-    "bzip2",
-    "xz",
-    "lzma",
-    "zlib",
-    "zstd",
-    "pickle",
-    "config",
-)
-"""What a file is called that `open` does not know, the first that fits."""
+TITLES = "torchscript torch-zip torch-package npz legacy npy zip tar gzip bzip2 xz lzma zlib zstd pickle config"
+"""The format of a file that `open` does not know: the first of these that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +75,7 @@ class FileReport:
     """Pickles that were read in it."""
 
     def verdict(self, *, strict: bool = False) -> Verdict:
-        """The worst that is to be said of this file; what is allowed does not count."""
+        """The worst finding of this file in a word; what is allowed does not count."""
         counted = {finding.severity for finding in self.findings if not finding.allowed}
         if "dangerous" in counted:
             return "dangerous"
@@ -108,14 +91,23 @@ class ScanReport(Shown):
     """What all the files hold."""
 
     reports: tuple[FileReport, ...]
-    """One of each file."""
     skipped: int = 0
     """Files in directories that no loader would do anything with."""
     skipped_paths: tuple[str, ...] = ()
-    """Their names; the first ten thousand."""
+    """The first ten thousand of them."""
 
-    def _headline(self) -> Iterator[tuple[str, str]]:
-        yield "verdict", self.verdict()
+    def _repr_html_(self) -> str:
+        """The card of a notebook: a table of files, and one of their findings, the worst first."""
+        files = [(one.path, one.format, one.verdict(), f"{len(one.findings):,}", one.error or "") for one in self.reports]
+        found = sorted(
+            ((f, one.path) for one in self.reports for f in one.findings), key=lambda pair: ORDER.index(pair[0].severity)
+        )
+        rows = [(f"{f.severity}{' (allowed)' * f.allowed}", f.what, f.reason, path, f.stream) for f, path in found]
+        tables = [
+            table(("file", "format", "verdict", "findings", "error"), files, len(files)) if files else "",
+            table(("severity", "what", "reason", "file", "stream"), rows, len(rows)) if rows else "",
+        ]
+        return card("ScanReport", [("verdict", self.verdict()), ("skipped", f"{self.skipped:,}")], tables=tables)
 
     def count(self, severity: Severity, *, allowed: bool = False) -> int:
         """Findings of one severity, without those that are allowed; or of those alone."""
@@ -141,7 +133,7 @@ def scan(
     `module.name`, one a line, or the patterns themselves: what fits is shown as allowed and does not count. Raises `StoreError`
     for such a file that cannot be read.
     """
-    allowed = Allowed.given(allow)
+    allowed = allowed_patterns(allow)
     files: list[FileReport] = []
     skipped: list[str] = []
     for given in _flat(paths):
@@ -157,8 +149,8 @@ def scan(
             if isinstance(report, FileReport):
                 files.append(report)
             else:
-                skipped.append(str(report))
-    marked = tuple(replace(file, findings=allowed.mark(file.findings)) for file in files)
+                skipped.append(report)
+    marked = tuple(replace(file, findings=mark_allowed(file.findings, allowed)) for file in files)
     return ScanReport(marked, len(skipped), tuple(skipped[:SKIPPED]))
 
 
@@ -171,13 +163,13 @@ def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[AnyPath]:
 
 
 def _scan_below(directory: str, limits: Limits) -> Iterator[FileReport | str]:
-    """A report of every file below a directory, or its place where no loader would do anything with it.
+    """A report of every file below a directory, or its path where no loader would do anything with it.
 
-    A distributed checkpoint is one thing, and stands for its files; so is a native directory. Python code is judged by what lies
+    A distributed checkpoint has one report for all its files, and so has a native directory. Python code is judged by what lies
     beside it.
     """
-    told: set[str] = set()
-    """Folders in which there was something to tell of."""
+    reported: set[str] = set()
+    """Folders with a report."""
     for listed in _search(directory, limits):
         if isinstance(listed, FileReport):
             yield listed
@@ -189,14 +181,14 @@ def _scan_below(directory: str, limits: Limits) -> Iterator[FileReport | str]:
         findings = [finding for report in reports.values() if report is not None for finding in report.findings]
         here = any(report is not None for report in reports.values())
         at = place_at(folder)
-        code = model_code_findings(at.name, names, findings, weights=here, above=at.parent.rstrip("/") in told)
-        told |= {folder.rstrip("/")} if here else set()
+        code = model_code_findings(at.name, names, findings, weights=here, above=at.parent.rstrip("/") in reported)
+        reported |= {folder.rstrip("/")} if here else set()
         for name in code:
             reports.setdefault(_below(folder, name), None)
         for place, report in reports.items():
             name = place_at(place).name
             if name in code and place != folder:
-                made = report or FileReport(str(place), "python")
+                made = report or FileReport(place, "python")
                 report = replace(made, findings=(*made.findings, code[name]))
             yield report or place
 
@@ -206,16 +198,14 @@ def _below(folder: str, name: str) -> str:
 
 
 def _search(directory: str, limits: Limits) -> Iterator[tuple[str, Sequence[str]] | FileReport]:
-    """Every folder at or below a directory, with the names of its files; one that cannot be listed as an error."""
     problems: list[FileReport] = []
     yield from place_at(directory).walk(limits.files, lambda place, why: problems.append(FileReport(place, "", error=why)))
     yield from problems
 
 
 def _parted(names: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether files of a folder are one checkpoint together, and which ones are no part of it."""
     native = MANIFEST in names
-    distributed = any(map(is_index, names)) or any(name.endswith(DATA_SUFFIX) for name in names)
+    distributed = any(map(_belongs, names))
     alone = [name for name in sorted(names) if not native and not (distributed and _belongs(name))]
     return native or distributed, alone
 
@@ -235,7 +225,7 @@ def _scan_found(path: str, limits: Limits) -> FileReport | None:
 
 
 def _scan_file(path: str, limits: Limits) -> FileReport:
-    """One file that must be something."""
+    """The report of a file that was named, and so must be something."""
     report = _guarded(path, lambda: _scan_bytes(path, limits))
     if report.format or report.findings or report.error:
         return report
@@ -250,25 +240,24 @@ def _guarded(path: str, look: Callable[[], FileReport]) -> FileReport:
     """A scan of a thousand files does not end at the first surprise; even a bug of ours is reported as an error of this file."""
     try:
         return look()
-    except HoldfastError as error:
-        return FileReport(str(path), "", error=str(error))
     except Exception as error:
-        return FileReport(str(path), "", error=f"{type(error).__name__}: {error}")
+        return FileReport(path, "", error=_error_text(error))
 
 
 def _keeping(walk: FileScan, look: Callable[[], T]) -> T | None:
-    """Go on with what was found where something unforeseen breaks a walk off, which is an error of the file."""
+    """The result of `look`; None where something unforeseen stops it, which is an error of the file. Findings so far stay."""
     try:
         return look()
-    except HoldfastError as error:
-        walk.found.error(str(error))
     except Exception as error:
-        walk.found.error(f"{type(error).__name__}: {error}")
-    return None
+        walk.found.error(_error_text(error))
+        return None
+
+
+def _error_text(error: Exception) -> str:
+    return str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
 
 
 def _scan_bytes(path: str, limits: Limits) -> FileReport:
-    """One file, walked and opened."""
     store = store_of(found_path(path), limits)
     try:
         source = OpenSource(store, limits=limits, threads=1, mapped=False)
@@ -293,14 +282,14 @@ def _for_index(limits: Limits) -> Limits:
 
 
 class OpenOutcome(Value, frozen=True):
-    """What `open` says of a file."""
+    """The outcome of `open` for a file."""
 
     format: str = ""
     refusal: str | None = None
-    """Why it was refused; None where it was not, or where `open` does not know such files."""
+    """The reason why `open` refused it; None where it did not, or where `open` does not know such files."""
     paths: dict[str, tuple[str, ...]] | None = None
     templates: tuple[str, ...] = ()
-    """Where a file has text that programs carry out which load it."""
+    """Names of metadata that is a template, which programs run when they load the file."""
     other: bool = False
     """Whether it was refused for what it is, and not for how it is written."""
 
@@ -325,7 +314,6 @@ def _open(path: str, limits: Limits) -> OpenOutcome:
 
 
 def _paths_of_pickle(walk: FileScan, span: Span) -> dict[str, tuple[str, ...]]:
-    """Places in the tree of a bare pickle, where it can be read as data."""
     if "pickle" not in walk.kinds or span.nbytes > walk.limits.pickle_nbytes:
         return {}
     try:
@@ -337,14 +325,14 @@ def _paths_of_pickle(walk: FileScan, span: Span) -> dict[str, tuple[str, ...]]:
 
 def _report(path: str, walk: FileScan, opened: OpenOutcome, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
     for name in opened.templates:
-        walk.found.tell("unknown", name, TEMPLATE_REASON, stream=WHOLE)
+        walk.found.add_other("unknown", name, TEMPLATE_REASON, stream=WHOLE)
     findings = walk.found.sorted(paths)
     errors = list(walk.found.errors)
     other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
     if other and not opened.format and not walk.streams and not findings and not walk.kinds & {"npz", "torch-package"}:
         # An archive in which there is nothing for any loader: a wheel, a document, pictures.
         ordinary = not errors or ("refused" in walk.kinds and len(errors) == 1)
-        return FileReport(str(path), "", error=None if ordinary else _joined(errors))
+        return FileReport(path, "", error=None if ordinary else _joined(errors))
     # An array of something that is no tensor, which was walked to its end.
     array = "npy" in walk.kinds and opened.other
     if opened.refusal is not None and not errors and not array and not (other and "refused" not in walk.kinds):
@@ -352,8 +340,8 @@ def _report(path: str, walk: FileScan, opened: OpenOutcome, *, paths: dict[str, 
     if not opened.format and walk.trailing is not None:
         errors.append(walk.trailing)
     known = {"torch-zip" if kind == "zip" and walk.torch_zip else kind for kind in walk.kinds}
-    title = opened.format or next((kind for kind in TITLES if kind in known), "")
-    return FileReport(str(path), title, findings, _joined(errors), walk.streams)
+    title = opened.format or next((kind for kind in TITLES.split() if kind in known), "")
+    return FileReport(path, title, findings, _joined(errors), walk.streams)
 
 
 def _joined(errors: list[str]) -> str | None:
@@ -361,7 +349,7 @@ def _joined(errors: list[str]) -> str | None:
 
 
 def _scan_folder(folder: str, limits: Limits) -> FileReport:
-    """A distributed checkpoint or a native directory: all its files, and what its index says of them."""
+    """The report of a distributed checkpoint or a native directory: all its files, and the items that its index names."""
     found = place_at(folder).files()
     native = MANIFEST in found
     sizes = {name: nbytes for name, nbytes in found.items() if native or _belongs(name)}
@@ -390,11 +378,11 @@ def _scan_folder(folder: str, limits: Limits) -> FileReport:
     errors = [*walk.found.errors, *([opened.refusal] if opened.refusal else [])]
     if not opened.format and opened.refusal is None:
         errors.append("the index of a distributed checkpoint, or its data, without the other")
-    return FileReport(str(folder), opened.format, findings, _joined(errors), walk.streams)
+    return FileReport(folder, opened.format, findings, _joined(errors), walk.streams)
 
 
 def _scan_items(walk: FileScan, spans: dict[str, Span]) -> None:
-    """What the index points at, where that is not one of the archives that were found in the data files."""
+    """Scan the items that the index names, but for the archives that were found in the data files."""
     budget = 2 * sum(span.nbytes for span in spans.values())
     done: set[tuple[object, object, object]] = set()
     for item in walk.items:
@@ -405,7 +393,7 @@ def _scan_items(walk: FileScan, spans: dict[str, Span]) -> None:
         try:
             check_key(name)
         except HoldfastError:
-            walk.found.tell(
+            walk.found.add_other(
                 "suspicious", f"an item in the file {name[:200]!r}", "reads a file outside of the checkpoint", stream=".metadata"
             )
             continue

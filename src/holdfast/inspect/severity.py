@@ -72,48 +72,11 @@ NAMES = {
     "loads another pickle or module": "torch.load numpy.load pandas.read_pickle torch.storage._load_from_bytes",
 }
 
-MEMBERS = frozenset(
-    [
-        "tofile",
-        "dump",
-        "dumps",
-        "from_file",
-        "fromfile",
-        "memmap",
-        "save",
-        "load",
-        "open",
-        "write",
-        "write_bytes",
-        "write_text",
-        "unlink",
-        "rmdir",
-        "rename",
-        "replace",
-        "touch",
-        "mkdir",
-        "chmod",
-        "symlink_to",
-        "hardlink_to",
-        "link_to",
-        "lchmod",
-        "read_bytes",
-        "read_text",
-        "apply_",
-        "map_",
-        "map2_",
-        "_apply",
-        "_write_file",
-        "_set_from_file",
-        "_share_filename_cpu_",
-        "_new_shared_filename_cpu",
-        "share_memory_",
-        "register_hook",
-        "register_forward_hook",
-        "format",
-        "format_map",
-    ]
-)
+MEMBERS = """
+    tofile dump dumps from_file fromfile memmap save load open write write_bytes write_text unlink rmdir rename replace touch mkdir
+    chmod symlink_to hardlink_to link_to lchmod read_bytes read_text apply_ map_ map2_ _apply _write_file _set_from_file
+    _share_filename_cpu_ _new_shared_filename_cpu share_memory_ register_hook register_forward_hook format format_map
+"""
 """Members of classes, known ones as well, that touch files, call what they are given, or reach attributes."""
 
 KNOWN = """
@@ -151,45 +114,21 @@ KNOWN = """
     accelerate.utils.dataclasses.PrecisionType
 """
 
-KNOWN_UNDER = (
-    "collections",
-    "datetime",
-    "numpy.random",
-    "torch.nn",
-    "torch.nested",
-    "torch.optim",
-    "torch._utils",
-    "torch.amp",
-    "torch.cuda.amp",
-    "torch.ao.nn",
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.fsdp",
-    "omegaconf",
-    "torch.distributed.tensor",
-    "torch.distributed._tensor",
-    "torch.distributed.device_mesh",
-    "torch.distributed._shard",
-    "torch.distributed._mesh_layout",
-    "torch.distributed.checkpoint.storage",
-    "torch.utils._pytree",
-    "torch.torch_version",
-)
+KNOWN_UNDER = """
+    collections datetime numpy.random torch.nn torch.nested torch.optim torch._utils torch.amp torch.cuda.amp torch.ao.nn
+    torch.distributed.checkpoint.metadata torch.distributed.fsdp omegaconf torch.distributed.tensor torch.distributed._tensor
+    torch.distributed.device_mesh torch.distributed._shard torch.distributed._mesh_layout torch.distributed.checkpoint.storage
+    torch.utils._pytree torch.torch_version
+"""
 """Modules whose classes hold data. Known when they get their state; their constructors are another matter.
 
 Functions in them count as known only where the name says that they rebuild something.
 """
 
-PURE = (
-    "torch._C._VariableFunctionsClass.",
-    "torch._C._VariableFunctions.",
-    "torch._C._nn.",
-    "torch._C._special.",
-    "torch._C._linalg.",
-    "torch._C._fft.",
-    "torch.nn.functional.",
-    "torch.nn.init.",
-    "torch._VF.",
-)
+PURE = """
+    torch._C._VariableFunctionsClass. torch._C._VariableFunctions. torch._C._nn. torch._C._special. torch._C._linalg.
+    torch._C._fft. torch.nn.functional. torch.nn.init. torch._VF.
+"""
 """Functions of tensors, which an activation or an initialisation names; `from_file` and its like are `MEMBERS`."""
 
 REBUILDERS = ("_rebuild_", "__randomstate_ctor", "__generator_ctor", "__bit_generator_ctor", "_pickle_")
@@ -197,25 +136,7 @@ REBUILDERS = ("_rebuild_", "__randomstate_ctor", "__generator_ctor", "__bit_gene
 CYTHON = "__pyx_unpickle_"
 """How Cython makes an object of a class of its own: `__pyx_unpickle_Tree(Tree, checksum, state)`."""
 
-REACHED = frozenset(
-    [
-        "os",
-        "sys",
-        "posix",
-        "nt",
-        "subprocess",
-        "builtins",
-        "shutil",
-        "importlib",
-        "socket",
-        "ctypes",
-        "pickle",
-        "io",
-        "runpy",
-        "codecs",
-        "operator",
-    ]
-)
+REACHED = "os sys posix nt subprocess builtins shutil importlib socket ctypes pickle io runpy codecs operator"
 """Modules that other modules have as attributes, under such a name or with an underscore before it."""
 
 CALLED = frozenset({"call", "result", "append", "setitem", "additem"})
@@ -228,12 +149,12 @@ def _expanded(table: dict[str, str]) -> dict[str, str]:
 
 _MODULES = _expanded(MODULES)
 _NAMES = _expanded(NAMES)
-_KNOWN = frozenset(KNOWN.split())
+_KNOWN, _MEMBERS, _REACHED = (frozenset(names.split()) for names in (KNOWN, MEMBERS, REACHED))
+_KNOWN_UNDER, _PURE = tuple(f"{module}." for module in KNOWN_UNDER.split()), tuple(PURE.split())
 
 
 @cache
 def _built() -> frozenset[tuple[str, str]]:
-    """What the tables of `open` build: exact names, so a closed set."""
     from holdfast.formats.dcp.schema import MetadataTable
     from holdfast.formats.torch.reducers import buildable
 
@@ -277,7 +198,7 @@ def judge(what: Global, uses: Collection[str], *, given: bool = False) -> tuple[
 
 
 def _judge_result(module: str, name: str) -> tuple[Severity, str]:
-    """What came out of a call is called itself: whatever that is, it is nothing that holds data."""
+    """Judge a global whose result is called: whatever that is, it is nothing that holds data."""
     reason = _module_reason(f"{module}.{name}")
     return ("dangerous", reason) if reason else ("suspicious", "what comes out of it would be called")
 
@@ -285,7 +206,7 @@ def _judge_result(module: str, name: str) -> tuple[Severity, str]:
 def _judge_foreign(module: str, name: str, uses: Collection[str], *, given: bool) -> tuple[Severity, str]:
     full = f"{module}.{name}"
     last = name.rpartition(".")[2]
-    if full.startswith(PURE) and full.count(".") <= 3 and last not in MEMBERS and not last.startswith("__"):
+    if full.startswith(_PURE) and full.count(".") <= 3 and last not in _MEMBERS and not last.startswith("__"):
         return "known", "a function of tensors"
     if last.startswith(CYTHON) and "." not in name:
         last = name = last.removeprefix(CYTHON)
@@ -295,22 +216,20 @@ def _judge_foreign(module: str, name: str, uses: Collection[str], *, given: bool
     if module == "numpy" and "." not in name and set(uses) <= {"mention"}:
         return "known", "a function or a class of numpy, named and not called"
     rebuilds = last.startswith(REBUILDERS) and "." not in name
-    if _under(full, KNOWN_UNDER) and "." not in name and (rebuilds or (_classlike(last) and not CALLED & set(uses))):
+    holds_data = full.startswith(_KNOWN_UNDER)
+    if holds_data and "." not in name and (rebuilds or (_classlike(last) and not CALLED & set(uses))):
         return "known", "part of ordinary checkpoints"
-    reason = _module_reason(full) if not _under(full, KNOWN_UNDER) else None
+    reason = None if holds_data else _module_reason(full)
     if reason is not None:
         return "dangerous", reason
     return _judge_name(name, uses, given=given)
 
 
 def _module_reason(full: str) -> str | None:
-    """Why a module is bad that this is in, the nearest one first."""
+    """The reason why the module of a name is dangerous, from the nearest one that has a reason."""
     path = full.split(".")
-    for end in range(len(path), 0, -1):
-        reason = _MODULES.get(".".join(path[:end]))
-        if reason is not None:
-            return reason
-    return None
+    reasons = (_MODULES.get(".".join(path[:end])) for end in range(len(path), 0, -1))
+    return next(filter(None, reasons), None)
 
 
 def _judge_name(name: str, uses: Collection[str], *, given: bool) -> tuple[Severity, str]:
@@ -323,9 +242,9 @@ def _judge_name(name: str, uses: Collection[str], *, given: bool) -> tuple[Sever
         return "dangerous", "reaches into the interpreter"
     if any(not _classlike(part) for part in parts[:-1]):
         return "dangerous", "reaches through a module or an object to what it holds"
-    if len(parts) > 1 and parts[-1] in MEMBERS:
+    if len(parts) > 1 and parts[-1] in _MEMBERS:
         return "dangerous", "a method that touches files or calls what it is given"
-    if parts[-1].lstrip("_") in REACHED and not _classlike(parts[-1]):
+    if parts[-1].lstrip("_") in _REACHED and not _classlike(parts[-1]):
         return "dangerous", "a module, reached through another one"
     if CALLED & set(uses):
         if _classlike(parts[-1]):
@@ -340,7 +259,3 @@ def _judge_name(name: str, uses: Collection[str], *, given: bool) -> tuple[Sever
 
 def _classlike(name: str) -> bool:
     return name.lstrip("_")[:1].isupper()
-
-
-def _under(full: str, modules: tuple[str, ...]) -> bool:
-    return any(full.startswith(f"{module}.") for module in modules)

@@ -36,7 +36,7 @@ class Side(Value, frozen=True):
     metadata: Mapping[str, str] | None
     """None where it is not compared."""
     flat: bool = False
-    """Whether the tree is without its tensors: they stand at its top under their names, or only names are compared."""
+    """Whether the tree has no tensors in it: they stand at its top under their names, or only names are compared."""
     ordered: bool = False
     """Whether the order of the tensors is that of a container."""
 
@@ -51,7 +51,7 @@ class Side(Value, frozen=True):
         return cls(checkpoint.path, checkpoint.format, tensors, tree, checkpoint.metadata, flat, ordered=flat)
 
     def made(self) -> Side:
-        """The same with all tensors made, each once, and in the tree."""
+        """The side with all tensors made, each once, and in the tree."""
         tensors = self.tensors.made()
         tree = refilled(cast(AnyDict, self.tree), cast(AnyDict, dict(tensors))) if self.ordered else self.tree
         return replace(self, tensors=tensors, tree=tree)
@@ -82,9 +82,9 @@ def chosen_sides(
     filter: str | None = None,
     tensors_only: bool = False,
 ) -> tuple[Side, Side]:
-    """Both sides: `a` with other names, then both without what no name of the filter is, or without what is no tensor.
+    """Both sides: `a` under its new names, then of both what passes the filter, or the tensors alone.
 
-    The first checkpoint is let go before the second is asked for. Raises `CannotHold` where names cannot be changed so,
+    The first checkpoint is closed before the second is opened. Raises `CannotHold` where names cannot be changed so,
     `NoSuchTensor` where nothing passes the filter.
     """
     if isinstance(rename, bool):
@@ -115,9 +115,8 @@ def _renamer(checkpoint: Checkpoint, rename: Renames) -> Callable[[str], str]:
     problems = rename_problems(rename)
     if not problems and rename:
         names = [*checkpoint, *(dotted(path) for path, _ in leaf_paths(checkpoint.tree))]
-        problems = [
-            f"{pattern!r} matches nothing in {checkpoint.path!r}" for pattern in unmatched((old for old, _ in rename), names)
-        ]
+        unused = unmatched((old for old, _ in rename), names)
+        problems = [f"{pattern!r} matches nothing in {checkpoint.path!r}" for pattern in unused]
     if problems:
         raise CannotHold("these names cannot be changed so", problems)
     return renamer(rename)

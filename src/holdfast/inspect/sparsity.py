@@ -57,7 +57,7 @@ class TensorSparsity:
     dead_rows: int
     """Indices of the first axis with nothing but zeros."""
     dead_columns: int
-    """The same of the other axes, taken as one."""
+    """Indices of the other axes, taken as one, with nothing but zeros."""
 
     @property
     def size(self) -> int:
@@ -86,23 +86,20 @@ def sparsity(
     """
     workers = reading_threads(max_memory, threads)
     with opened(src, threads=1, limits=limits) as source:
-        wanted = [source[name] for name in filter(matcher(pattern), source)]
-        rows = find_zeros(wanted, threads=workers, progress=progress)
+        rows = find_zeros([source[name] for name in filter(matcher(pattern), source)], threads=workers, progress=progress)
         return SparsityReport(source.path, source.format, rows, source.notes)
 
 
 def find_zeros(
     tensors: Iterable[LazyTensor], *, threads: int | None = None, progress: Progress | None = None
 ) -> tuple[TensorSparsity, ...]:
-    """Look at every tensor whose elements are numbers."""
+    """The zeros of every tensor whose elements are numbers."""
     wanted = [tensor for tensor in tensors if countable(tensor) and not tensor.dtype.paired]
     for tensor in wanted:
         with located(tensor=tensor.name):
             tensor.check_expansion()
-    found = scan(
-        wanted, lambda at: ZeroPlaces(wanted[at].shape, BLOCKS), lambda at: tiles(wanted[at]), threads=threads, progress=progress
-    )
-    return tuple(_row(tensor, about) for tensor, about in zip(wanted, found, strict=True))
+    make, cut = (lambda at: ZeroPlaces(wanted[at].shape, BLOCKS)), (lambda at: tiles(wanted[at]))
+    return tuple(map(_row, wanted, scan(wanted, make, cut, threads=threads, progress=progress)))
 
 
 def tiles(tensor: LazyTensor) -> Iterator[Block]:

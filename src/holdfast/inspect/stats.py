@@ -61,9 +61,7 @@ class TensorReport(Shown, Generic[T]):
     path: str
     format: str
     tensors: tuple[T, ...]
-    """In the order of the checkpoint."""
     notes: tuple[str, ...] = ()
-    """What is odd in the checkpoint."""
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.tensors)
@@ -114,7 +112,7 @@ def chosen(source: Checkpoint, pattern: str | None) -> list[LazyTensor]:
 def measure(
     tensors: Iterable[LazyTensor], *, bins: int = 32, threads: int | None = None, progress: Progress | None = None
 ) -> tuple[TensorStats, ...]:
-    """The statistics of these tensors, but for those that are not countable."""
+    """The statistics of these tensors, without those that are not countable."""
     if bins < 0:
         raise ValueError(f"a histogram has 0 bins or more; found {bins}")
     wanted = [tensor for tensor in tensors if countable(tensor)]
@@ -131,12 +129,12 @@ def measure(
 
 
 def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
-    return sum(tensor.nbytes * (1 if not bins or _at_once(tensor) else 2) for tensor in tensors if countable(tensor))
+    """Bytes that `measure` reads: twice those of a tensor where a histogram takes a second reading."""
 
+    def once(tensor: LazyTensor) -> bool:
+        return not bins or counts_patterns(tensor) or tensor.size <= BLOCK_ELEMENTS
 
-def _at_once(tensor: LazyTensor) -> bool:
-    """Whether one reading tells all: patterns are counted, or all elements are there together."""
-    return counts_patterns(tensor) or tensor.size <= BLOCK_ELEMENTS
+    return sum(tensor.nbytes * (1 if once(tensor) else 2) for tensor in tensors if countable(tensor))
 
 
 def _row(tensor: LazyTensor, found: Moments, counts: Ints | None) -> TensorStats:

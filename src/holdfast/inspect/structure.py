@@ -36,14 +36,11 @@ STEPS = 1_000_000
 
 
 class ContainerKind(Value, frozen=True):
-    """What a container is, as a value that can be compared and shown."""
+    """The type of a container, as a value that can be compared and shown."""
 
     name: str
 
     def __repr__(self) -> str:
-        return self.name
-
-    def __str__(self) -> str:
         return self.name
 
 
@@ -52,14 +49,14 @@ class Edge(NamedTuple):
 
     token: Hashable
     shown: str | int | None
-    """As a person sees it in a path; None where the path does not grow: the attributes of an object are its own."""
+    """The step of a path; None where the path does not grow: the attributes of an object are its own."""
     named: str | int | None
-    """As it stands in the name of a tensor."""
+    """The part of a tensor's name."""
     value: object
 
 
 def label(value: object) -> ContainerKind | Global | None:
-    """What a container is; None for a leaf."""
+    """The type of a container; None for a leaf."""
     match value:
         case defaultdict():
             return ContainerKind(f"defaultdict({_filler(value)})")
@@ -151,7 +148,7 @@ QUICK = frozenset({str, int, bool, bytes, bytearray})
 
 
 def token(value: object, spent: Spent) -> Hashable:
-    """What two values have in common if and only if they are the same, whatever they are."""
+    """A value that is equal for two values if and only if they are the same."""
     return leaf_token(value, spent) or ("#", _digest(value, spent))
 
 
@@ -207,7 +204,7 @@ def leaf_token(value: object, spent: Spent) -> tuple[str, bytes] | None:
             return None
         case _:
             # Nothing that a file brings. It is the same as itself, and nothing else is.
-            spent.kept.append(value)
+            spent.alive.append(value)
             return f"object.{type(value).__name__}", b"%x" % id(value)
 
 
@@ -230,7 +227,7 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 
 def _tensor(tensor: LazyTensor) -> bytes:
-    """A tensor in a key or a set has no name, so it is read here; there is hardly ever one."""
+    """The content of a tensor in a key or a set, which has no name, so it is read here; there is hardly ever one."""
     if tensor.traits.meta:
         return f"meta {tensor.dtype} {tensor.shape}".encode()
     return f"{tensor.dtype} {tensor.shape} ".encode() + hashlib.blake2b(np.ascontiguousarray(tensor.numpy()).tobytes()).digest()
@@ -242,7 +239,7 @@ class Spent(Struct):
     steps: int = STEPS
     entered: set[int] = field(default_factory=set)
     digests: dict[int, bytes] = field(default_factory=dict)
-    kept: list[object] = field(default_factory=list)
+    alive: list[object] = field(default_factory=list)
     """Values whose identity is remembered, so that no other can take it."""
 
 
@@ -257,7 +254,6 @@ class OpenContainer(Struct):
     again: bool
     parts: list[bytes] = field(default_factory=list)
     prefix: bytes = b""
-    """What leads to the thing that is being looked at."""
     lowest: int = 1 << 60
     """The outermost container that something inside leads back to."""
 
@@ -301,12 +297,12 @@ def _frame(value: object, around: list[OpenContainer], spent: Spent) -> OpenCont
     name, inside, ordered = _content(value, spent)
     again = id(value) in spent.entered or (bool(around) and around[-1].again)
     spent.entered.add(id(value))
-    spent.kept.append(value)
+    spent.alive.append(value)
     return OpenContainer(value, name, inside, ordered, len(around), again)
 
 
 def _content(value: object, spent: Spent) -> tuple[str, Iterator[tuple[bytes, object]], bool]:
-    """What a container is, what is in it and what leads there, and whether that has an order."""
+    """The type of a container, what is in it with what leads there, and whether that has an order."""
     if isinstance(value, set | frozenset):
         return type(value).__name__, ((b"", member) for member in value), False
     if isinstance(value, slice):

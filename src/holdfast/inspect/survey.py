@@ -1,8 +1,4 @@
-"""`survey`: what there is to say about all tensors of a checkpoint, found in one pass over them. Nothing is read.
-
-`Checkpoint` answers the same questions one at a time. Here all of it is asked of columns: which rows share a storage
-(`core/sharing.py`), and how many rows there are of each kind.
-"""
+"""`survey`: what the tensors of a checkpoint share, and how large they are, in one pass over their columns. Nothing is read."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ class Survey(Value, frozen=True):
     """The tensors of a checkpoint, and how they share storages."""
 
     tensors: Table
-    """All of them. A flat format makes each when it is asked for, every time."""
     aliases: tuple[Alias, ...]
     ties: Mapping[str, str]
     """For each name that shares its storage with an earlier one: `= other` (the same elements) or `in other`."""
@@ -64,10 +59,9 @@ class LookAlikes(Mapping[str, LazyTensor]):
         kind = table.kind[row]
         if table.storage[row] == ODD:
             return table.view(row)
-        tensor = self._kinds.get(kind)
-        if tensor is None:
-            tensor = self._kinds[kind] = table.view(row)
-        return tensor
+        if kind not in self._kinds:
+            self._kinds[kind] = table.view(row)
+        return self._kinds[kind]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)

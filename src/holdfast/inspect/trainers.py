@@ -60,17 +60,17 @@ AT_THE_TOP = ("global_step", "step", "iteration", "trainer.global_step", "train_
 
 
 class TrainerFolder(Value, frozen=True):
-    """What was found out about a folder or file."""
+    """The origin of a folder or file."""
 
     writer: str
-    """transformers, lightning, deepspeed, accelerate, dcp, …; empty where nobody knows."""
+    """transformers, lightning, deepspeed, accelerate, dcp, …; empty where that is not known."""
     step: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 def recognised(path: str, names: Sequence[str], limits: Limits) -> TrainerFolder:
-    """Who wrote a folder with these files, or a file (`names` is its own then), and at which step. Asked of what is not torn."""
+    """The writer and step of a folder with these files, or of a file (`names` is its own then). Not for what is torn."""
     base = os.path.basename(os.path.abspath(path))
     named = _step_in(base)
     if not os.path.isdir(path):
@@ -83,7 +83,7 @@ def recognised(path: str, names: Sequence[str], limits: Limits) -> TrainerFolder
         return TrainerFolder("deepspeed", named if named is not None else _step_in(tag or ""))
     if any(re.fullmatch(r"random_states_\d+\.pkl", name) for name in there):
         counted = COUNTED.fullmatch(base)
-        notes = (f"step {int(counted[1])} is the number of the save, which is all that accelerate notes",) if counted else ()
+        notes = (f"step {int(counted[1])} is the number of the save, which is all that accelerate records",) if counted else ()
         return TrainerFolder("accelerate", named, notes=notes)
     writer = "dcp" if ".metadata" in there else "holdfast" if MANIFEST in there else ""
     if named is not None or not writer:
@@ -114,19 +114,18 @@ def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str
     there, found = set(names), []
     for name in names:
         folder, _, last = name.rpartition("/")
+        wrong = None
         if last == INCOMPLETE:
-            found.append((name, "its writer says that the checkpoint is incomplete"))
+            wrong = "its writer says that the checkpoint is incomplete"
         elif last.lower().endswith(file_suffixes()):
             wrong = _does_not_open(os.path.join(path, name), limits)
-            found += [(name, wrong)] if wrong else []
         elif last in (".metadata", MANIFEST):
             wrong = _does_not_open(os.path.join(path, folder), limits)
-            found += [(name, wrong)] if wrong else []
         elif last.endswith(tuple(suffix + INDEX for suffix in USUAL)):
             wrong = _names_nothing(os.path.join(path, name), {one for one in there if one.rpartition("/")[0] == folder})
-            found += [(name, wrong)] if wrong else []
         elif any(one.data and last.endswith(one.data) and os.path.join(folder, one.index) not in there for one in FORMATS):
-            found.append((name, "part of a distributed checkpoint whose .metadata is not there; that is written last"))
+            wrong = "part of a distributed checkpoint whose .metadata is not there; that is written last"
+        found += [(name, wrong)] if wrong else []
     of_trainer = re.fullmatch(r"checkpoint-\d+", os.path.basename(os.path.abspath(path))) and "training_args.bin" in there
     if of_trainer and TRAINER_STATE not in there:
         found.append((TRAINER_STATE, "missing; transformers writes it last"))
@@ -143,7 +142,7 @@ def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str
 
 
 def _does_not_open(path: str, limits: Limits) -> str | None:
-    """Why a file or folder that begins like a checkpoint is none; None where it opens, or is something else."""
+    """The reason why a file or folder that begins like a checkpoint is none; None where it opens, or is something else."""
     try:
         with open_checkpoint(path, limits=limits):
             return None
@@ -161,11 +160,11 @@ def _does_not_open(path: str, limits: Limits) -> str | None:
             return f"does not open: {error.message}"  # a file that its index names is not there
         raise
     except HoldfastError:
-        return None  # what it is, others may know; that it is torn, nobody can say
+        return None  # it may be a file of another program: that it is torn cannot be said
 
 
 def _names_nothing(path: str, there: Collection[str]) -> str | None:
-    """Why an index of weights is not that of these files; None where it is."""
+    """The reason why an index of weights is not that of these files; None where it is."""
     try:
         weights = _json(path).get("weight_map")
         shards = {str(shard) for shard in weights.values()} if isinstance(weights, dict) else set()
@@ -176,7 +175,6 @@ def _names_nothing(path: str, there: Collection[str]) -> str | None:
 
 
 def _json(path: str) -> dict[str, object]:
-    """A document of another program's, in which NaN may stand."""
     if os.path.getsize(path) > STATE_NBYTES:
         raise ValueError("it is too long")
     with open(path, encoding="utf-8") as file:
@@ -196,7 +194,6 @@ def _step_in(name: str) -> int | None:
 
 
 def _tag(path: str) -> str | None:
-    """What DeepSpeed's `latest` says: the name of a folder beside it."""
     try:
         with open(path, encoding="utf-8") as file:
             tag = file.read(1000).strip()
@@ -206,7 +203,7 @@ def _tag(path: str) -> str | None:
 
 
 def _of_trainer(path: str, named: int | None) -> TrainerFolder:
-    """transformers' Trainer: its state is JSON, in which NaN may stand."""
+    """The folder of transformers' Trainer, whose state is JSON."""
     try:
         state = _json(path)
         step, log = state.get("global_step"), state.get("log_history")
@@ -254,7 +251,7 @@ def _is_step(value: object) -> TypeGuard[int]:
 
 
 def _single(path: str, named: int | None, limits: Limits) -> TrainerFolder:
-    """One file: what Lightning writes, or another state with a step in it."""
+    """The writer and step of one file: a checkpoint of Lightning, or another state with a step in it."""
     try:
         with open_checkpoint(path, limits=limits) as checkpoint:
             tree = checkpoint.tree
@@ -270,7 +267,6 @@ def _single(path: str, named: int | None, limits: Limits) -> TrainerFolder:
 
 
 def _step_of(checkpoint: Checkpoint) -> int | None:
-    """A step at the top of a state."""
     for dotted in AT_THE_TOP:
         value: object = checkpoint.tree
         for part in dotted.split("."):
@@ -283,7 +279,7 @@ def _step_of(checkpoint: Checkpoint) -> int | None:
 
 
 def _scores(tree: Mapping[object, object]) -> dict[str, float]:
-    """What the ModelCheckpoints of Lightning watch: the score that this checkpoint had."""
+    """The scores that the ModelCheckpoints of Lightning watch."""
     found: dict[str, float] = {}
     callbacks = tree.get("callbacks")
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
@@ -295,7 +291,6 @@ def _scores(tree: Mapping[object, object]) -> dict[str, float]:
 
 
 def _number(value: object) -> float | None:
-    """A plain number, or a tensor that is one."""
     if isinstance(value, LazyTensor):
         if value.shape not in ((), (1,)) or value.nbytes > 16:
             return None

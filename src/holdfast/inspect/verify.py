@@ -92,11 +92,9 @@ class VerifyReport(Shown):
     format: str
     """As `Checkpoint.format`; empty where nothing opened."""
     nbytes: int = 0
-    """Bytes of all files."""
     files: tuple[tuple[str, int], ...] = ()
-    """Each file that was read and its length."""
     notes: tuple[str, ...] = ()
-    """What is odd in them."""
+    """Sentences about what is odd in the files."""
     damaged: tuple[Damage, ...] = ()
     problems: tuple[Problem, ...] = ()
     checked_nbytes: int = 0
@@ -107,13 +105,12 @@ class VerifyReport(Shown):
     skipped: tuple[str, ...] = ()
     """Files in the directory that are no checkpoints."""
     seal: Seal | None = None
-    """What the seal says, where there is one."""
+    """The seal of the checkpoint, where there is one."""
     tensors: int = 0
-    """How many there are, by their names."""
     required: bool = False
-    """Whether what cannot be compared is a failure, as the caller said."""
+    """Whether what cannot be compared is a failure (`require=True`)."""
     own_sums: bool = False
-    """Whether headers or manifests that Holdfast wrote were compared with checksums of their own: all there is without tensors."""
+    """Whether headers or manifests of Holdfast were compared with their own checksums: the only ones without tensors."""
 
     @property
     def compared(self) -> int:
@@ -205,9 +202,9 @@ class Verification:
         self._tensors = 0
         self._own_sums = False
         self._vouched: dict[str, int] = {}
-        """Files that are as a seal says, digest and all, and their lengths."""
+        """Files whose digests are those of a seal, and their lengths."""
         self._broken: set[str] = set()
-        """Files that are not."""
+        """Files whose digests are not."""
         self.replaced = False
         """Whether another checkpoint took the place of the folder before all of it was read."""
 
@@ -248,7 +245,7 @@ class Verification:
         self._notes += [f"{inside}{name} was not sealed with the others" for name in found.extra]
 
     def directory(self, path: str) -> None:
-        """A directory as one checkpoint, and then what is in it besides."""
+        """Verify a directory as one checkpoint, and then the other files in it."""
         failed: HoldfastError | None = None
         done: set[str] = set()
         store = None
@@ -284,12 +281,12 @@ class Verification:
             elif file not in self._vouched:
                 self._skipped.append(file)
         named = any(problem.file != path for problem in self._problems) and not isinstance(failed, Corrupted)
-        told = len(self._formats) > found_before or self._vouched
-        if failed is not None and not named and not (isinstance(failed, UnknownFormat) and told):
+        verified = len(self._formats) > found_before or self._vouched
+        if failed is not None and not named and not (isinstance(failed, UnknownFormat) and verified):
             self.refuse(path, failed, ours=MANIFEST in keys)
 
     def one(self, path: Openable, *, optional: bool = False, ours: bool = False) -> None:
-        """One file. With `optional`, one that is no checkpoint at all is passed over; `ours` as for `refuse`."""
+        """Verify one file. With `optional`, one that is no checkpoint is passed over; `ours` as for `refuse`."""
         label = path if isinstance(path, str) else f"<{type(path).__name__}>"
         try:
             store = store_of(path, self._limits)
@@ -387,7 +384,7 @@ class Verification:
         return set(keys)
 
     def _lost(self, path: str, error: HoldfastError, name: str) -> None:
-        """Note a tensor whose bytes cannot be found, because what says where they are is damaged."""
+        """Enter a tensor whose bytes cannot be found, because what says where they are is damaged."""
         file = place_at(path).file(error.file) if error.file else path
         if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
             self._damaged.append(Damage(file, (name,), "", error.offset or 0, 0, error.expected, error.found))
@@ -395,7 +392,6 @@ class Verification:
             self._problems.append(Problem(file, error.message, type(error).__name__, (name,)))
 
     def _sweep(self, found: CheckpointBytes, *, keys: list[str], path: str) -> None:
-        """Read all of these files, and enter what is not as it was written."""
         store, stored = found.source.store, found.stored
         near = stored.in_store(store)
         (computed,) = (~near).nonzero()
@@ -431,7 +427,7 @@ class Verification:
     def _settle(
         self, found: CheckpointBytes, numbers: Ints, sweep: Sweep, path: str, *, fresh: Bools | None = None, file: str = ""
     ) -> None:
-        """Enter what became of ranges (those of these numbers; `fresh` says which of them count) under their files, or this one."""
+        """Enter the outcome of ranges (those of these numbers that are `fresh`) under their files, or under `file`."""
         stored = found.stored
         crcs, nbytes, sums = stored.crcs[numbers], stored.ranges.nbytes[numbers], sweep.crcs()[: len(numbers)]
         counts = np.ones(len(numbers), np.bool_) if fresh is None else fresh
@@ -451,7 +447,6 @@ class Verification:
         self._unchecked.update((names[row], None) for row in stored.rows[waiting[stored.owners]].tolist())
 
     def _settle_packed(self, found: CheckpointBytes, number: int, content_nbytes: int, path: str) -> None:
-        """Enter what became of a compressed record."""
         key, start, nbytes = found.stored.ranges.place(number)
         outcome: int | HoldfastError | None
         try:
@@ -474,12 +469,12 @@ class Verification:
 
 
 class CheckpointBytes:
-    """What a verification reads of one checkpoint: the storages of its tensors, and other records of archives."""
+    """The bytes of one checkpoint that are read: the storages of its tensors, and other records of archives."""
 
     def __init__(self, source: OpenSource, table: Table, stored: StoredRanges) -> None:
         self.source, self.table, self.stored = source, table, stored
         self._labels: dict[int, str] = {}
-        """What archives call records that are no tensor's."""
+        """Names of records that are no tensor's."""
         self.packed: dict[int, int] = {}
         """Records that are compressed, and their lengths after inflating."""
 
@@ -497,9 +492,9 @@ class CheckpointBytes:
         return tuple([self.table.names[row] for row in self.stored.rows_of(number)])
 
     def label(self, number: int) -> str:
-        """What the file calls a range: that of the first tensor that is all of a storage there, or of the record."""
+        """The name of a range in its file: the label of the first tensor that is all of a storage there, or of the record."""
         place = self.stored.ranges.place(number)
-        for row in () if number in self._labels else self.stored.rows_of(number):
+        for row in [] if number in self._labels else self.stored.rows_of(number):
             for storage in parts_of(self.table.view(row)):
                 if (storage.key, storage.start, storage.nbytes) == place:
                     return storage.label
@@ -546,7 +541,6 @@ class CheckpointBytes:
 
 
 def _located(table: Table) -> Table:
-    """The table with its rows where they lie, as far as all of them can be found."""
     try:
         return table.located(range(len(table)))
     except HoldfastError:

@@ -118,10 +118,7 @@ class Pruned(Saved):
 
 @validated(rules=rules_of(PruningRule))
 def prune(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str],
-    rules: Sequence[str | PruningRule],
-    **options: Unpack[PruneOptions],
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], rules: Sequence[str | PruningRule], **options: Unpack[PruneOptions]
 ) -> Pruned:
     """Write a checkpoint with weights set to zero by rules (`pruning/rules.py`), the first that matches a name deciding.
 

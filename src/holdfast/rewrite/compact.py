@@ -25,7 +25,7 @@ from holdfast.core.table import ODD
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.inspect.open import Openable
-from holdfast.rewrite.tie import plan_rewrite
+from holdfast.saving.models import plan_rewrite
 from holdfast.saving.planned import Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.saving.rows import with_odd, with_table
 from holdfast.saving.state import tabulate_state
@@ -33,7 +33,7 @@ from holdfast.saving.state import tabulate_state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted(Saved):
-    """What `compact` did, or would do."""
+    """The files that `compact` wrote, or would write."""
 
     source: str
     before_nbytes: int
@@ -41,7 +41,7 @@ class Compacted(Saved):
 
     @property
     def dropped_nbytes(self) -> int:
-        """How much smaller it became."""
+        """Bytes by which it became smaller."""
         return max(self.before_nbytes - self.nbytes, 0)
 
     def _lines(self) -> list[str]:

@@ -1,9 +1,8 @@
 """`convert`: `save(open(src), dst)`, streaming under a byte budget and checked on both sides.
 
-Blocks go from file to file: read, summed, written. What the source records of its own checksums is compared with what was read;
-what was written is read back and compared with what was meant, before anything is published. Memory is bounded by the number
-of threads times a few blocks, whatever the checkpoint's size; `max_memory` chooses the block.
-
+Blocks go from file to file: read, summed, written. Checksums that the source records are compared with what was read; what was
+written is read back and compared, before anything is published. Memory is a few blocks a thread, whatever the checkpoint's size;
+`max_memory` chooses the block.
 
 `edit`: rename, drop, keep, cast, set metadata: a new checkpoint, beside the old one or in its place.
 
@@ -16,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -44,7 +44,7 @@ from holdfast.stores.paths import place_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion(Saved):
-    """What a conversion does, or would do. Its notes say, once it is done, how many values a cast saturated or took to zero."""
+    """The files of a conversion. Its notes say, once it is done, how many values a cast saturated or took to zero."""
 
     source: str
     tensors: int
@@ -92,13 +92,10 @@ def convert(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: 
 
 def plan_conversion(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions) -> Planned[Conversion]:
     """Lay out a conversion."""
-    selection, edits = pick(Selection, options), pick(Edits, options, casts=casts_of(options["dtype"]))
-
-    def lay_out(source: Checkpoint, where: Destination) -> Planned[Conversion]:
-        return lay_out_conversion(
-            source, where, selection=selection, edits=edits, options=layout_of(options), limits=options["limits"]
-        )
-
+    edits = pick(Edits, options, casts=casts_of(options["dtype"]))
+    lay_out = partial(
+        lay_out_conversion, selection=pick(Selection, options), edits=edits, options=layout_of(options), limits=options["limits"]
+    )
     return rewritten(src, dst if options["store"] is None else place_of(dst, options["store"]), lay_out, options)
 
 
@@ -129,7 +126,7 @@ def lay_out_conversion(
 def _planned(
     source: Checkpoint, where: Destination, plan: SavePlan, described: State, left: Sequence[str], losses: Mapping[DType, Losses]
 ) -> Planned[Conversion]:
-    """A conversion that is laid out; `left` is said of what is left out."""
+    """The plan of a conversion; `left` are notes about what is left out."""
     plan = replace(plan, notes=(*source.notes, *described.notes, *left, *plan.notes))
     within = where.writing.budget
     segments = [segment for file in plan.files for segment in file.segments]
@@ -199,7 +196,7 @@ def edit(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, 
 
 
 def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict[str, str | None]:
-    """What is to be set, and None for what is to go."""
+    """The metadata that is to be set, with None for what is to go."""
     removed = tuple(removed)
     both = [key for key in removed if key in changed]
     if both:
@@ -213,10 +210,5 @@ def plan_edit(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, op
     metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if not edits and not metadata:
         raise Unsupported("nothing to do: say what to keep, drop, rename, cast or set")
-
-    def lay_out(source: Checkpoint, where: Destination) -> Planned[Conversion]:
-        return lay_out_conversion(
-            source, where, edits=edits, metadata=metadata, options=layout_of(options), limits=options["limits"]
-        )
-
+    lay_out = partial(lay_out_conversion, edits=edits, metadata=metadata, options=layout_of(options), limits=options["limits"])
     return rewritten(src, dst, lay_out, options)

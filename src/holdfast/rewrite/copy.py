@@ -27,7 +27,7 @@ from holdfast.core.protocols import Source, Store
 from holdfast.core.table import ODD, FilePlace, Kind, Table
 from holdfast.core.tensor import NO_CRC
 from holdfast.core.text import nbytes
-from holdfast.core.value import Value, replace
+from holdfast.core.value import replace
 from holdfast.engine.files import BYTES, FileStorages
 from holdfast.engine.saves import FilePlan, LinkedFile, Literal, SavePlan
 from holdfast.engine.source import OpenSource
@@ -38,8 +38,7 @@ from holdfast.formats.dcp.index import is_index
 from holdfast.formats.native.schema import made_whole, parse_manifest
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.inspect.open import Openable, opened, store_of
-from holdfast.saving.planned import Planned, Saved, check_target, planned_fields
-from holdfast.saving.writing import Writing
+from holdfast.saving.planned import Planned, Saved, Writing, check_target, planned_fields
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at, same_place
 from holdfast.stores.remote.url import COPIED_NBYTES
@@ -47,7 +46,7 @@ from holdfast.stores.remote.url import COPIED_NBYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied(Saved):
-    """What was copied, or would be. `shared_nbytes` is what the store itself copies."""
+    """The files that were copied, or would be. `shared_nbytes` counts what the store itself copies."""
 
     source: str
     checked_nbytes: int
@@ -78,15 +77,15 @@ def plan_copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: 
             raise CannotHold("the target is read while it is written", [f"{target!r} is the source"], file=target)
         writing = pick(Writing, options, requests=store.medium.requests)
         check_target(target, directory=store.folder, writing=writing)
-        recorded = _recorded(source)
+        recorded, whole = _recorded(source)
         plan, checked = _lay_out(source, store, target, limits, recorded=recorded)
         report = Copied(**planned_fields(plan, target), source=source.path, checked_nbytes=checked)
-        report = replace(report, notes=(*report.notes, *_unchecked(recorded.nbytes, checked, by_store=bool(plan.linked))))
+        report = replace(report, notes=(*report.notes, *_unchecked(whole, checked, by_store=bool(plan.linked))))
         return Planned(plan, report, writing, reads=(store,), sources=stack.pop_all())
 
 
 def _unchecked(whole: int, checked: int, *, by_store: bool) -> Iterator[str]:
-    """What nobody can say of the tensors that are copied: whether they are as they were written."""
+    """A note where tensors are copied without being compared with a checksum."""
     if checked < whole:
         compared = f"{nbytes(checked)} of {nbytes(whole)} of tensors were" if checked else "nothing was"
         recorded = "no other checksums are recorded" if checked else "no checksums are recorded"
@@ -95,7 +94,7 @@ def _unchecked(whole: int, checked: int, *, by_store: bool) -> Iterator[str]:
 
 
 def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limits: Limits) -> Store:
-    """The files themselves, where the store of an open checkpoint may have some that are computed."""
+    """The store of the files themselves; that of an open checkpoint may have some that are computed."""
     store = source.source.store
     if isinstance(src, Checkpoint) and store.place() != place_at(source.path).identity:
         return store  # it was opened from memory
@@ -104,7 +103,9 @@ def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limit
     return raw
 
 
-def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits, *, recorded: Recorded) -> tuple[SavePlan, int]:
+def _lay_out(
+    source: Checkpoint, store: Store, target: str, limits: Limits, *, recorded: Mapping[str, Ints]
+) -> tuple[SavePlan, int]:
     names = list(store.list())
     last = _index(names, source) if store.folder else None
     origin = OpenSource(store, limits=limits, threads=1)
@@ -124,7 +125,7 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits, *, r
             text = made_whole(origin.bytes(name, 0, store.size(name)), {one: at for one, (_, at) in shared.items()})
             index.append(FilePlan(name, (Literal(text),)))
             continue
-        file, compared = _copied(name, origin, recorded.ranges.get(name), key=key)
+        file, compared = _copied(name, origin, recorded.get(name), key=key)
         (index if name == last else files).append(file)
         checked += compared
     plan = SavePlan(
@@ -142,17 +143,8 @@ def _index(names: Sequence[str], source: Checkpoint) -> str | None:
     return format.weight_files(source.source).index if found is None and format.weights_by else found
 
 
-class Recorded(Value, frozen=True):
-    """What a checkpoint records of its tensors' bytes."""
-
-    ranges: Mapping[str, Ints]
-    """Of each file, a row for each range with a checksum: first byte, the byte behind the last, CRC-32."""
-    nbytes: int
-    """Of all storages, those without a checksum as well."""
-
-
-def _recorded(source: Checkpoint) -> Recorded:
-    """The storages of a checkpoint, each once."""
+def _recorded(source: Checkpoint) -> tuple[dict[str, Ints], int]:
+    """The ranges of each file with a checksum (first byte, the byte behind the last, CRC-32), and the bytes of all storages."""
     table = source.stored
     found: dict[str, list[Ints]] = {}
     storages, whole = table.storages, 0
@@ -169,11 +161,11 @@ def _recorded(source: Checkpoint) -> Recorded:
         if storage.crc32 is not None and storage.nbytes:
             own = storage.start, storage.start + storage.nbytes, storage.crc32
             found.setdefault(storage.key, []).append(np.array([own], np.int64))
-    return Recorded({key: np.concatenate(rows) for key, rows in found.items()}, whole)
+    return {key: np.concatenate(rows) for key, rows in found.items()}, whole
 
 
 def _apart(ranges: Ints, size: int) -> Ints:
-    """Of ranges of a file those that lie in it and begin where none before them goes on, by their starts."""
+    """The ranges of a file that lie in it and begin where none before them goes on, by their starts."""
     ranges = ranges[ranges[:, 1] <= size]
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
     reach = np.maximum.accumulate(np.append(0, ranges[:, 1]))[:-1]
@@ -189,7 +181,7 @@ def _apart(ranges: Ints, size: int) -> Ints:
 
 
 def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tuple[FilePlan, int]:
-    """A file as it is, as a table of its bytes: rows that a checksum is recorded of, and what lies between them."""
+    """The plan of a file as it is: rows with a recorded checksum, and what lies between them; and how many bytes have one."""
     store = origin.store
     size = store.size(name)
     ranges = _apart(np.zeros((0, 3), np.int64) if recorded is None else recorded, size)
@@ -202,11 +194,9 @@ def _copied(name: str, origin: Source, recorded: Ints | None, *, key: str) -> tu
     of_length, kind = np.unique(lengths, return_inverse=True)
     kinds = [Kind.plain(BYTES, (length,)) for length in of_length.tolist()]
     rows = range(len(starts))
-    # What comes from far away is asked for ahead, which a row by itself is.
-    near = not (store.medium.in_order or store.medium.block_nbytes)
-    numbers = [ODD] * len(rows) if not near else rows
-    odd = {} if near else {row: storages.view(row, kinds[kind[row]], labels[row]) for row in rows}
-    table = Table(labels, kinds, kind.tolist(), numbers, storages, odd)
-    return FilePlan(key, tuple(segments(table, rows, lengths, labels, {}, stops=lengths.cumsum()))), int(
-        (ranges[:, 1] - ranges[:, 0]).sum()
-    )
+    # What a remote store has is requested ahead, which a row by itself is.
+    ahead = store.medium.in_order or store.medium.block_nbytes
+    odd = {row: storages.view(row, kinds[kind[row]], labels[row]) for row in rows} if ahead else {}
+    table = Table(labels, kinds, kind.tolist(), [ODD] * len(rows) if ahead else rows, storages, odd)
+    file = FilePlan(key, tuple(segments(table, rows, lengths, labels, {}, stops=lengths.cumsum())))
+    return file, int((ranges[:, 1] - ranges[:, 0]).sum())

@@ -9,7 +9,6 @@
    its program along; a `.pt2` of weights alone is one that Holdfast opens and stock torch refuses. All that stands in the way is
    listed, by model and weight, before a file exists.
 
-
 `replace_weights`: a fine-tuned state into the program of a `.pt2`, without exporting it again.
 
 Names, dtypes and shapes must be those of the program's weights; all that does not fit is listed, and nothing is written. Everything
@@ -27,11 +26,11 @@ from typing import Literal, Unpack
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
-from holdfast.core.options import OF_STATES, PackageOptions, Progress, ReplaceOptions, pick, validated
+from holdfast.core.options import OF_STATES, PackageOptions, ReplaceOptions, pick, validated
 from holdfast.core.protocols import Source, State, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dict_leaves
-from holdfast.core.value import Value, replace
+from holdfast.core.value import replace
 from holdfast.engine.saves import Data, SavePlan
 from holdfast.engine.table import lazy_table
 from holdfast.errors import CannotHold, Unsupported
@@ -46,11 +45,10 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.tie import tie_state
 from holdfast.saving.formats import Options, check_archive_name, plan_save, suffix_of
 from holdfast.saving.models import CONSTANTS, models_in, non_weight_keys, weights_of
-from holdfast.saving.planned import Destination, Planned, Saved, check_target, planned_fields, rewritten
+from holdfast.saving.planned import Destination, Planned, Saved, Writing, check_target, planned_fields, rewritten
 from holdfast.saving.rejoin import rejoin
 from holdfast.saving.rows import lazy_tree, with_table
 from holdfast.saving.state import tabulate_state, tabulate_tree
-from holdfast.saving.writing import Writing
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 
@@ -90,43 +88,28 @@ def plan_package(models: Mapping[str, object], dst: str | os.PathLike[str], opti
         # Otherwise nothing is read until the target is opened.
         check_target(target, directory=found.folder, writing=writing)
     with ExitStack() as stack:
-        members = _describe(models, stack, options["limits"])
-        state, notes = _deduplicated(members.state, deduplicate, writing.reading_threads, progress=options["progress"])
+        state, beside, notes = _describe(models, stack, options["limits"])
+        reads = state.tensors.stores
+        if problems := _incomplete(state):
+            raise CannotHold("some weights of this package are not all there", problems)
+        state = share_files(state)
+        if deduplicate == "content":
+            state, _, more = tie_state(state, threads=writing.reading_threads, progress=options["progress"])
+            notes += more
         if not found.programs:
-            plan = _plan_state(replace(members, state=state), target, found)
+            plan = _plan_state(state, beside, target, found)
         else:
             rejoined = rejoin(state)
-            plan = _plan_pt2(lazy_tree(rejoined.state), members.beside, archive_name(target))
+            plan = _plan_pt2(lazy_tree(rejoined.state), beside, archive_name(target))
             notes += rejoined.notes
-        plan = replace(plan, notes=(*members.notes, *notes, *plan.notes))
-        return Planned(
-            plan, Saved(**planned_fields(plan, target)), writing, reads=members.state.tensors.stores, sources=stack.pop_all()
-        )
+        plan = replace(plan, notes=(*notes, *plan.notes))
+        return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=reads, sources=stack.pop_all())
 
 
-class _Members(Value, frozen=True):
-    """The models of a package, as one state."""
-
-    state: State
-    beside: Mapping[str, SideRecords]
-    """For models that come from a `.pt2`: what else they have there."""
-    notes: tuple[str, ...] = ()
-    """What of a model has no place in a package."""
-
-
-def _deduplicated(state: State, deduplicate: str, threads: int, *, progress: Progress | None) -> tuple[State, tuple[str, ...]]:
-    problems = _incomplete(state)
-    if problems:
-        raise CannotHold("some weights of this package are not all there", problems)
-    state = share_files(state)
-    if deduplicate == "storage":
-        return state, ()
-    tied = tie_state(state, threads=threads, progress=progress)
-    return tied.state, tied.notes
-
-
-def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | None) -> _Members:
-    """All models as one state: those in memory together, so that they share what they share."""
+def _describe(
+    models: Mapping[str, object], stack: ExitStack, limits: Limits | None
+) -> tuple[State, Mapping[str, SideRecords], tuple[str, ...]]:
+    """All models as one state, those in memory together; the other records of each `.pt2` among them; and notes."""
     if not isinstance(models, Mapping) or not models:
         raise CannotHold("a package holds models by their names", ["there is no model"])
     wrong = [f"{model!r} is no name for a model" for model in models if not isinstance(model, str) or not model]
@@ -134,8 +117,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
         raise CannotHold("a package holds models by their names", wrong)
     opened: dict[tuple[object, ...], object] = {}
     trees: dict[str, object] = {}
-    once: dict[int, tuple[State, object]] = {}
-    """By identity: two models of one checkpoint are rows of one table, and share what they have."""
+    once: dict[int, tuple[State, object]] = {}  # by identity: two models of one checkpoint are rows of one table
     beside: dict[str, SideRecords] = {}
     memory: dict[str, object] = {}
     notes: list[str] = []
@@ -160,20 +142,20 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
             memory[model] = _state_dict(value)
     described = tabulate_state(memory, limits=limits)
     if not trees:
-        return _Members(replace(described, notes=()), beside, described.notes)
+        return replace(described, notes=()), beside, described.notes
     inside = lazy_tree(described)
     trees |= inside if isinstance(inside, dict) else {}
-    return _Members(tabulate_tree({model: trees[model] for model in models}, limits=limits), beside, (*notes, *described.notes))
+    return tabulate_tree({model: trees[model] for model in models}, limits=limits), beside, (*notes, *described.notes)
 
 
 def _state_dict(value: object) -> object:
-    """A module's state with its parameters told from its buffers; anything else as it is."""
+    """The state of a module, in which its parameters differ from its buffers; anything else as it is."""
     state_dict = getattr(value, "state_dict", None)
     return state_dict(keep_vars=True) if callable(state_dict) and not isinstance(value, Mapping) else value
 
 
 def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, SideRecords]:
-    """The raw weights and constants of the one model in a `.pt2`, and what else it has."""
+    """The raw weights and constants of the one model in a `.pt2`, and the other records that it has."""
     models = models_in(checkpoint, lazy_tree(tabulate_state(checkpoint, limits=limits)))
     if len(models) != 1:
         problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=…)"
@@ -189,9 +171,9 @@ def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Side
     return member, beside
 
 
-def _plan_state(members: _Members, target: str, format: Format) -> SavePlan:
+def _plan_state(state: State, besides: Mapping[str, SideRecords], target: str, format: Format) -> SavePlan:
     problems = []
-    for model, beside in members.beside.items():
+    for model, beside in besides.items():
         has = ["a program"] if beside.program is not None else []
         has += ["sample inputs"] if beside.sample_inputs is not None else []
         has += ["pickled objects"] if beside.weights or beside.constants else []
@@ -200,7 +182,6 @@ def _plan_state(members: _Members, target: str, format: Format) -> SavePlan:
         problems += [f"{model}: {problem}" for problem in beside.problems]
     if problems:
         raise CannotHold(f"a {format.title} package has no place for what these .pt2 files hold; {EXTRACT}", problems)
-    state = members.state
     models = ", ".join(map(str, state.tree)) if isinstance(state.tree, dict) else ""
     return plan_save(target, replace(state, metadata={**state.metadata, "models": models}), format.name, options=Options())
 
@@ -240,7 +221,7 @@ def _parts(models: object) -> dict[str, ModelWeights]:
 
 
 def _constants_key(tree: object) -> str | None:
-    """Where the constants of a model are in its tree; a weight may have the name."""
+    """The key of the constants in the tree of a model; a weight may have the usual name."""
     for key in (CONSTANTS, f"{CONSTANTS}#2"):
         beside = tree.get(key) if isinstance(tree, dict) else None
         if isinstance(beside, dict) and all(isinstance(value, LazyTensor) for value in beside.values()):
@@ -249,10 +230,10 @@ def _constants_key(tree: object) -> str | None:
 
 
 def _incomplete(state: State) -> list[str]:
-    """Tensors of which there are only some elements, or none: a rank's own shards, the meta device. Those that are odd rows."""
+    """Problems of tensors of which only some elements are here, or none: a rank's own shards, the meta device."""
     problems = []
-    table = state.tensors
-    for name, tensor in ((table.names[row], tensor) for row, tensor in table.odd.items()):
+    for row, tensor in state.tensors.odd.items():
+        name = state.tensors.names[row]
         here = sum(chunk.box.count for chunk in tensor.chunks)
         if tensor.traits.meta:
             problems.append(f"{name}: on the meta device it has no data")
@@ -262,7 +243,7 @@ def _incomplete(state: State) -> list[str]:
 
 
 def _two_dtypes(models: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """Weights over one storage that disagree in dtype, each with the first that they disagree with."""
+    """Problems of weights over one storage that disagree in dtype, each with the first that they disagree with."""
     first: dict[Storage, tuple[str, LazyTensor]] = {}
     problems = []
     for model, weights in models.items():
@@ -276,7 +257,7 @@ def _two_dtypes(models: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 
 def share_files(state: State) -> State:
-    """A file that was opened several times is one source, and the home of its storages, so that these are the same."""
+    """The state with one source for a file that was opened several times, so that its storages are the same."""
     stores = state.tensors.stores
     first: dict[Hashable, Store] = {}
     for store in stores:
@@ -285,9 +266,7 @@ def share_files(state: State) -> State:
         return state
     table = state.tensors
     tensors = [table.view(row) for row in range(len(table))]
-    sources = {
-        first[store.place()]: source for source in reversed([tensor.source for tensor in tensors]) if (store := source.store)
-    }
+    sources = {first[tensor.source.store.place()]: tensor.source for tensor in reversed(tensors)}
 
     def moved(tensor: LazyTensor) -> LazyTensor:
         source = sources[first[tensor.source.store.place()]]
@@ -332,7 +311,7 @@ def plan_replacement(src: Openable | Checkpoint, dst: str | os.PathLike[str] | N
 
 
 def _opened(value: object, stack: ExitStack, limits: Limits | None) -> object:
-    """What `open` takes, as a checkpoint that the stack closes; anything else is a state, and stays what it is."""
+    """The checkpoint of what `open` takes, which the stack closes; anything else is a state, and stays what it is."""
     if not isinstance(value, str | os.PathLike | bytes | bytearray | memoryview):
         return value
     # Blocks are read by the threads that write them.
@@ -347,8 +326,6 @@ def _models(source: Source) -> list[str]:
 
 
 def _states(tree: object, opened: Checkpoint | None, names: list[str], *, model: str | None) -> dict[str, Mapping[str, LazyTensor]]:
-    """The new weights of each model that gets some."""
-    known = ", ".join(names)
     if opened is not None and format_of(opened.format).programs:
         found = weights_of(opened, tree)
         if model is None and len(names) > 1:
@@ -367,19 +344,14 @@ def _states(tree: object, opened: Checkpoint | None, names: list[str], *, model:
         return {names[0]: _flat(names[0], tree)}
     if isinstance(tree, dict) and tree and all(key in names and isinstance(value, dict) for key, value in tree.items()):
         return {str(key): _flat(str(key), value) for key, value in tree.items()}
-    raise CannotHold("these weights do not fit the archive", [f"say of which model they are: {known}"])
+    raise CannotHold("these weights do not fit the archive", [f"say of which model they are: {', '.join(names)}"])
 
 
 def _flat(model: str, tree: object) -> dict[str, LazyTensor]:
-    """A state dict under dotted names."""
-    weights: dict[str, LazyTensor] = {}
-    problems: list[str] = []
-
-    for name, value in dict_leaves(tree):
-        if isinstance(value, LazyTensor):
-            weights[name] = value
-        else:
-            problems.append(f"{model}.{name}: a {type(value).__name__}, and no weight")
-    if problems:
+    leaves = dict(dict_leaves(tree))
+    weights = {name: value for name, value in leaves.items() if isinstance(value, LazyTensor)}
+    others = {name: value for name, value in leaves.items() if name not in weights}
+    if others:
+        problems = [f"{model}.{name}: a {type(value).__name__}, and no weight" for name, value in others.items()]
         raise CannotHold("these weights do not fit the archive", problems)
     return weights

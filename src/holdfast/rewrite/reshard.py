@@ -97,7 +97,7 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Place
 
 
 def _cuts(placed: Mapping[str, Mapping[str, int]], mesh: Mapping[str, int], *, default: bool) -> Iterator[str]:
-    """How many tensors are cut, how, and how many are whole."""
+    """Notes: how many tensors are cut, and how, and how many are whole."""
     counts = Counter(tuple((axis, axes[axis]) for axis in mesh if axis in axes) for axes in placed.values())
     for axes, count in counts.items():
         cut = " and ".join(f"along dimension {dimension} over {axis}={mesh[axis]}" for axis, dimension in axes)

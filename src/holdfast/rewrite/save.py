@@ -31,9 +31,8 @@ from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.formats import format_of
 from holdfast.saving.base import check_shares, not_shared, open_base
 from holdfast.saving.formats import Options, format_for, format_named, plan_save, written_suffixes
-from holdfast.saving.planned import Planned, Saved, check_target, planned_fields
+from holdfast.saving.planned import Planned, Saved, Writing, check_target, planned_fields
 from holdfast.saving.state import tabulate_state
-from holdfast.saving.writing import Writing
 from holdfast.stores.paths import check_binary, content_and_path, place_of
 
 
@@ -90,12 +89,7 @@ def save(state: object, dst: str | os.PathLike[str] | Writer, **options: Unpack[
 
 @validated
 def to_bytes(
-    state: object,
-    format: str,
-    *,
-    metadata: Mapping[str, str] | None = None,
-    keep_tree: bool = False,
-    limits: Limits | None = None,
+    state: object, format: str, *, metadata: Mapping[str, str] | None = None, keep_tree: bool = False, limits: Limits | None = None
 ) -> bytes:
     """A state as the bytes of one file, as `save` would write it: `to_bytes(state, "safetensors")`. `open` takes such bytes.
 
@@ -111,7 +105,6 @@ def to_bytes(
 def _stream(
     described: State, file: Writer, *, format: str | None, options: Options, writing: Writing, progress: Progress | None
 ) -> Saved:
-    """Save to a file object."""
     check_binary(file, "wb")
     name = getattr(file, "name", None)
     plan = _plan_stream(described, name if isinstance(name, str) else "", format, options)
@@ -127,21 +120,19 @@ def _stream(
 
 
 def _plan_stream(described: State, name: str, format: str | None, options: Options) -> SavePlan:
-    """The plan of a file object of this name."""
     suffix = os.path.splitext(name)[1].lower()
     if format is None and (not suffix or suffix not in written_suffixes()):
         raise BadArgument("say format='safetensors' or format='torch': a file object has no suffix that would tell")
     found = format_named(f"archive{suffix}", format, options)
     if format_of(found).folder:
-        problem = f"{found} is a directory of files" + (
-            ", and so is what max_shard_size= asks for" if options.max_shard_size else ""
-        )
-        raise CannotHold("a file object holds one file", [f"{problem}; give the path of a directory, or another format"])
+        more = ", and so is what max_shard_size= asks for" if options.max_shard_size else ""
+        problem = f"{found} is a directory of files{more}; give the path of a directory, or another format"
+        raise CannotHold("a file object holds one file", [problem])
     return plan_save("archive", described, found, options=options)
 
 
 def _write_stream(plan: SavePlan, file: Writer, described: State, where: str) -> None:
-    """Write the one file of a plan to a file object, which messages call `where`."""
+    """Write the one file of a plan to a file object, called `where` in messages."""
     (one,) = plan.files
     check_source(one, write_stream(one, file))
     for store in described.tensors.stores:

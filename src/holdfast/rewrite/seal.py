@@ -30,32 +30,30 @@ NO_STEP = "no step is known: neither a file nor the name says one; pass step= to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed(Shown):
-    """What was sealed, or would be; `done` says which."""
+    """The files that were sealed, or would be; `done` says which."""
 
     path: str
     """The folder or file."""
     seal: str
     """The path of the seal."""
     format: str
-    """Who wrote it: transformers, lightning, deepspeed, accelerate, dcp, holdfast; empty where nobody knows."""
+    """The program that wrote it: transformers, lightning, deepspeed, accelerate, dcp, holdfast; empty where it is not known."""
     nbytes: int
-    """Bytes of all files."""
     files: tuple[tuple[str, int], ...]
-    """Each file and its length."""
     step: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """What a person should know."""
+    """Sentences about what a person should know."""
     done: bool = False
     """Whether it was written; a dry run writes nothing."""
 
     def explain(self) -> str:
-        """In words."""
+        """The result in words."""
         count, step = len(self.files), "no step" if self.step is None else f"step {self.step:,}"
-        said = [f"{name} {value:g}" for name, value in self.metrics.items()]
+        metrics = [f"{name} {value:g}" for name, value in self.metrics.items()]
         return "\n".join([
             f"→ {self.seal}",
-            f"seal   {self.nbytes:,} bytes in {count:,} file{'s' if count != 1 else ''}, {', '.join([step, *said])}",
+            f"seal   {self.nbytes:,} bytes in {count:,} file{'s' if count != 1 else ''}, {', '.join([step, *metrics])}",
             *(f"note   {note}" for note in self.notes),
         ])  # fmt: skip
 
@@ -94,11 +92,11 @@ def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
             check_place(files, place, overwrite=overwrite)
         listing = list_files(files, path, limits)
     if wrong := torn(path, list(listing), limits):
-        told = "; ".join(f"{name}: {reason}" for name, reason in wrong[:SHOWN])
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in wrong[:SHOWN])
         more = f"; and {len(wrong) - SHOWN:,} more" if len(wrong) > SHOWN else ""
-        raise refusal(f"this is torn, and no seal is put on it ({told}{more})", path)
+        raise refusal(f"this is torn, and no seal is put on it ({reasons}{more})", path)
     found = recognised(path, list(listing), limits)
-    # A seal that is put on anew says what the old one said, where nobody says otherwise.
+    # A new seal takes over what the old one says, where the options do not say otherwise.
     old = _old_seal(path, limits) if overwrite else None
     known = found.step if old is None or found.step is not None else old.step
     unknown = step is None and known is None
@@ -126,7 +124,6 @@ def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
 
 
 def _old_seal(path: str, limits: Limits | None) -> Seal | None:
-    """The seal that is there; None where there is none that can be read."""
     try:
         return read_seal(path, limits)
     except HoldfastError:

@@ -1,4 +1,4 @@
-"""`alias_graph`: which tensors are the same bytes; `tie`: those that hold the same become one again. Torch-free.
+"""`alias_graph` finds tensors that are the same bytes, or hold the same; `tie` stores tensors that hold the same once.
 
 By storage, nothing is read. Tensors belong together when they are views of one storage: the same record of one file, however often
 and under whatever name it was opened; the same memory of this process; or, in a format that stores copies, the storage that their
@@ -9,13 +9,8 @@ By content, tensors that hold the same are found wherever they lie, so that a ti
 1. Views that are one and the same place are one *copy*, and are not compared with each other.
 2. Copies are sorted into buckets by digest: dtype, shape, CRC-32. Where a file records the checksum, it is not read for that.
 3. A CRC is no proof, and a file can be made to lie about it: within a bucket every copy is compared with the first, byte by byte.
-4. Those that differ, which takes bad luck or bad intent, and those that do not lie in one piece are told apart by a cryptographic
-   hash. So the cost is at most three times the bytes, however many collide.
-
-Bytes are compared in blocks, and memory is a few blocks a thread.
-
-    3 models, 7 tensors, 412 bytes in 4 storages
-    base:emb.weight = base:head.weight = tuned:emb.weight    float32 [5, 4], 2 copies, 80 bytes could be saved
+4. Copies that differ, which takes bad luck or bad intent, and copies that do not lie in one piece are distinguished by a
+   cryptographic hash. So the cost is at most three times the bytes, however many collide.
 
 To tie is to give rows other storages:
 
@@ -50,33 +45,25 @@ from holdfast.core.sharing import several, shared_rows
 from holdfast.core.strict_json import quoted
 from holdfast.core.table import Kind, Table
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value, replace
+from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_blocks, read_block
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.equal import same_bytes
-from holdfast.engine.saves import SavePlan
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.formats import format_of
-from holdfast.formats.pt2.replace import lay_out_replaced
-from holdfast.formats.pt2.write import lay_out_pt2, models_of
-from holdfast.formats.torch.write import archive_name
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.saving.formats import Options, for_programs, format_for, plan_save
-from holdfast.saving.models import programs_of, weights_of
+from holdfast.saving.models import plan_rewrite, weights_of
 from holdfast.saving.planned import Destination, Planned, Saved, planned_fields, rewritten
 from holdfast.saving.rejoin import rejoin
-from holdfast.saving.rows import lazy_tree, with_table
+from holdfast.saving.rows import with_table
 from holdfast.saving.state import tabulate_state
 
 By = Literal["storage", "content"]
 
-ONLY = "model"
-"""What the one model is called that is given without a name."""
-
 BLOCK_NBYTES = 2 << 20
-"""Bytes of each side that are compared at a time."""
+"""Bytes that are hashed at a time."""
 
 LISTED = 20
 """Groups that a printed graph lists, the largest first, and members of each."""
@@ -91,7 +78,7 @@ class AliasMember:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    """Bytes of its elements when packed."""
+    """Bytes of the elements when packed."""
     storage: int
     """Number of its storage in the graph: members with one number are views of the same bytes."""
     offset: int | None
@@ -108,11 +95,11 @@ class AliasGroup:
     """Tensors that are views of one storage, or that hold the same."""
 
     members: tuple[AliasMember, ...]
-    """In the order of the models; two at least."""
+    """The tensors in the order of the models; two at least."""
     nbytes: int
-    """Bytes of the storages that they lie in, each once."""
+    """Bytes of their storages, each once."""
     saved_nbytes: int
-    """By storage: what they would take more if each were stored by itself."""
+    """Bytes that they would take more if each were stored by itself."""
     savable_nbytes: int = 0
     """By content: bytes of storages that nothing would need if all members were views of the first."""
     same: bool = True
@@ -120,7 +107,7 @@ class AliasGroup:
 
     @property
     def storages(self) -> int:
-        """How many storages they lie in."""
+        """The number of their storages."""
         return len({member.storage for member in self.members})
 
     @property
@@ -145,7 +132,7 @@ class AliasGroup:
 
 @dataclass(frozen=True, slots=True)
 class AliasGraph(Shown):
-    """What several models share. Print it."""
+    """The storages that several models share. Print it."""
 
     by: By
     models: tuple[str, ...]
@@ -155,7 +142,7 @@ class AliasGraph(Shown):
     """Bytes of all storages, each once."""
     groups: tuple[AliasGroup, ...]
     notes: tuple[str, ...] = ()
-    """What was not looked at, and why."""
+    """Tensors that were not compared, and why."""
     _index: Mapping[tuple[str, str], AliasGroup] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -195,9 +182,9 @@ def alias_graph(
 
     A state is nested dicts of arrays, tensors and lazy tensors. `by="storage"` compares places and reads nothing. `by="content"`
     reads what no file has a checksum for, and everything that looks equal. Tensors without data or elements share nothing.
-    `progress` is told of bytes that were read.
+    `progress` is called with the number of bytes that were read.
     """
-    given = src if isinstance(src, Mapping) and not isinstance(src, Checkpoint) else {ONLY: src}
+    given = src if isinstance(src, Mapping) and not isinstance(src, Checkpoint) else {"model": src}
     with ExitStack() as stack:
         models: dict[str, Table] = {}
         for model, state in given.items():
@@ -216,28 +203,28 @@ def alias_graph(
 class ModelRows:
     """The rows of all models that have elements; rows that are one view are one *copy*."""
 
-    def __init__(self, models: Mapping[str, Table], *, stored_aliases: bool = False) -> None:
-        """With `stored_aliases`, copies that shared a storage before they were saved count as sharing it."""
+    def __init__(self, models: Mapping[str, Table], *, stored_aliases: bool = False, among: Collection[str] | None = None) -> None:
+        """With `stored_aliases`, copies that shared a storage before they were saved count as sharing it. `among`: these names."""
         self._stored_aliases = stored_aliases
         self._models, self._tables = [*models], [*models.values()]
         self._first = [*accumulate(map(len, self._tables), initial=0)]
         """The position of the first row of each table among the rows of all."""
-        found = shared_rows(self._tables, stored_aliases=stored_aliases, by_place=True)
+        self.shared = found = shared_rows(self._tables, stored_aliases=stored_aliases, by_place=True)
+        self.storage, self.view = (dict(zip(found.rows, column, strict=True)) for column in (found.storage, found.view))
         filled = self._of_kinds(lambda kind: not kind.traits.meta and 0 not in kind.shape)
-        some = [at for at, row in enumerate(found.rows) if filled[row]]
-        self._rows, storages, views = ([column[at] for at in some] for column in (found.rows, found.storage, found.view))
-        """`rows` are positions among the rows of all tables."""
-        self._storage, self._view = dict(zip(self._rows, storages, strict=True)), dict(zip(self._rows, views, strict=True))
-        self._nbytes = found.nbytes
-        self._numbers = dict(zip(dict.fromkeys(storages), count(), strict=False))
-        """Of each storage the number that people see."""
+        self._rows = [row for row in found.rows if filled[row]]
+        if among is not None:
+            names = [name for table in self._tables for name in table.names]
+            self._rows = [row for row in self._rows if names[row] in among]
+        views = [self.view[row] for row in self._rows]
+        self._numbers = dict(zip(dict.fromkeys(self.storage[row] for row in self._rows), count(), strict=False))
+        """The number of each storage that people see."""
         self._copies = dict(zip(reversed(views), reversed(self._rows), strict=True))
-        """Of each view its first row, which stands for the copy."""
+        """The first row of each view, which stands for the copy."""
         self._names = {rows[0]: rows for rows in several(views, self._rows).values()}
         """The rows of copies that have several."""
 
     def _of_kinds(self, value: Callable[[Kind], int]) -> list[int]:
-        """A number for each row of all tables, by its kind."""
         by_kind = [([*map(value, table.kinds)], table.kind) for table in self._tables]
         return [numbers[one] for numbers, kind in by_kind for one in kind]
 
@@ -246,7 +233,6 @@ class ModelRows:
         return sorted([row for copy in copies for row in self._names.get(copy, (copy,))])
 
     def _at(self, position: int) -> tuple[int, int]:
-        """The number of the table and the row there of a position."""
         number = bisect_right(self._first, position) - 1
         return number, position - self._first[number]
 
@@ -267,22 +253,22 @@ class ModelRows:
         if place is not None:
             place = None if any(step % bits for step in place) else tuple([step // bits for step in place])
         offset, strides = (None, None) if place is None else (place[0], place[1:])
-        storage = self._numbers[self._storage[position]]
+        storage = self._numbers[self.storage[position]]
         name, dtype = table.names[row], kind.dtype.name
         return AliasMember(self._models[number], name, dtype, kind.shape, kind.nbytes, storage, offset, strides)
 
     def _graph(self, by: By, groups: Sequence[AliasGroup], notes: Sequence[str] = ()) -> AliasGraph:
         index = {(member.model, member.name): group for group in groups for member in group.members}
-        nbytes = sum([self._nbytes[storage] for storage in self._numbers])
+        nbytes = sum([self.shared.nbytes[storage] for storage in self._numbers])
         return AliasGraph(by, tuple(self._models), self._first[-1], len(self._numbers), nbytes, tuple(groups), tuple(notes), index)
 
     def by_storage(self) -> AliasGraph:
         """Groups of rows over one storage."""
         made = []
-        for storage, rows in several([*self._storage.values()], self._rows).items():
-            members, nbytes = tuple(map(self.member, rows)), self._nbytes[storage]
+        for storage, rows in several([self.storage[row] for row in self._rows], self._rows).items():
+            members, nbytes = tuple(map(self.member, rows)), self.shared.nbytes[storage]
             saved = max(sum(member.nbytes for member in members) - nbytes, 0)
-            made.append(AliasGroup(members, nbytes, saved, same=len({self._view[row] for row in rows}) == 1))
+            made.append(AliasGroup(members, nbytes, saved, same=len({self.view[row] for row in rows}) == 1))
         return self._graph("storage", made)
 
     def by_content(self, classes: Sequence[Sequence[int]], notes: Sequence[str], *, tied: bool) -> AliasGraph:
@@ -293,11 +279,11 @@ class ModelRows:
             classes = [*classes, *([copy] for copy in self._names if copy not in within)]
         made = {}
         for number, copies in enumerate(classes):
-            held = {self._storage[copy] for copy in copies}
+            held = {storage: self.shared.nbytes[storage] for storage in map(self.storage.__getitem__, copies)}
             members = tuple(map(self.member, self.rows_of(copies)))
             again = members[0].nbytes * (len(members) - len(copies))
-            savable = sum([self._nbytes[storage] for storage in held if freed.get(storage) == number])
-            made[min(copies)] = AliasGroup(members, sum([self._nbytes[storage] for storage in held]), again, savable)
+            savable = sum([nbytes for storage, nbytes in held.items() if freed.get(storage) == number])
+            made[min(copies)] = AliasGroup(members, sum(held.values()), again, savable)
         return self._graph("content", [made[first] for first in sorted(made)], notes)
 
     def equal_copies(self, threads: int | None, progress: Progress | None) -> tuple[list[list[int]], list[str]]:
@@ -321,20 +307,20 @@ class ModelRows:
         return _classes([*alike.values()], self.tensor, threads, progress), notes
 
     def _freed(self, classes: Sequence[Sequence[int]]) -> dict[int, int]:
-        """The storages of which no copy is the first of its class, each with the class of its first copy."""
+        """Storages of which no copy is the first of its class, each with the class of its first copy."""
         moved = {copy: number for number, copies in enumerate(classes) for copy in copies[1:]}
-        left = Counter(map(self._storage.__getitem__, self._copies.values()))
+        left = Counter(map(self.storage.__getitem__, self._copies.values()))
         found: dict[int, int] = {}
         for copy in sorted(moved):
-            left[self._storage[copy]] -= 1
-            found.setdefault(self._storage[copy], moved[copy])
+            left[self.storage[copy]] -= 1
+            found.setdefault(self.storage[copy], moved[copy])
         return {storage: number for storage, number in found.items() if not left[storage]}
 
 
 def _classes(
     alike: Sequence[Sequence[int]], tensor: Callable[[int], LazyTensor], threads: int | None, progress: Progress | None
 ) -> list[list[int]]:
-    """Copies that hold the same, of those that look alike; two or more each, in their order."""
+    """Classes of copies that hold the same, of copies that look alike; two or more each, in their order."""
     tensors = {copy: tensor(copy) for copies in alike for copy in copies}
     rivals = [(copies[0], copy) for copies in alike for copy in copies[1:]]
     same = same_bytes([(tensors[first], tensors[copy]) for first, copy in rivals], progress, threads=threads)
@@ -352,7 +338,6 @@ def _classes(
 
 
 def _hash(tensor: LazyTensor) -> bytes:
-    """A cryptographic hash of the bytes in C order."""
     digest = hashlib.blake2b(digest_size=32)
     for piece in contiguous_blocks(tensor, BLOCK_NBYTES):
         digest.update(read_block(piece))
@@ -360,13 +345,12 @@ def _hash(tensor: LazyTensor) -> bytes:
 
 
 def _shown(text: str) -> str:
-    """A name out of a file, for people: as it is, or in quotes with everything odd written out."""
     return text if text.isascii() and text.isprintable() and len(text) <= 80 else quoted(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tied(Saved):
-    """What `tie` found, and what it wrote or would write. Print it."""
+    """The tensors that `tie` found, and the files that it wrote or would write. Print it."""
 
     source: str
     groups: tuple[AliasGroup, ...]
@@ -377,7 +361,7 @@ class Tied(Saved):
     """Bytes of storages that nothing needs once equal tensors are tied."""
 
     def listing(self) -> list[str]:
-        """What holds the same, a line a group, the largest first."""
+        """A line for each group of tensors that hold the same, the largest first."""
         order = sorted(self.groups, key=lambda group: -group.savable_nbytes)
         more = [f"… {len(order) - LISTED:,} more groups"] if len(order) > LISTED else []
         first = f"{self.source}: {self.savable_nbytes:,} of {self.storage_nbytes:,} bytes could be saved"
@@ -389,14 +373,6 @@ class Tied(Saved):
 
     def __str__(self) -> str:
         return "\n".join([*self.listing(), *self.notes])
-
-
-class TiedState(Value, frozen=True):
-    """A state whose equal tensors are views of the same bytes."""
-
-    state: State
-    graph: AliasGraph
-    notes: tuple[str, ...]
 
 
 @validated
@@ -411,18 +387,19 @@ def tie(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = None, *
 
 
 def plan_tie(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions) -> Planned[Tied]:
-    """Find what holds the same, which is read and compared here, and lay out the checkpoint in which it is tied."""
+    """Find tensors that hold the same, which are read and compared here, and lay out the checkpoint in which they are tied."""
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Tied]:
         described = tabulate_state(source, limits=options["limits"])
         threads = where.writing.reading_threads
-        tied = tie_state(described, _weights(source, described), threads=threads, progress=options["progress"])
-        plan = plan_rewrite(source, tied.state, where)
-        plan = replace(plan, notes=(*tied.notes, *plan.notes))
-        groups = tuple(group for group in tied.graph.groups if group.storages > 1)
+        among, progress = _weights(source, described), options["progress"]
+        state, graph, notes = tie_state(described, among, threads=threads, progress=progress)
+        plan = plan_rewrite(source, state, where)
+        plan = replace(plan, notes=(*notes, *plan.notes))
+        groups = tuple(group for group in graph.groups if group.storages > 1)
         report = Tied(
-            **planned_fields(plan, where.path), source=source.path, groups=groups, storage_nbytes=tied.graph.nbytes,
-            savable_nbytes=tied.graph.savable_nbytes,
+            **planned_fields(plan, where.path), source=source.path, groups=groups, storage_nbytes=graph.nbytes,
+            savable_nbytes=graph.savable_nbytes,
         )  # fmt: skip
         return Planned(plan, report, where.writing, reads=described.tensors.stores)
 
@@ -430,7 +407,7 @@ def plan_tie(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, opt
 
 
 def _weights(opened: Checkpoint, state: State) -> Collection[str] | None:
-    """What is compared of a package: its weights. Its constants and sample inputs are copied as they are. None for all tensors."""
+    """The tensors of a package that are compared: its weights. Constants and sample inputs are copied. None for all tensors."""
     if not format_of(opened.format).programs:
         return None
     models = weights_of(opened, state.tree)
@@ -440,39 +417,35 @@ def _weights(opened: Checkpoint, state: State) -> Collection[str] | None:
 
 def tie_state(
     state: State, among: Collection[str] | None = None, *, threads: int | None = None, progress: Progress | None = None
-) -> TiedState:
-    """Tie what holds the same, of tensors `among` these names. Reads what has no checksum in a file, and all that looks equal."""
+) -> tuple[State, AliasGraph, tuple[str, ...]]:
+    """The state with tensors that hold the same tied, `among` these names; the graph of what held the same; and notes.
+
+    Reads tensors that have no checksum in a file, and all that look equal.
+    """
     rejoined = rejoin(state)
-    table = rejoined.state.tensors
-    chosen = [row for row, name in enumerate(table.names) if among is None or name in among]
-    found = ModelRows({"": table if among is None else table.select(chosen)})
+    state, table = rejoined.state, rejoined.state.tensors
+    found = ModelRows({"": table}, among=among)
     classes, unread = found.equal_copies(threads, progress)
     graph = found.by_content(classes, unread, tied=False)
-    if not classes:
-        return TiedState(rejoined.state, graph, (*rejoined.notes, *unread))
-    tying = _Tying(table)
+    tying = _Tying(table, found)
     for copies in sorted(classes):
-        tying.add([chosen[row] for row in found.rows_of(copies)])
-    return TiedState(with_table(rejoined.state, tying.table()), graph, (*rejoined.notes, *unread, *tying.notes))
+        tying.add(found.rows_of(copies))
+    return with_table(state, tying.table()) if classes else state, graph, (*rejoined.notes, *unread, *tying.notes)
 
 
 class _Tying:
-    """Which storage each row gets."""
+    """Gives rows that hold the same one storage."""
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
-        found = shared_rows([table])
-        self._storage = dict(zip(found.rows, found.storage, strict=True))
-        self._view = dict(zip(found.rows, found.view, strict=True))
-        self._parts = found.parts
-        rows, storages = found.pieces()
+    def __init__(self, table: Table, found: ModelRows) -> None:
+        self._table, self._storage, self._view, self._parts = table, found.storage, found.view, found.shared.parts
+        rows, storages = found.shared.pieces()
         views = {*zip(storages, map(self._view.__getitem__, rows), strict=True)}
         self._views = Counter([storage for storage, _ in views])
         """How many different views each storage has."""
         self._first: dict[int, int] = {}
-        """A view, and the row that takes its place."""
+        """From a view to the row that takes its place."""
         self._onto: dict[int, int] = {}
-        """A storage, and a row of the one that its views move to."""
+        """From a storage to a row of the storage that its views move to."""
         self.notes: list[str] = []
 
     def add(self, rows: Sequence[int]) -> None:
@@ -487,7 +460,7 @@ class _Tying:
             if all(self._views[storage] == 1 for storage in self._parts.get(own, (own,))):
                 self._first[self._view[row]] = first
             elif self._covers(row) and self._covers(first):
-                if own not in self._onto and self._root(first) != own:
+                if own not in self._onto and self._storage[self._holder(first)] != own:
                     self._onto[own] = first
             else:
                 stays.append(self._table.names[row])
@@ -496,12 +469,8 @@ class _Tying:
             name = self._table.names[first]
             self.notes.append(f"equal to {name!r}, and left where other views of their storages are: {shown}")
 
-    def _root(self, row: int) -> int:
-        """The storage where the views of a row's storage end up; one that others moved to may move itself."""
-        return self._storage[self._holder(row)]
-
     def _holder(self, row: int) -> int:
-        """A row of the storage that a row ends up in: itself where that does not move."""
+        """A row of the storage that a row ends up in; a storage that others moved to may move itself."""
         while self._storage[row] in self._onto:
             row = self._onto[self._storage[row]]
         return row
@@ -511,12 +480,12 @@ class _Tying:
         return self._table.kind_of(row) if odd is None else Kind.of(odd)
 
     def _covers(self, row: int) -> bool:
-        """Whether it is its storage: in C order, from the first byte to the last, as the bytes are."""
+        """Whether a row is all of its storage: in C order, from the first byte to the last, as the bytes are."""
         kind = self._kind(row)
         return kind.whole and kind.byteorder == "little"
 
     def table(self) -> Table:
-        """The table with rows of other storages, each with all that is its own: its name, whether it is a parameter."""
+        """The table with rows of other storages. Each row keeps all that is its own: its name, whether it is a parameter."""
         table = self._table
         kinds, kind, storage, odd = [*table.kinds], [*table.kind], [*table.storage], dict(table.odd)
         offsets = dict(table.offsets)
@@ -545,26 +514,3 @@ class _Tying:
             if kind[row] == len(kinds):
                 kinds.append(replace(like.marked(traits), location=table.kind_of(holder).location))
         return Table(table.names, kinds, kind, storage, table.storages, odd, offsets=offsets)
-
-
-def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
-    """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
-    if for_programs(where.path, where.format):
-        return _plan_pt2(source, lazy_tree(state), where.path)
-    options = where.options(Options(keep_tree=True))
-    plan = plan_save(where.path, state, format_for(where.path, where.format, options), options=options)
-    left = (f"left out of model {model!r}: the program" for model in programs_of(source))
-    return replace(plan, notes=(*left, *plan.notes))
-
-
-def _plan_pt2(source: Checkpoint, tree: object, target: str) -> SavePlan:
-    name = archive_name(target)
-    if not format_of(source.format).programs:
-        return lay_out_pt2(models_of({"model": tree}), name=name)
-    models = weights_of(source, tree)
-    if not any(models.values()):
-        raise Unsupported("this package has no weights", file=source.path)
-    plain = {model: weights for model, weights in models.items() if all(t.traits.subclass is None for t in weights.values())}
-    kept = [f"model {model!r} has weights that are pickled objects, and keeps them all" for model in models if model not in plain]
-    plan = lay_out_replaced(source.source, plain, name=name)
-    return replace(plan, notes=(*kept, *plan.notes))

@@ -38,8 +38,8 @@ from holdfast.core.options import Option, StoreOption, validated
 from holdfast.core.quantities import Size, byte_count, seconds, shown
 from holdfast.core.runtime import gc_paused, renewed
 from holdfast.core.value import Value, replace
-from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.commit.target import refusal, refusing
+from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.write import Progress
 from holdfast.errors import (
     BadArgument,
@@ -64,8 +64,7 @@ from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
 from holdfast.runs.view import RunView, read_step
 from holdfast.saving.base import NoBase
 from holdfast.saving.formats import Options
-from holdfast.saving.planned import Planned, Saved
-from holdfast.saving.writing import Writing
+from holdfast.saving.planned import Planned, Saved, Writing
 from holdfast.seals.document import Stamp, stamp
 from holdfast.stores.place import join
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -53,7 +52,7 @@ def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None
 
 
 class OpenBase(Value, frozen=True):
-    """A base that is open, or why it is not used."""
+    """A base that is open, or notes that say why it is not used."""
 
     base: Base | None = None
     store: Store | None = None
@@ -62,13 +61,13 @@ class OpenBase(Value, frozen=True):
     block: int | None = None
 
     def take_over(self, table: Table, rows: Sequence[int]) -> Reuse:
-        """What of these rows, each a tensor, the base has already. Reads as much of them as is needed to know."""
+        """The data of these rows, each a tensor, that the base has already. Reads as much of them as is needed to know."""
         if self.base is None:
             return Reuse(notes=self.notes)
         return self._taken(self.base, table, self.base.tensors(table, rows), range(len(self.base.manifest.files)))
 
     def take_over_boxes(self, boxes: Boxes) -> Reuse:
-        """What of these boxes of one rank the base has already."""
+        """The data of these boxes of one rank that the base has already."""
         if self.base is None:
             return Reuse(notes=self.notes)
         shapes = [kind.shape for kind in boxes.table.kinds]
@@ -76,7 +75,7 @@ class OpenBase(Value, frozen=True):
         return self._taken(self.base, boxes.table, *found)
 
     def _taken(self, base: Base, table: Table, there: Chunks, files: Iterable[int]) -> Reuse:
-        """What did not change of rows that the base has; of these files."""
+        """The rows that did not change, of those that the base has in these files."""
         short = base.short(table, there)
         same = unchanged_rows(table, short, threads=self.threads)
         pieces: dict[str, LazyTensor] = {}
@@ -98,7 +97,6 @@ class OpenBase(Value, frozen=True):
         return tensor_hashes(tensors, threads=self.threads, block=self.block)
 
     def close(self) -> None:
-        """Let go of its files."""
         if self.store is not None:
             self.store.close()
 
@@ -112,83 +110,71 @@ def open_base(
     """
     if path is None:
         return OpenBase(threads=threads, block=block)
+    store: Store | None = None
     try:
         url, goal = place_at(path).url, place_at(target).url
         if url is not None and goal is not None:
-            return _open_sibling(url, goal, limits=limits or DEFAULTS, threads=threads, block=block)
-        if url is not None or goal is not None:
-            return not_used(path, "one of the two is in an object store", threads=threads, block=block)
-        return _opened(path, target, limits=limits, threads=threads, block=block)
+            base = _open_sibling(url, goal, limits or DEFAULTS)
+        elif url is not None or goal is not None:
+            raise Unsupported("one of the two is in an object store")
+        else:
+            base, store = _open_directory(path, target, limits or DEFAULTS)
     except BadArgument:
         raise
     except HoldfastError as error:
-        return not_used(path, error.message, threads=threads, block=block)
+        return OpenBase(notes=(not_shared(path, error.message),), threads=threads, block=block)
+    return OpenBase(base, store, threads=threads, block=block)
 
 
 class NoBase(BadArgument):
     """There is nothing where the base should be."""
 
 
-def nothing_at(path: str) -> NoBase:
-    """What to say of a base that is not there."""
+def _nothing_at(path: str) -> NoBase:
     return NoBase(f"base= is to be an older checkpoint, and there is nothing at {path!r}; leave it away for the first one")
-
-
-def without_hashes(manifest: Parsed) -> str | None:
-    """Why nothing can be compared with a base."""
-    if manifest.hash is None:
-        return "it was saved without hashes (hashes=True, or a base= of its own)"
-    return None if manifest.hash == HASH else f"its hashes are of another kind, {manifest.hash!r:.40}"
-
-
-def _opened(path: str, target: str, *, limits: Limits | None, threads: int | None, block: int | None) -> OpenBase:
-    folder = followed(path)
-    try:
-        found = os.stat(folder)
-        problem = None if stat.S_ISDIR(found.st_mode) else "it is no directory"
-    except OSError:
-        if not os.path.lexists(path):
-            raise nothing_at(path) from None
-        problem = "it is no directory"
-    if problem is None and found.st_dev != os.stat(folder_above(target)).st_dev:
-        problem = "it is on another file system"
-    if problem is not None:
-        return not_used(path, problem, threads=threads, block=block)
-    store = store_of(folder, limits or DEFAULTS)
-    try:
-        source = OpenSource(store, limits=limits)
-        if MANIFEST not in store.list():
-            problem = "it is no native directory"
-        else:
-            manifest = read_manifest(source)
-            problem = without_hashes(manifest)
-            if problem is None and any(os.path.islink(os.path.join(folder, file.name)) for file in manifest.files):
-                problem = "its data files are links to other places"
-            if problem is None:
-                starts = [int.from_bytes(source.bytes(file.name, 0, PREFIX_NBYTES), "little") for file in manifest.files]
-                data = [file.nbytes - PREFIX_NBYTES - start for file, start in zip(manifest.files, starts, strict=True)]
-                return OpenBase(Base(folder, manifest, data), store, threads=threads, block=block)
-    except BaseException:
-        store.close()
-        raise
-    store.close()
-    return not_used(path, problem, threads=threads, block=block)
-
-
-def not_used(path: str, problem: str, *, threads: int | None, block: int | None) -> OpenBase:
-    """A base that is of no use, and why."""
-    return OpenBase(notes=(not_shared(path, problem),), threads=threads, block=block)
 
 
 def not_shared(path: str, problem: str) -> str:
     """The note of a base that is not used."""
-    return f"everything is written, and nothing shared with {path!r}: {problem}"
+    return f"everything is written, and nothing shared with {str(path)!r}: {problem}"
 
 
-def _open_sibling(url: Url, target: Url, *, limits: Limits, threads: int | None, block: int | None) -> OpenBase:
-    """Open the base of a save to `target`. It is not held: objects of these names have one content, or are gone.
+def _check_hashes(manifest: Parsed) -> None:
+    if manifest.hash is None:
+        raise Unsupported("it was saved without hashes (hashes=True, or a base= of its own)")
+    if manifest.hash != HASH:
+        raise Unsupported(f"its hashes are of another kind, {manifest.hash!r:.40}")
 
-    Whether they are there still when the new one is published, and stay, is for `engine/targets/bucket_claims`.
+
+def _open_directory(path: str, target: str, limits: Limits) -> tuple[Base, Store]:
+    """The base at a path, and its open store. Raises a `HoldfastError` where it cannot be used."""
+    folder = followed(path)
+    if not os.path.isdir(folder):
+        raise Unsupported("it is no directory") if os.path.lexists(path) else _nothing_at(path)
+    if os.stat(folder).st_dev != os.stat(folder_above(target)).st_dev:
+        raise Unsupported("it is on another file system")
+    store = store_of(folder, limits)
+    try:
+        if MANIFEST not in store.list():
+            raise Unsupported("it is no native directory")
+        source = OpenSource(store, limits=limits)
+        manifest = read_manifest(source)
+        _check_hashes(manifest)
+        if any(os.path.islink(os.path.join(folder, file.name)) for file in manifest.files):
+            raise Unsupported("its data files are links to other places")
+        starts = [int.from_bytes(source.bytes(file.name, 0, PREFIX_NBYTES), "little") for file in manifest.files]
+    except BaseException:
+        store.close()
+        raise
+    data = [file.nbytes - PREFIX_NBYTES - start for file, start in zip(manifest.files, starts, strict=True)]
+    return Base(folder, manifest, data), store
+
+
+def _open_sibling(url: Url, target: Url, limits: Limits) -> Base:
+    """The base at a URL. Raises a `HoldfastError` where it cannot be used.
+
+    No store stays open: objects of these names have one content, or are gone. `engine/targets/bucket_claims` sees to it that they
+    are still there when the new checkpoint is published, and stay.
     """
     from holdfast.engine.targets.bucket_claims import claims_below  # for those who have a bucket
     from holdfast.stores.remote.store import RemoteStore
@@ -196,30 +182,26 @@ def _open_sibling(url: Url, target: Url, *, limits: Limits, threads: int | None,
     parent, own = target.parent, target.key.rpartition("/")[2]
     folder = url.key.rpartition("/")[2]
     if url.parent.identity != parent.identity or not target.key or not sibling_key(f"../{folder}/{SOME_DATA}"):
-        return not_used(url, "it is not beside the new one, in the same prefix", threads=threads, block=block)
+        raise Unsupported("it is not beside the new one, in the same prefix")
     try:
         store = RemoteStore(url, limits=limits)
     except StoreError as error:
         if error.errno == errno.ENOENT:
-            raise nothing_at(url) from None
+            raise _nothing_at(url) from None
         raise
     with closing(store):
-        source = OpenSource(store, limits=limits)
         if not store.holds(MANIFEST):
-            return not_used(url, "it is no native checkpoint", threads=threads, block=block)
-        manifest = read_manifest(source)
-        problem = without_hashes(manifest)
+            raise Unsupported("it is no native checkpoint")
+        manifest = read_manifest(OpenSource(store, limits=limits))
+        _check_hashes(manifest)
         places = {file.name: sibling_key(file.name) or (folder, file.name) for file in manifest.files}
-        if problem is None and not all(DATA.fullmatch(name) for _, name in places.values()):
-            problem = "its data has names that other checkpoints may write, too"
-        going = claims_below(parent, "deletes") if problem is None else set()
-        if going.intersection(one for one, _ in places.values()):
-            problem = "data that it names is being deleted, or was when a process died"
-        if problem is not None:
-            return not_used(url, problem, threads=threads, block=block)
+        if not all(DATA.fullmatch(name) for _, name in places.values()):
+            raise Unsupported("its data has names that other checkpoints may write, too")
+        if claims_below(parent, "deletes").intersection(one for one, _ in places.values()):
+            raise Unsupported("data that it names is being deleted, or was when a process died")
         starts = [bytearray(PREFIX_NBYTES) for _ in manifest.files]
         asked = zip(manifest.files, starts, strict=True)
         run_all([partial(store.read, file.name, 0, memoryview(start)) for file, start in asked], store.medium.requests)
         data = [f.nbytes - PREFIX_NBYTES - int.from_bytes(s, "little") for f, s in zip(manifest.files, starts, strict=True)]
     names = {name: at if one == own else f"../{one}/{at}" for name, (one, at) in places.items()}
-    return OpenBase(Base(url, manifest, data, names), threads=threads, block=block)
+    return Base(url, manifest, data, names)

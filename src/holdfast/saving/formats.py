@@ -43,7 +43,7 @@ from holdfast.stores.place import place_at
 
 
 class Options(Value, frozen=True):
-    """What a caller may ask of a layout."""
+    """The options of a layout."""
 
     max_shard_size: int | None = None
     """Split into files of at most this many bytes of tensors."""
@@ -54,13 +54,13 @@ class Options(Value, frozen=True):
     index: bool = False
     """safetensors: an index even of one file, because other safetensors files will lie beside it."""
     stem: str = "model"
-    """safetensors: what the names of the files in a directory begin with."""
+    """safetensors: how the names of the files in a directory begin."""
     base: OpenBase | None = None
     """native: hashes are recorded, and what did not change since this is taken over from there."""
 
 
 def suffix_of(path: str) -> str:
-    """What a path says of its format: in small letters; empty for the name of a directory.
+    """The suffix that says the format of a path: in small letters; empty for the name of a directory.
 
     >>> suffix_of("model.PT"), suffix_of("step-1000.5"), suffix_of("model.v2/")
     ('.pt', '', '')
@@ -134,7 +134,7 @@ def plan_save(path: str, state: State, format: str, *, options: Options) -> Save
 
 
 def _check_kinds_open(plan: SavePlan, path: str, state: State, format: str, options: Options) -> SavePlan:
-    """The same plan with what it holds, known to open: a state with one tensor of each of its kinds, laid out alike, does.
+    """The plan, known to open because a state with one tensor of each of its kinds, laid out alike, opens.
 
     Of fifty thousand tensors the reader would read the same header fields fifty thousand times. What it counts is compared with
     its limits by the layout. Where most tensors are of a kind of their own, or where the whole comes near to a limit, the reader
@@ -177,7 +177,7 @@ def _check_kinds_open(plan: SavePlan, path: str, state: State, format: str, opti
 
 
 OPENED: set[object] = set()
-"""What the reader has opened in this process: formats and kinds of tensors, of plain dicts of plain tensors."""
+"""Formats and kinds of tensors that the reader has opened in this process, of plain dicts of plain tensors."""
 
 MOST_OPENED = 1024
 
@@ -195,13 +195,12 @@ def note_opened(key: object) -> None:
 
 
 def _of_each_kind(table: Table) -> dict[object, int]:
-    """A row of each kind, where kinds that differ in the lengths of their dimensions alone are one; by what they have in common."""
+    """A row of each kind. Kinds that differ in the lengths of their dimensions alone are one."""
     kinds, first = table.kinds, dict(zip(reversed(table.kind), range(len(table.kind) - 1, -1, -1), strict=True))
     return {_likeness(kinds[number]): row for number, row in first.items()}
 
 
 def _two_views(table: Table) -> tuple[int, ...]:
-    """Two rows that are different parts of one storage, if there are such."""
     parts = {number for number, kind in enumerate(table.kinds) if kind.dense and kind.nbytes and not kind.whole}
     seen: dict[int, int] = {}
     for row, one in enumerate(table.kind if parts else ()):
@@ -214,7 +213,7 @@ def _two_views(table: Table) -> tuple[int, ...]:
 
 @lru_cache(1024)
 def _likeness(kind: Kind) -> tuple[object, ...]:
-    """What a reader tells a kind by, but for the lengths of its dimensions."""
+    """All properties of a kind that a reader can see, without the lengths of its dimensions."""
     traits = kind.traits
     marks = (traits.requires_grad, traits.parameter, traits.buffer)
     usual = kind.strides == c_strides(kind.shape, kind.dtype.bits)
@@ -222,7 +221,6 @@ def _likeness(kind: Kind) -> tuple[object, ...]:
 
 
 def _near_limits(plan: SavePlan, table: Table, *, flat: bool) -> bool:
-    """Whether a plan has so many files, or so long a text, that a reader may refuse it."""
     limits = DEFAULTS
     if plan.near_limits is not None:
         return plan.near_limits
@@ -240,7 +238,7 @@ def near_limits(text_nbytes: int, tensors: int, files: int) -> bool:
 
 
 CHARACTERS = 256
-"""Of a tensor, where a state is written out, at the most; but for its name."""
+"""Characters of a tensor where a state is written out, at the most, without its name."""
 
 
 def _lay_out(path: str, state: State, format: str, *, options: Options) -> SavePlan:
@@ -270,11 +268,11 @@ LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
     "hashes": lambda path, options: None if options.base is None else options.base.hashes,
     "take_over": lambda path, options: None if options.base is None else options.base.take_over,
 }
-"""What the layout of a format may take (`Format.takes`)."""
+"""Arguments that the layout of a format may take (`Format.takes`)."""
 
 
 def save_name(path: str) -> str:
-    """What names of data files carry: the id of the save in an object store; nothing in a directory, which is replaced whole."""
+    """The part of the names of data files that is the id of a save in an object store; empty in a directory."""
     return "" if place_at(path).on_disk else secrets.token_hex(8)
 
 
@@ -289,16 +287,14 @@ def is_replaceable(name: str) -> bool:
 
 
 Outline = tuple[DType, tuple[int, ...]]
-"""The dtype and shape of a tensor."""
 
 WHAT = "what would be written could not be opened again, so nothing is"
 
 SHOWN = 8
-"""Differences that a refusal lists."""
 
 
 def check_opens(plan: SavePlan, path: str) -> SavePlan:
-    """The same plan, known to open. Raises `CannotHold` with the reason where it would not, or would show something else."""
+    """The plan, known to open. Raises `CannotHold` with the reason where it would not, or would show something else."""
     if plan.opens:
         return plan
     with gc_paused():
@@ -316,7 +312,7 @@ def check_opens(plan: SavePlan, path: str) -> SavePlan:
 
 
 def described(store: Store, formats: Collection[str]) -> Description:
-    """What the reader makes of a store that stands for files to come. Raises `CannotHold` where it is none of these formats."""
+    """The description of a store that stands for files to come. Raises `CannotHold` where it is none of these formats."""
     try:
         with located(file=store.name):
             source = OpenSource(store, limits=DEFAULTS)
@@ -336,7 +332,7 @@ def check_holds(found: Table, holds: Mapping[str, Outline], path: str) -> None:
     """Raise `CannotHold` where tensors that were found are not those that were to be saved: by name, dtype and shape."""
     there = dict.fromkeys(found)
     problems = [f"{name}: it would not be there" for name in holds if name not in there]
-    problems += [f"{name}: nobody has saved it, and it would be there" for name in there if name not in holds]
+    problems += [f"{name}: it was not saved, and it would be there" for name in there if name not in holds]
     if not problems:
         for name, (dtype, shape) in holds.items():
             seen = found.outline(name)

@@ -15,22 +15,28 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.errors import CannotHold
+from holdfast.engine.saves import SavePlan
+from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats import format_of
 from holdfast.formats.pt2.read import program_names
-from holdfast.saving.rows import with_tree
+from holdfast.formats.pt2.replace import lay_out_replaced
+from holdfast.formats.pt2.write import lay_out_pt2, models_of
+from holdfast.formats.torch.write import archive_name
+from holdfast.saving.formats import Options, for_programs, format_for, plan_save
+from holdfast.saving.planned import Destination
+from holdfast.saving.rows import lazy_tree, with_tree
 
 CONSTANTS, INPUTS, COMPILED = "constants", "sample_inputs", "aotinductor"
-"""What stands beside the weights in the tree of a model; `#2` is added where a weight has the name."""
+"""Keys beside the weights in the tree of a model; `#2` is added where a weight has the name."""
 
 Tree = dict[object, object]
 
 
 class Selection(Value, frozen=True):
-    """What to take out of a package."""
+    """The parts of a package that are wanted."""
 
     model: str | None = None
-    """One of several models; None for the one that there is, or all of them."""
+    """The name of one of several models; None for the one that there is, or all of them."""
     constants: bool = False
     sample_inputs: bool = False
 
@@ -44,10 +50,10 @@ def is_package(checkpoint: Checkpoint) -> bool:
 def models_in(checkpoint: Checkpoint, tree: object) -> dict[str, Tree]:
     """The tree of each model of a package, taken from a tree like the package's own."""
     named: Tree = tree if isinstance(tree, dict) else {}
-    said = checkpoint.metadata.get("models", "")
-    several = bool(named) and all(isinstance(value, dict) for value in named.values()) and ", ".join(map(str, named)) == said
+    names = checkpoint.metadata.get("models", "")
+    several = bool(named) and all(isinstance(value, dict) for value in named.values()) and ", ".join(map(str, named)) == names
     if not several:
-        return {said or "model": named}
+        return {names or "model": named}
     return {str(model): value for model, value in named.items() if isinstance(value, dict)}
 
 
@@ -65,9 +71,9 @@ def programs_of(checkpoint: Checkpoint) -> list[str]:
 
 
 def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[State, tuple[str, ...]]:
-    """What is wanted of a package, and notes about what is left out of it.
+    """The part of a package that is wanted, and notes about what is left out of it.
 
-    A state dict is wanted of a `.pt2`, whatever is asked; any other checkpoint stays as it is where nothing is.
+    A `.pt2` always becomes a state dict. Any other checkpoint stays as it is where nothing is selected.
 
     Raises `CannotHold` for a model that there is not.
     """
@@ -88,14 +94,37 @@ def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[
         beside = non_weight_keys(tree, compiled=archive)
         left = [key for key in beside if not wanted.get(key.removesuffix("#2"), True)]
         kept[model] = {name: value for name, value in tree.items() if name not in left}
-        told = [key.removesuffix("#2").replace("_", " ") for key in left] + ["the program"] * (model in programs)
-        if told:
-            notes.append(f"left out of model {model!r}: {', '.join(told)}")
+        parts = [key.removesuffix("#2").replace("_", " ") for key in left] + ["the program"] * (model in programs)
+        if parts:
+            notes.append(f"left out of model {model!r}: {', '.join(parts)}")
     if selection.model is None and (len(models) > 1 or not archive):
         return with_tree(state, kept), tuple(notes)
     ((_, tree),) = kept.items()
     texts = {key: text for key, text in state.metadata.items() if key != "models"}
     return replace(with_tree(state, tree), metadata=texts), tuple(notes)
+
+
+def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
+    """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
+    if for_programs(where.path, where.format):
+        return _plan_pt2(source, lazy_tree(state), where.path)
+    options = where.options(Options(keep_tree=True))
+    plan = plan_save(where.path, state, format_for(where.path, where.format, options), options=options)
+    left = (f"left out of model {model!r}: the program" for model in programs_of(source))
+    return replace(plan, notes=(*left, *plan.notes))
+
+
+def _plan_pt2(source: Checkpoint, tree: object, target: str) -> SavePlan:
+    name = archive_name(target)
+    if not format_of(source.format).programs:
+        return lay_out_pt2(models_of({"model": tree}), name=name)
+    models = weights_of(source, tree)
+    if not any(models.values()):
+        raise Unsupported("this package has no weights", file=source.path)
+    plain = {model: weights for model, weights in models.items() if all(t.traits.subclass is None for t in weights.values())}
+    kept = [f"model {model!r} has weights that are pickled objects, and keeps them all" for model in models if model not in plain]
+    plan = lay_out_replaced(source.source, plain, name=name)
+    return replace(plan, notes=(*kept, *plan.notes))
 
 
 def non_weight_keys(tree: Tree, *, compiled: bool = True) -> list[str]:

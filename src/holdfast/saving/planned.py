@@ -1,15 +1,11 @@
-"""`Planned`: what a verb that writes is going to do. It can be looked at, explained, and run once; it closes its sources.
+"""`Planned`: what a verb that writes is going to do, by which options (`Writing`). It is run once, and closes its sources.
 
     sources → State → change → plan_save → Planned → run
 
-    with plan_compact("rows.pt", "small.pt", writing=Writing()) as planned:
-        print(planned.explain())
-        planned.run()
-
-Every verb that writes is a function `plan_…` that gives a `Planned`, and `carry_out` of it. So all of them ask for room in the same
-way, keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile. Those that make a
-checkpoint of a checkpoint are `rewritten`: the source is opened, a target that cannot be had is refused before a tensor of it is
-read, the verb lays out what it makes of it, and what replaces its source keeps its seal (`seals/renew.py`).
+Every verb that writes is a function `plan_…` that gives a `Planned`, and `carry_out` of it. So all of them look for room alike,
+keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile. Verbs that make a
+checkpoint of a checkpoint are `rewritten`: the source is opened, a target that cannot be written is refused before a tensor is
+read, the verb lays out the new checkpoint, and what replaces its source keeps its seal (`seals/renew.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +24,9 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.notebook import Shown
 from holdfast.core.options import CopyConfig, Progress, pick
 from holdfast.core.protocols import Store
+from holdfast.core.quantities import Size, byte_count
 from holdfast.core.value import Value, replace
+from holdfast.engine.budget import BASE_NBYTES, Budget, budget, reading_threads
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, without_hashes
@@ -47,39 +45,72 @@ from holdfast.saving.formats import (
     suffix_of,
 )
 from holdfast.saving.side_files import SideFiles, find_side_files, is_model
-from holdfast.saving.writing import Writing
 from holdfast.seals.renew import NOTHING, Renewal, find_seals
 from holdfast.stores.files import Files, system_files
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at, same_place
+from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
 
 if TYPE_CHECKING:
     from holdfast.engine.targets.bucket import BucketNames
 
 ENDLESS = 1 << 62
-"""What is free in an object store."""
+"""The free bytes of an object store."""
+
+
+class Writing(Value, frozen=True, kw_only=True):
+    """How a plan is written."""
+
+    overwrite: bool | None = False
+    """Whether what is there may be replaced. None: a file may, a directory may not."""
+    durable: bool = True
+    """Whether to wait for the disk."""
+    threads: int | None = None
+    read_back: bool = False
+    """Whether what was written is read again and compared before it is published."""
+    max_memory: Size | None = None
+    """Memory above the interpreter's own; None: a few blocks a thread."""
+    resume: bool = False
+    """Whether finished files of an interrupted try at the same directory are taken over (engine/targets/folder.py)."""
+    dry_run: bool = False
+    requests: int = 0
+    """How many reads the source wants under way at once (`Medium.requests`)."""
+
+    @property
+    def budget(self) -> Budget | None:
+        return None if self.max_memory is None else budget(self.max_memory, self.threads, requests=self.requests)
+
+    @property
+    def parts(self) -> int | None:
+        """How many parts of an upload may be under way at once: half of the memory is theirs."""
+        if self.max_memory is None:
+            return None
+        return max(1, min(UPLOADING, (byte_count(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES))
+
+    @property
+    def reading_threads(self) -> int:
+        """How many threads may read before anything is written, in blocks that are not of our choice."""
+        return reading_threads(self.max_memory, self.threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Shown):
-    """What a verb wrote, or would write; `done` says which. The results of all verbs that write are such."""
+    """The files that a verb wrote, or would write; `done` says which. The results of all verbs that write are such."""
 
     path: str
     format: str
     nbytes: int
-    """Bytes of all files."""
     files: tuple[tuple[str, int], ...]
-    """Each file and its length."""
     notes: tuple[str, ...] = ()
-    """What a person should know."""
+    """Sentences about what a person should know."""
     free_nbytes: int
-    """What was free there before; the old target stays until the new one is in place."""
+    """Bytes that were free there before; the old target stays until the new one is in place."""
     done: bool = False
     """Whether it was written; a dry run writes nothing."""
     crcs: Mapping[str, int] = field(default_factory=dict, repr=False)
     """CRC-32 of the bytes of each piece that was written, under the name that the file gives it; once it is written."""
     shared_nbytes: int = 0
-    """How many of the bytes are those of files that the base has, too: they were not written, and take no room."""
+    """Bytes of files that the base has, too: they were not written, and take no room."""
 
     @property
     def new_nbytes(self) -> int:
@@ -87,11 +118,11 @@ class Saved(Shown):
         return self.nbytes - self.shared_nbytes
 
     def explain(self) -> str:
-        """In words."""
+        """The result in words."""
         return "\n".join([*self._lines(), *(f"note   {note}" for note in self.notes)])
 
     def _lines(self) -> list[str]:
-        """The lines of `explain` but for the notes."""
+        """The lines of `explain` without the notes."""
         count, enough = len(self.files), self.done or self.free_nbytes >= self.new_nbytes
         shared = f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
         room = f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH")
@@ -115,7 +146,7 @@ class PlannedFields(TypedDict):
 
 
 def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
-    """What a plan says about the result."""
+    """The fields of a result that a plan knows."""
     name = os.path.basename(target.rstrip("/"))
     files = tuple([(key or name, nbytes) for key, nbytes in plan.listed])
     return PlannedFields(
@@ -130,7 +161,6 @@ def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
 
 
 def _free(target: str) -> int:
-    """What is free where a target goes."""
     try:
         free = place_at(target).free_nbytes()
     except StoreError as error:
@@ -150,29 +180,24 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
 
     plan: SavePlan
     report: R
-    """The result, unwritten."""
     writing: Writing
     reads: tuple[Store, ...] = ()
-    """What is read; when it changes meanwhile, nothing is published."""
+    """Stores that are read; when one changes meanwhile, nothing is published."""
     sources: ExitStack = value_field(default_factory=ExitStack)
-    """What is closed in the end."""
+    """Sources that are closed in the end."""
     sure: Callable[[], None] | None = None
-    """Asked when all is written and before it is published: what it raises keeps everything as it was."""
+    """Called when all is written and before it is published: an error that it raises keeps everything as it was."""
     finish: Callable[[R, Progress | None], R] = _as_it_is
     """Completes the report with what is known when all was read; `look` may have to read for that."""
     renews: Renewal = NOTHING
     """The seals of what is replaced in its own place."""
-
-    def explain(self) -> str:
-        """What would be written, in words."""
-        return self.report.explain()
 
     def look(self, progress: Progress | None = None) -> R:
         """The result of a run that writes nothing."""
         return self.finish(self.report, progress)
 
     def run(self, progress: Progress | None = None) -> R:
-        """Write it and publish it. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
+        """Write and publish the plan. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
         report = self.report
         if report.free_nbytes < report.new_nbytes and wait_for_room():
             report = replace(report, free_nbytes=_free(report.path))
@@ -211,7 +236,7 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
         return self.finish(replace(report, done=True, crcs=crcs), None)
 
     def carry_out(self, progress: Progress | None = None) -> R:
-        """Run it, or only look (`Writing.dry_run`), and close it."""
+        """Run the plan, or only look (`Writing.dry_run`), and close it."""
         with self:
             return self.look(progress) if self.writing.dry_run else self.run(progress)
 
@@ -222,29 +247,29 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
         self.close()
 
     def close(self) -> None:
-        """Close the sources that were opened for it."""
+        """Close the sources that were opened for the plan."""
         self.sources.close()
 
 
 def layout_of(asked: Mapping[str, Any]) -> Options:
-    """What the options of a verb ask of the layout. A checkpoint that is made of another keeps its tree, unless told otherwise."""
+    """The options of a verb that are about the layout. A checkpoint that is made of another keeps its tree by default."""
     return pick(Options, {"keep_tree": True, **asked})
 
 
 class Destination(Value, frozen=True):
-    """Where a verb writes that makes a checkpoint of a checkpoint."""
+    """The target of a verb that makes a checkpoint of a checkpoint."""
 
     path: str
     format: str | None
-    """What was asked for, or what the source has that is replaced; None for what the suffix says."""
+    """The format that was asked for, or that of the source which is replaced; None for the one of the suffix."""
     writing: Writing
     index: bool = False
     """Whether other safetensors files stay there, so that an index has to say which ones count."""
     stem: str = "model"
-    """What weights in safetensors are called in a directory: as they were."""
+    """How names of safetensors files in a directory begin: as they were."""
 
     def options(self, options: Options) -> Options:
-        """What was asked of the layout, and what the place asks of it."""
+        """The options of the layout, and what the place needs of it."""
         return replace(options, index=options.index or self.index, stem=self.stem)
 
 
@@ -258,14 +283,14 @@ def rewritten(
     directory: bool | None = None,
     programs: bool = False,
 ) -> Planned[R]:
-    """What a verb makes of a checkpoint: `lay_out` is given the source, open, and where to write. The plan closes the source.
+    """The plan of a verb that makes a checkpoint of a checkpoint: `lay_out` gets the open source, and where to write.
 
-    Beside what was laid out, a directory has the files that lie beside the weights of the source (`saving/side_files.py`); where
-    nothing says its format, a Hugging Face folder becomes one again.
+    The plan closes the source. Beside what was laid out, a directory has the files that lie beside the weights of the source
+    (`saving/side_files.py`). Where nothing says its format, a Hugging Face folder becomes one again.
 
     `asked` are the options of the verb. `elsewhere` says that the target may not be the source. `directory` says
     whether a directory is written, where the format of the path does not; `programs` whether the verb writes such archives. Raises
-    `NotCommitted` for a target that cannot be had, and `Unsupported` as `_destination` does, before `lay_out` reads anything.
+    `NotCommitted` for a target that cannot be written, and `Unsupported` as `_destination` does, before `lay_out` reads anything.
     """
     limits, format, in_place, copy_config = map(asked.get, ("limits", "format", "in_place", "copy_config"))
     copy_config = True if copy_config is None else copy_config
@@ -295,7 +320,7 @@ def rewritten(
 
 
 def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint, seals: Renewal) -> Planned[R]:
-    """The same with other files in the directory, published with it, and sealed again where it was."""
+    """The plan with the side files in its directory, published with it, and sealed again where it was."""
     plan, added = side_files.add_to(planned.plan, source)
     seals = seals.laid_out(plan, {file.key for file in added if file in plan.files}, source.source.store.list())
     if sealing := seals.files():
@@ -312,7 +337,7 @@ def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint,
 
 
 def _model_format(source: Checkpoint, where: Destination, options: Options, copy_config: CopyConfig) -> str | None:
-    """The format of a Hugging Face folder, where the name of the target says none: what transformers opened it opens again."""
+    """The format of a Hugging Face folder that transformers opens again, where the name of the target says none."""
     if suffix_of(where.path) or not is_model(source, copy_config):
         return None
     if where.format is not None:
@@ -324,7 +349,7 @@ def _model_format(source: Checkpoint, where: Destination, options: Options, copy
 
 
 def check_target(path: str, *, directory: bool, writing: Writing) -> None:
-    """Raise `NotCommitted` for a target that cannot be had, before anything is read. A dry run may have any in a folder that is."""
+    """Raise `NotCommitted` for a target that cannot be written, before anything is read. A dry run needs only its folder."""
     _free(path)
     if writing.dry_run:
         return
@@ -341,13 +366,7 @@ def check_target(path: str, *, directory: bool, writing: Writing) -> None:
 
 
 def _destination(
-    source: Checkpoint,
-    dst: str | os.PathLike[str] | None,
-    *,
-    in_place: bool,
-    format: str | None,
-    writing: Writing,
-    programs: bool,
+    source: Checkpoint, dst: str | os.PathLike[str] | None, *, in_place: bool, format: str | None, writing: Writing, programs: bool
 ) -> Destination:
     """The target that was named, or the place of the source, in its own format.
 
@@ -367,11 +386,8 @@ def _destination(
         return Destination(path, format, writing)
     own = format_of(source.format)
     if format is None and not own.written_by and not (programs and own.programs):
-        raise Unsupported(
-            f"{source.format} can be read and not written, so it cannot be replaced; give the new one another path",
-            file=source.path,
-            found=source.format,
-        )
+        message = f"{source.format} can be read and not written, so it cannot be replaced; give the new one another path"
+        raise Unsupported(message, file=source.path, found=source.format)
     return Destination(path, format or source.format, replace(writing, overwrite=writing.overwrite or in_place))
 
 
@@ -380,21 +396,10 @@ def unchanged(stores: Iterable[Store], target: str) -> None:
     for store in stores:
         changed = store.changed()
         if changed:
-            names = ", ".join(changed[:3])
-            raised = refusal(
-                f"the source {store.name!r} changed while it was read ({names}); nothing was published: start again when nobody "
-                "writes to it",
-                target,
-                errno.ESTALE,
-            )
+            message = f"the source {store.name!r} changed while it was read ({', '.join(changed[:3])}); nothing was published"
+            raised = refusal(f"{message}: start again when nobody writes to it", target, errno.ESTALE)
             raised.found = changed
             raise raised
-
-
-def _replaceable(plan: SavePlan) -> Callable[[str], bool]:
-    """Which files of an old directory may go: those of a checkpoint, and those that come again."""
-    written = {key for key, _ in plan.listed}
-    return lambda name: name in written or is_replaceable(name)
 
 
 def _bucket_names() -> BucketNames:
@@ -422,7 +427,7 @@ def write_plan(
 
     First the reader opens the plan (`formats.check_opens`): what would not open again is refused with `CannotHold` while
     nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
-    `before_commit` has the last word: what it raises keeps everything as it was. `copied` is told of files that cannot be linked.
+    `before_commit` is called last: its errors keep everything as it was. `copied` is called with each file that cannot be linked.
     """
     if rehearsed:
         plan = check_opens(plan, path)
@@ -437,14 +442,14 @@ def write_plan(
         last=before_commit or (lambda: None),
         attributes=plan.attributes,
     )
-    strict = plan.directory or plan.copied
+    strict, written = plan.directory or plan.copied, {key for key, _ in plan.listed}
     with target_of(
         path,
         plan,
         overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False,
         durable=writing.durable,
         names=_bucket_names,
-        replaceable=_replaceable(plan),
+        replaceable=lambda name: name in written or is_replaceable(name),
         parts=writing.parts,
         resume=writing.resume,
         files=files,

@@ -1,4 +1,4 @@
-"""What the manifests of checkpoints beside each other in a bucket name: what nobody may delete.
+"""The objects that manifests of checkpoints beside each other in a bucket name: nobody may delete these.
 
 A manifest that cannot be understood is damaged, or of a newer Holdfast. Everything beside it counts as named by it, and so does
 every object whose name stands anywhere in its text.
@@ -29,10 +29,9 @@ from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 
 MOST_OBJECTS = 5_000_000
-"""Below a prefix."""
+"""Objects below a prefix that are listed."""
 
-ASKING = 24
-"""Manifests that are read at once."""
+READ_AT_ONCE = 24
 
 LIMITS = Limits()
 
@@ -62,18 +61,18 @@ def _knows_nothing(folder: str, etag: str | None) -> None:
 
 
 class References:
-    """What the manifests in the folders of a prefix name. Each is read once, as long as it has its etag."""
+    """The objects that manifests in the folders of a prefix name. Each manifest is read once, as long as it has its etag."""
 
     def __init__(self, parent: Url, foreign: Foreign = _knows_nothing) -> None:
         self.parent = parent
         self.notes: dict[str, str] = {}
-        """Of manifests that cannot be understood, by their folders."""
+        """Errors of manifests that cannot be understood, by their folders."""
         self._foreign = foreign
         self._known: dict[str, tuple[str | None, frozenset[str] | bytes]] = {}
         """By folder: etag, and the keys that it names; or its text, where that cannot be understood."""
 
     def named(self, keys: Collection[str]) -> set[str]:
-        """Those of these keys that a published manifest names, as the store has it now."""
+        """The keys among these that a published manifest names, as the store has it now."""
         wanted = {key: key.removeprefix(self._start).rpartition("/")[0] for key in keys}
         folders = set(wanted.values())
         published = {folder: below[MANIFEST].etag for folder, below in listed(self.parent).items() if MANIFEST in below}
@@ -84,7 +83,7 @@ class References:
                 others is None or folder in folders or folders.intersection(others)
             ):
                 read.append(folder)
-        run_all([partial(self._read, folder) for folder in read], ASKING)
+        run_all([partial(self._read, folder) for folder in read], READ_AT_ONCE)
         self._known = {folder: self._known[folder] for folder in published if folder in self._known}
         self.notes = {folder: note for folder, note in self.notes.items() if folder in self._known}
         found: set[str] = set()
@@ -122,10 +121,8 @@ class References:
         self._known[folder] = etag, frozenset(f"{self._start}{one}/{name}" if one else self._start + name for one, name in places)
 
 
-# What a save in a bucket has to know of names (`engine/targets/bucket`).
-
 SAVED = re.compile(r"-[0-9a-f]{16}-\d{5}-of-\d{5}(?:-\d{5})?\.safetensors\Z")
-"""How the name of a data object ends that a save has made up (`formats.save_name`)."""
+"""The end of the name of a data object that a save has made up (`formats.save_name`)."""
 
 
 def is_checkpoint(name: str) -> bool:
@@ -164,10 +161,5 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
     return ReplacedObjects([name for name in names if "/" not in name or sibling_key(name)], named)
 
 
-NAMES = BucketNames(
-    counts=is_checkpoint,
-    late=lambda name: not SAVED.search(name),
-    weights=is_replaceable,
-    replaced=replaced_at,
-)
-"""Of a save by one process."""
+NAMES = BucketNames(counts=is_checkpoint, late=lambda name: not SAVED.search(name), weights=is_replaceable, replaced=replaced_at)
+"""The rules about names for a save by one process (`engine/targets/bucket`)."""

@@ -1,8 +1,8 @@
 """Tensors that shared a storage before a format copied each of them share it again.
 
-safetensors and native directories note where in its storage each view lay (`Traits.alias`). A format with storages can have
-that back: the tensors of a group become views of one assembled storage (`Assembled`). Where copies meet they must hold
-the same bytes, which is looked at; where they do not, because someone edited the file, each stays by itself, and a note says so.
+safetensors and native directories record where in its storage each view lay (`Traits.alias`). A format with storages can have
+that back: the tensors of a group become views of one assembled storage (`Assembled`). Where copies overlap they must hold
+the same bytes, which is compared; where they do not, because someone edited the file, each stays by itself, and a note says so.
 
 From the copies the storage is computed again, range by range:
 
@@ -31,7 +31,7 @@ from holdfast.core.chunk import Storage, repeats
 from holdfast.core.dtype import WIDEST_NBYTES
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import Request, Stamp, State
-from holdfast.core.sharing import overlaps
+from holdfast.core.sharing import overlaps, shared_rows
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import Sourced
@@ -52,14 +52,13 @@ class Copy(Value, frozen=True):
 
     @classmethod
     def of(cls, tensor: LazyTensor, view: AliasView) -> Copy:
-        """A tensor with the note that its file has about it."""
+        """A tensor with the alias that its file records."""
         if tensor.dtype.packed:
             raise Unsupported(f"elements of {tensor.dtype} share bytes and cannot be put together", tensor=tensor.name)
         return cls(tensor, view.offset // 8, tuple(stride // 8 for stride in view.strides))
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
         return self.tensor.dtype.bits // 8
 
     @property
@@ -69,11 +68,8 @@ class Copy(Value, frozen=True):
         return self.offset + last + self.width if self.tensor.size else self.offset
 
 
-class PlacedBox(Value, frozen=True):
-    """A box of a copy, and the byte of the storage where its first element lies."""
-
-    index: tuple[slice, ...]
-    at: int
+PlacedBox = tuple[tuple[slice, ...], int]
+"""A box of a copy, and the byte of the storage where its first element lies."""
 
 
 class Assembled(Sourced):
@@ -130,7 +126,6 @@ def _padded(copies: Sequence[Copy], start: int, stop: int) -> np.ndarray:
 
 
 def _strides_up(copy: Copy) -> bool:
-    """Whether the elements of a copy lie in another order than those of the storage."""
     strides = [stride for n, stride in zip(copy.tensor.shape, copy.strides, strict=True) if n > 1]
     return strides != sorted(strides, reverse=True)
 
@@ -152,7 +147,7 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
             continue
         inside = start - width < at and end < stop + width
         if inside and math.prod(one.stop - one.start for one in index) * width <= BLOCK_NBYTES:
-            yield PlacedBox(index, at)
+            yield index, at
             continue
         # The dimension that reaches furthest is cut: to its rows that touch the range, then to those that lie inside whole.
         d = max(range(len(index)), key=lambda d: (reach[d], index[d].stop - index[d].start))
@@ -167,7 +162,8 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
 
 def _values(copy: Copy, placed: PlacedBox) -> np.ndarray:
     """The elements of a box as bytes: its shape, and a last dimension for the bytes of an element."""
-    part = copy.tensor[placed.index] if placed.index else copy.tensor
+    index, _ = placed
+    part = copy.tensor[index] if index else copy.tensor
     out = np.empty(part.shape, part.dtype.numpy)
     part.source.read([Request(part, out)])
     return byte_row(out).reshape(*part.shape, copy.width)
@@ -175,7 +171,7 @@ def _values(copy: Copy, placed: PlacedBox) -> np.ndarray:
 
 def _window(block: np.ndarray, begin: int, copy: Copy, placed: PlacedBox, shape: tuple[int, ...]) -> np.ndarray:
     """The bytes of a box's elements inside of a block that begins with byte `begin` of the storage."""
-    return np.ndarray(shape, block.dtype, block.data, placed.at - begin, (*copy.strides, 1))
+    return np.ndarray(shape, block.dtype, block.data, placed[1] - begin, (*copy.strides, 1))
 
 
 class Rejoined(Value, frozen=True):
@@ -183,7 +179,7 @@ class Rejoined(Value, frozen=True):
 
     state: State
     notes: tuple[str, ...] = ()
-    """What could not be shared again."""
+    """Tensors that could not share a storage again, and why."""
 
 
 def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
@@ -194,22 +190,19 @@ def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
     if not kinds:
         return Rejoined(state)
     tensors = {row: table.view(row) for row, kind in enumerate(table.kind) if kind in kinds}
-    assembled, storages, notes = Assembled(), dict[Storage, Storage](), list[str]()
-    together: dict[Storage, list[LazyTensor]] = {}
-    for tensor in tensors.values():
-        together.setdefault(tensor.shared_storages[0], []).append(tensor)
-    for storage, members in together.items():
-        made = _assemble(members, assembled, limits)
-        if isinstance(made, Storage):
-            storages[storage] = made
-        else:
-            notes.append(made)
-    viewed = {row: _viewed(tensor, storages.get(tensor.shared_storages[0]), assembled) for row, tensor in tensors.items()}
+    groups = dict(shared_rows([table], stored_aliases=True).groups())
+    grouped = {row for rows in groups.values() for row in rows}
+    assembled, viewed, notes = Assembled(), dict[int, LazyTensor](), list[str]()
+    for rows in (*groups.values(), *([row] for row in tensors if row not in grouped)):
+        members = {row: tensors[row] for row in rows if row in tensors}
+        made = _assemble([*members.values()], assembled, limits) if members else ""
+        notes += [made] if made and isinstance(made, str) else []
+        viewed |= {row: _viewed(one, made if isinstance(made, Storage) else None, assembled) for row, one in members.items()}
     return Rejoined(with_table(state, with_odd(table, viewed)), tuple(notes))
 
 
 def _viewed(tensor: LazyTensor, storage: Storage | None, assembled: Assembled) -> LazyTensor:
-    """The tensor as a view of a storage; as it is where there is none."""
+    """The tensor as a view of a storage; without an alias where there is none."""
     traits = replace(tensor.traits, alias=None)
     if storage is None:
         return replace(tensor, traits=traits)
@@ -218,7 +211,7 @@ def _viewed(tensor: LazyTensor, storage: Storage | None, assembled: Assembled) -
 
 
 def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -> Storage | str:
-    """The storage of these tensors, or why they cannot share one."""
+    """The storage of these tensors, or the reason why they cannot share one."""
     views = {(tensor.chunks, tensor.traits.alias): tensor for tensor in tensors}  # names of one and the same copy count once
     shown = ", ".join(repr(t.name) for t in tensors[:3]) + (f" and {len(tensors) - 3:,} more" if len(tensors) > 3 else "")
     if any(tensor.dtype.packed for tensor in tensors):
@@ -230,12 +223,10 @@ def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -
     if not filled:
         return storage
     reached = max(copy.stop for copy in filled) - filled[0].offset
-    kept = sum(copy.tensor.nbytes for copy in filled)
-    if reached > max(limits.expansion * kept, limits.expansion_floor_nbytes):
-        return (
-            f"{shown} are {kept:,} bytes of a storage of {reached:,}; they are written apart "
-            "(Limits(expansion=…) allows the whole of it)"
-        )
+    nbytes = sum(copy.tensor.nbytes for copy in filled)
+    if reached > max(limits.expansion * nbytes, limits.expansion_floor_nbytes):
+        parts = f"{shown} are {nbytes:,} bytes of a storage of {reached:,}"
+        return f"{parts}; they are written apart (Limits(expansion=…) allows the whole of it)"
     overlap = any(overlaps((copy.offset, copy.stop, None) for copy in filled)) or any(
         repeats(copy.tensor.shape, copy.strides, copy.width) for copy in filled
     )

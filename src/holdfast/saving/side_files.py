@@ -9,8 +9,8 @@
 3. `config.json` says in which dtype the weights are (`torch_dtype`, `dtype` since transformers 5). Where the weights are cast, it
    is set to what they are now; nothing else in it changes.
 
-They are files of the plan like any other: streamed, read back, and published with the weights by one rename. Links are followed as
-`open` follows them: inside of the folder, or to the blobs of the Hugging Face cache.
+Side files are files of the plan like any other: streamed, read back, and published with the weights by one rename. Links are
+followed as `open` follows them: inside of the folder, or to the blobs of the Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -45,21 +45,17 @@ from holdfast.seals.document import SUFFIX as SEAL_SUFFIX
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at, same_place
 
-CONFIG = "config.json"
-
-TORCH_STEM = "pytorch_model"
+CONFIG, TORCH_STEM = "config.json", "pytorch_model"
 
 SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken", ".vocab", ".bpe", ".spm", ".yaml", ".yml")
-"""What config, tokenizer, template, code and text files end with. `.model` is a SentencePiece tokenizer."""
+"""The suffixes of config, tokenizer, template, code and text files. `.model` is a SentencePiece tokenizer."""
 
 PLAIN_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
-"""Texts without a suffix."""
 
 MOST_NBYTES = 256 << 20
 """The largest tokenizers take tens of megabytes; what is larger than this is data."""
 
 CONFIG_NBYTES = 16 << 20
-"""A config that is parsed, at the most."""
 
 PICKLE, ZIP = b"\x80", b"PK\x03\x04"
 """How a pickle of protocol 2 or later begins, and an archive, such as one of `torch.save`."""
@@ -68,10 +64,9 @@ DTYPE_KEYS = ("torch_dtype", "dtype")
 """transformers up to 4.55 writes the first, later ones the second; both are read."""
 
 NAMED = ("float16", "bfloat16", "float32", "float64")
-"""What a config can say that weights are computed in."""
+"""The dtypes that a config can name."""
 
 SHOWN = 5
-"""Names that a note lists."""
 
 
 def is_side_file(name: str) -> bool:
@@ -85,21 +80,21 @@ def is_side_file(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) or name.partition(".")[0].upper() in PLAIN_NAMES
 
 
-def _tells(name: str) -> bool:
+def _shows_model(name: str) -> bool:
     """Whether a folder with such a file is a model's."""
     return is_side_file(name) and (name.endswith(CONFIG) or name.startswith("tokenizer") or name == "params.json")
 
 
 def is_model(source: Checkpoint, copy_config: CopyConfig = True) -> bool:
     """Whether weights lie beside a config or a tokenizer, or are to lie beside one."""
-    return not isinstance(copy_config, bool) or any(map(_tells, source.source.store.list()))
+    return not isinstance(copy_config, bool) or any(map(_shows_model, source.source.store.list()))
 
 
 class SideFiles(Value, frozen=True):
     """Files to be written beside the weights."""
 
     files: Mapping[str, Source]
-    """What each is read from, by its name."""
+    """The source of each file, by its name."""
     elsewhere: bool = False
     """Whether they come from another folder, and say nothing of these weights yet."""
     strangers: bool = False
@@ -108,7 +103,7 @@ class SideFiles(Value, frozen=True):
     """Whether they are at the target already, in an object store: only what changes is written."""
     notes: tuple[str, ...] = ()
     stem: str = STEM
-    """What the weights in that folder are called."""
+    """How the names of the weights in that folder begin."""
 
     @property
     def weights(self) -> bool:
@@ -121,9 +116,8 @@ class SideFiles(Value, frozen=True):
             return plan, ()
         written = {file.key for file in (*plan.files, *plan.index)}
         labels = {segment.label for file in plan.files for segment in file.segments if isinstance(segment, Data)}
-        lost = [
-            f"{name!r} is no part of the checkpoint, and a file of that name is written" for name in self.files if name in written
-        ]
+        both = [name for name in self.files if name in written]
+        lost = [f"{name!r} is no part of the checkpoint, and a file of that name is written" for name in both]
         if lost:
             raise CannotHold("other files of the folder would be lost; move them away, or give another target", lost)
         added, late, notes = [], [], list(self.notes)
@@ -154,7 +148,7 @@ class SideFiles(Value, frozen=True):
 
 
 def _edited(origin: Source, dtype: str, changes: dict[str, str]) -> bytes:
-    """The config with a dtype; what that changed is told. Raises a `HoldfastError` where it has to stay as it is."""
+    """The config with a dtype; `changes` gets what that changed. Raises a `HoldfastError` where it has to stay as it is."""
     if dtype not in NAMED:
         raise Unsupported(f"{dtype} is none that it could name")
     size = origin.store.size(CONFIG)
@@ -168,9 +162,9 @@ def _edited(origin: Source, dtype: str, changes: dict[str, str]) -> bytes:
 def find_side_files(
     source: Checkpoint, target: str, copy_config: CopyConfig, *, directory: bool, stack: ExitStack, limits: Limits | None
 ) -> SideFiles:
-    """What is to lie beside the weights at the target. Another folder that is opened for it is closed with the stack.
+    """The files that go beside the weights at the target. Another folder that is opened for them is closed with the stack.
 
-    Raises `Unsupported` for what cannot be: side_files of a single file, and files that would be lost.
+    Raises `Unsupported` for side files of a single file, and for files that would be lost.
     """
     if not isinstance(copy_config, bool | str | os.PathLike) or copy_config == "":
         kind = type(copy_config).__name__
@@ -198,7 +192,7 @@ def find_side_files(
         return SideFiles({name: origin for name, origin in kept.items() if name == CONFIG}, stays=True, stem=stem)
     if kept:
         return SideFiles(kept, strangers=any(not is_side_file(name) for name in kept), stem=stem)
-    if not copy_config or not folder or not any(map(_tells, own)):
+    if not copy_config or not folder or not any(map(_shows_model, own)):
         return SideFiles({}, stem=stem)
     taken = dict.fromkeys(_chosen(source.source, own, notes), source.source)
     format = format_of(source.format)
@@ -214,7 +208,7 @@ def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig
     if not isinstance(copy_config, bool):
         message = "one file has no place for a config; give a directory (with a slash at its end, or format=)"
         raise Unsupported(f"{message}, or leave copy_config= away", found=str(copy_config))
-    left = [name for name in own if is_side_file(name)] if copy_config and any(map(_tells, own)) else []
+    left = [name for name in own if is_side_file(name)] if copy_config and any(map(_shows_model, own)) else []
     notes = (f"one file is written; these stay in {source.path!r} alone: {_some(left)}",) if left else ()
     return SideFiles({}, notes=notes)
 
@@ -234,7 +228,7 @@ def _others(source: Checkpoint, own: Sequence[str]) -> Iterable[str]:
 
 
 def _stem(names: Sequence[str], source: Checkpoint) -> str:
-    """What the weights of a folder are called: by the index, or by the one file that they are."""
+    """How the names of the weights of a folder begin: by the index, or by the one file that they are."""
     format = format_of(source.format)
     if format.weights_by and not format.written_by:
         # What is pytorch_model.bin is model.safetensors; diffusers and adapters have one name for both.
@@ -262,13 +256,12 @@ def _from_folder(
         raise absent
     origin = OpenSource(store, limits=within, threads=1)
     found = _chosen(origin, store.list(), notes)
-    if not any(map(_tells, found)):
+    if not any(map(_shows_model, found)):
         raise StoreError("there is no config and no tokenizer to copy in this folder", file=path)
     return found, origin
 
 
 def _chosen(origin: Source, names: Sequence[str], notes: list[str]) -> list[str]:
-    """The side_files among the files of a folder."""
     found = []
     for name in filter(is_side_file, names):
         size = origin.store.size(name)
@@ -302,7 +295,6 @@ def _copied(name: str, origin: Source, labels: set[str]) -> FilePlan:
 
 
 def _prevailing(tensors: Iterable[LazyTensor]) -> str | None:
-    """The floating-point dtype of most elements; None where there are none."""
     counts: dict[str, int] = {}
     for tensor in tensors:
         if tensor.dtype.kind == "float":
@@ -325,7 +317,6 @@ def _with_dtype(document: object, dtype: str, at: str, changes: dict[str, str]) 
 
 
 def _indent(raw: bytes) -> int | None:
-    """How many spaces a document is indented by; None where it is in one line."""
     first = raw.partition(b"\n")[2]
     return len(first) - len(first.lstrip(b" ")) or None
 

@@ -1,15 +1,11 @@
-"""From whatever a caller hands to `save` to a `State`: the same tree, and a table with a row for every tensor in it.
+"""From whatever a caller gives to `save` to a `State`: the same tree, and a table with a row for every tensor in it.
 
-numpy arrays and torch tensors are asked where they lie, and not copied; lazy tensors of an open checkpoint are streamed later.
-Containers keep their types, and an object with a `state_dict()` stands for it. What is neither a tensor nor a
-container is left as it is: the target format knows whether it can hold it, and says so with the path.
+numpy arrays and torch tensors are not copied; lazy tensors of an open checkpoint are streamed later. Containers keep their types.
+What is neither a tensor nor a container is left as it is: the target format knows whether it can hold it.
 
-An object that keeps a state (`Stateful`), whatever has `state_dict()` and `load_state_dict()`, stands for what the former returns.
+An object with `state_dict()` and `load_state_dict()` (`Stateful`) stands for what the former returns, wherever it is in the state:
 
     {"app": AppState(), "step": 3}          {"app": {"w": …, "epoch": 1}, "step": 3}
-
-That is how torch's distributed checkpoint takes modules, optimizers, schedulers and classes of users at the top of a state. Here
-they are taken wherever they stand, a state dict that holds more of them included. Nothing is asked about torch: the methods tell.
 """
 
 from __future__ import annotations
@@ -45,13 +41,11 @@ from holdfast.formats.tree_json.encode import is_marked
 from holdfast.stores.paths import content_and_path
 
 LAZY_TYPES = (LazyTensor,)
-"""By exact class."""
 
 Arrays = Literal["tensors", "values"]
 Leaf = Callable[[object, Path], object]
 
 SHOWN = 3
-"""Tensors that a note names."""
 
 
 def tabulate_state(
@@ -108,7 +102,6 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
     from holdfast.torch.tensors.to_lazy import unkept
 
     unkept_names: dict[str, list[str]] = {}
-    """By what is not kept: the tensors that have it."""
     odd = [(row, table.names[row], leaves.values[row]) for row in others]
     for name, value in leaves.places:
         made = leaves.described(value)
@@ -119,22 +112,21 @@ def _unkept_notes(leaves: Leaves, table: Table, others: Iterable[int]) -> tuple[
         for what in unkept(value) if id(value) not in seen else ():
             unkept_names.setdefault(what, []).append(name)
         seen.add(id(value))
-    said = []
+    notes = []
     for what, names in unkept_names.items():
         more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-        said.append(f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace("its hooks is", "hooks are"))
-    return tuple(said)
+        notes.append(f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace("its hooks is", "hooks are"))
+    return tuple(notes)
 
 
 class Library(Value, frozen=True, eq=False):
-    """Tensors of one library, and how they are asked in columns."""
+    """The types of one library's tensors, and the function that describes them in columns."""
 
     types: tuple[type, ...]
     tabulate: Callable[[list[object]], Tabulated]
 
 
 def _libraries(arrays: Arrays) -> tuple[Library, ...]:
-    """The kinds of tensors that may be rows: numpy's, and torch's where the caller has torch."""
     return (*((NUMPY,) if arrays == "tensors" else ()), *(_torch_library() if "torch" in sys.modules else ()))
 
 
@@ -170,7 +162,7 @@ class _Tabulating:
         return self._joined(self._describe_others(self._tabulate()))
 
     def _tabulate(self) -> list[Tabulated]:
-        """Of each library: the rows of plain tensors."""
+        """The rows of plain tensors, of each library."""
         values, found = self._leaves.values, []
         present = {*map(type, values)}
         for library in self._libraries:
@@ -186,7 +178,7 @@ class _Tabulating:
         return found
 
     def _describe_others(self, parts: list[Tabulated]) -> list[Tabulated]:
-        """Lazy tensors for all other rows. A composite is several rows, and moves those behind it."""
+        """Describe all other rows as lazy tensors. A composite is several rows, and moves those behind it."""
         leaves, made = self._leaves, dict[int, object]()
         if sum(len(part.rows) for part in parts) == len(leaves.values):
             return parts
@@ -261,7 +253,7 @@ class _Tabulating:
         return Table(names, kinds, kind, storage, storages, odd, offsets=offsets)
 
     def _numbers(self, parts: Sequence[Tabulated]) -> list[Sequence[int]]:
-        """Of each part, the numbers of its storages among those of all. The same memory has one number, whoever has it."""
+        """The numbers of each part's storages among those of all parts. One memory has one number, in whichever part it is."""
         places, known, found, before = self._resident.places(), dict[tuple[int, int], int](), list[Sequence[int]](), 0
         for part in parts:
             lengths = part.storages.nbytes.tolist()
@@ -278,7 +270,6 @@ class _Tabulating:
 
 
 def _leaf(arrays: Arrays, resident: Resident) -> Leaf:
-    """The function that turns a leaf into a lazy tensor, or gives it back."""
     foreign: Leaf | None = None
     if "torch" in sys.modules:
         # Only where the caller has torch can there be a torch tensor.
@@ -301,7 +292,7 @@ def _leaf(arrays: Arrays, resident: Resident) -> Leaf:
 
 
 def _read(value: object) -> np.ndarray:
-    """What an object gives as an array; of JAX, a key for random numbers or an array with parts on other machines gives none."""
+    """The array of an object; of JAX, a key for random numbers or an array with parts on other machines gives none."""
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -314,7 +305,7 @@ USUAL_TYPES = CONTAINERS | {defaultdict, Counter}
 
 
 class Stateful(Protocol):
-    """What is asked, and told."""
+    """An object whose state is saved and loaded."""
 
     def state_dict(self) -> object: ...
 
@@ -335,7 +326,7 @@ def is_stateful(value: object) -> bool:
 
 
 def plainly_named(value: Stateful) -> Stateful:
-    """The same object; of a module that DDP or `torch.compile` wraps, one that names its state as the module inside does."""
+    """The object; for a module that DDP or `torch.compile` wraps, one that names its state as the module inside does."""
     if "torch" not in sys.modules:
         return value
     from holdfast.torch.modules.wrappers import plainly_named
@@ -361,21 +352,20 @@ def state_dicts(state: object) -> object:
 
 
 def _has(value: object, name: str) -> bool:
-    # First of its class, which is how it nearly always is. What even pretends to have none is let go at once: arrays are many.
+    # First of its class, which nearly always has it. What does not even pretend to have it is done at once: arrays are many.
     if hasattr(type(value), name) and callable(inspect.getattr_static(type(value), name, None)):
         return True
     return name in getattr(value, "__dict__", ()) and callable(getattr(value, name))
 
 
 class Taking:
-    """What is entered on one way through a state, and what becomes of it."""
+    """Replaces objects by their state dicts, on one walk through a state."""
 
     def __init__(self) -> None:
         self._leaves = _plain_types(torch="torch" in sys.modules)
-        self._asked: set[int] = set()
-        """Objects that stand for their state dicts."""
+        self._stateful: set[int] = set()
         self._keys: dict[int, list[object]] = {}
-        """Of mappings with such objects: the keys in the order in which they were taken."""
+        """The keys of mappings with such objects, in the order in which these were replaced."""
 
     def may_have(self, state: object) -> bool:
         """Whether there is anything but usual containers and leaves that keep no state. No function is called for a container."""
@@ -396,8 +386,8 @@ class Taking:
         if isinstance(value, NO_STATEFUL) or type(value) in self._leaves:
             return None
         if is_stateful(value):
-            self._asked.add(id(value))
-            # Asked when it is entered: what contains itself is not asked again.
+            self._stateful.add(id(value))
+            # Called when it is entered: what contains itself is not called again.
             return ((None, plainly_named(cast(Stateful, one)).state_dict()) for one in (value,))
         if type(value) in USUAL_TYPES and self._leaves.issuperset(map(type, values_of(value))):
             return None
@@ -407,7 +397,7 @@ class Taking:
         return mapped_children(value) if isinstance(value, Mapping) or type(value) in (list, tuple) else None
 
     def made(self, value: Any, children: list[object], _: Way) -> object:  # noqa: ANN401  # what `inside` entered
-        if id(value) in self._asked:
+        if id(value) in self._stateful:
             return children[0]
         keys = self._keys.pop(id(value), None)
         if keys is not None:

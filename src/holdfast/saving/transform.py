@@ -63,39 +63,30 @@ from holdfast.inspect.brief import root_global
 from holdfast.numeric.cast import OUTCOMES, cast, count_losses_each, largest
 from holdfast.saving.rows import flat_state, with_odd, with_table, with_tree
 
-SHOWN = 3
-"""Tensors that a note names."""
-
-SHOWN_CHARACTERS = 80
-"""Of a name in a note."""
+SHOWN, SHOWN_CHARACTERS = 3, 80
+"""Tensors that a note names, and characters of a name."""
 
 
 class Losses:
-    """What casts did to elements that they could not keep: counted while they are computed, said when they are done.
+    """Counts elements that casts could not keep, while they are computed.
 
     Each element counts once, however often it is read. Elements between those of a view that is read with its gaps count as well.
     """
 
     def __init__(self) -> None:
         self.elements = 0
-        """How many were cast."""
         self.counts: dict[str, dict[str, int]] = {outcome: {} for outcome in OUTCOMES}
-        """By outcome and tensor."""
+        """Lost elements by outcome and tensor."""
         self._lock = threading.Lock()
 
-    def add(self, name: str, elements: int, lost: Mapping[str, int]) -> None:
+    def add(self, names: Sequence[str], elements: int, lost: Mapping[str, Ints]) -> None:
+        """Count elements of these tensors; `lost` has by outcome how many of each."""
         with self._lock:
             self.elements += elements
-            for outcome, count in lost.items():
+            for outcome, counts in lost.items():
                 own = self.counts[outcome]
-                own[name] = own.get(name, 0) + count
-
-    def add_each(self, names: Sequence[str], elements: int, lost: Mapping[str, Ints]) -> None:
-        """The same of several tensors; `lost` has by outcome how many elements of each."""
-        self.add("", elements, {})
-        for outcome, counts in lost.items():
-            for at in np.flatnonzero(counts).tolist():
-                self.add(names[at], 0, {outcome: int(counts[at])})
+                for at in np.flatnonzero(counts).tolist():
+                    own[names[at]] = own.get(names[at], 0) + int(counts[at])
 
     def notes(self, dtype: DType) -> tuple[str, ...]:
         """A sentence for each way in which elements were lost."""
@@ -103,7 +94,7 @@ class Losses:
 
     def _note(self, outcome: str, own: Mapping[str, int], dtype: DType) -> str:
         most = f"±{largest(dtype):g}"
-        said = {
+        how = {
             "saturated": f"beyond {most} became that",
             "infinite": f"beyond {most} became infinite",
             "nan": f"beyond {most} became NaN, for there is no infinity",
@@ -114,8 +105,7 @@ class Losses:
         worst = sorted(own, key=lambda name: (-own[name], natural(name)))
         names = ", ".join(f"{name!r} ({own[name]:,})" for name in worst[:SHOWN])
         more = f" and {len(worst) - SHOWN:,} more tensors" if len(worst) > SHOWN else ""
-        total = sum(own.values())
-        return f"cast to {dtype}: {total:,} of {self.elements:,} values {said}: {names}{more}"
+        return f"cast to {dtype}: {sum(own.values()):,} of {self.elements:,} values {how}: {names}{more}"
 
 
 Casts = tuple[tuple[str, DType | None], ...]
@@ -123,17 +113,17 @@ Casts = tuple[tuple[str, DType | None], ...]
 
 
 class Edits(Value, frozen=True):
-    """What to change."""
+    """The changes of a state."""
 
     keep: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
     casts: Casts = ()
-    """What floating-point tensors are cast to; integers, booleans and quantised ones stay as they are."""
+    """The dtypes of floating-point tensors; integers, booleans and quantised ones stay as they are."""
     tensors_only: bool = False
     """Keep the tensors under their dotted names in a flat mapping and leave everything else out."""
     dequantize: bool = False
-    """Write what quantised blocks stand for; casts come after it."""
+    """Whether quantised blocks become the numbers that they stand for; casts come after that."""
 
     @property
     def renames(self) -> bool:
@@ -159,14 +149,14 @@ def dtype_named(name: AnyDType) -> DType:
 
 
 KEEP = "keep"
-"""In the place of a dtype: that of the source."""
+"""The word for the dtype of the source."""
 
 ALL = "*"
 """The pattern of a dtype that is given without one."""
 
 
 def casts_of(dtype: AnyDType | Mapping[str, AnyDType] | None) -> Casts:
-    """What a caller wants cast: all, by one dtype, or by patterns; "keep" leaves what it has.
+    """The casts that a caller wants: of all tensors, or by patterns; "keep" leaves the dtype.
 
     >>> [(pattern, str(to)) for pattern, to in casts_of({"norm*": "f32", "*": "bf16"})]
     [('norm*', 'float32'), ('*', 'bfloat16')]
@@ -205,9 +195,9 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
 
 
 def left_out(tree: object, edits: Edits) -> list[str]:
-    """What `tensors_only` leaves out of a tree, in sentences: values, objects, what tensors in parts are together.
+    """Sentences about what `tensors_only` leaves out of a tree: values, objects, what tensors in parts are together.
 
-    What `keep` and `drop` leave out was asked for by its name, and is not told again.
+    `keep` and `drop` leave things out by their names, so these are not repeated.
     """
     if not edits.tensors_only:
         return []
@@ -232,7 +222,7 @@ def left_out(tree: object, edits: Edits) -> list[str]:
     notes = [f"only tensors are kept; left out: {_counted(values, 'value')}"] if values else []
     notes += [f"only tensors are kept; left out: {_counted(objects, 'foreign object')}"] if objects else []
     notes += [f"only tensors are kept; taken apart: {_counted(parts, 'tensor')}"] if parts else []
-    notes += ["only tensors are kept; left out: what state dicts note of their modules (_metadata)"] if versions else []
+    notes += ["only tensors are kept; left out: what state dicts record of their modules (_metadata)"] if versions else []
     return notes
 
 
@@ -242,7 +232,7 @@ def _counted(names: Sequence[str], what: str) -> str:
 
 
 def _dequantized(state: State) -> State:
-    """The state with the numbers that quantised blocks stand for. Blocks that nobody can decode stay: they may be dropped yet."""
+    """The state with the numbers that quantised blocks stand for. Blocks that cannot be decoded stay: they may be dropped yet."""
     decoded, made, table = Dequantized(), dict[View, LazyTensor](), state.tensors
     found: dict[int, LazyTensor] = {}
     for row in _in_blocks(table):
@@ -258,13 +248,12 @@ def _dequantized(state: State) -> State:
 
 
 def _in_blocks(table: Table) -> list[int]:
-    """The rows of quantised blocks."""
     kinds = {number for number, kind in enumerate(table.kinds) if kind.traits.blocks is not None}
     return [row for row, kind in enumerate(table.kind) if kind in kinds] if kinds else []
 
 
 def _refuse_blocks(table: Table) -> None:
-    """Raise for what was to be decoded and was not."""
+    """Raise `CannotHold` for blocks that cannot be decoded."""
     problems = []
     for row in _in_blocks(table):
         try:
@@ -305,7 +294,7 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
 
 
 def _check_patterns(edits: Edits, names: Sequence[str], problems: list[str]) -> None:
-    """A pattern that matches nothing is a mistake."""
+    """Add a problem for each pattern that matches nothing."""
     for pattern in unmatched((*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names):
         near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
         problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
@@ -322,10 +311,8 @@ def _new_names(names: Sequence[str], edits: Edits) -> list[str | None]:
 
 
 def _check_names(names: Sequence[str], new: Sequence[str | None], problems: list[str]) -> None:
-    """No two things may have one name, unless they had it before. No name may be empty."""
-    given = (
-        dict.fromkeys(now for name, now in zip(names, new, strict=True) if now != name and now is not None) if names != new else {}
-    )
+    """Add a problem where two things would have one name that they had not before, or a name would be empty."""
+    given = dict.fromkeys(now for name, now in zip(names, new, strict=True) if now != name and now is not None)
     taken = Counter(new) if len({*new}) < len(new) else {}
     problems += [f"renaming gives {taken[name]:,} things the name {name!r}" for name in given if taken and taken[name] > 1]
     if "" in given:
@@ -336,7 +323,7 @@ GONE = object()
 
 
 def _inside(value: object) -> Iterable[tuple[object, object]] | None:
-    """What is in a container; nothing where that is nothing but leaves: they are taken as a whole."""
+    """The content of a container; none where there are nothing but leaves: they are taken as a whole."""
     inside = leaf_children(value)
     return None if inside is None else inside if True in entered(values_of(value)) else ()
 
@@ -345,10 +332,9 @@ class Rebuilding:
     """Makes a tree again with some of its leaves elsewhere or nowhere; `names` are theirs in the order of `leaf_names`."""
 
     def __init__(self, names: Sequence[str], new: Sequence[str | None], problems: list[str]) -> None:
-        self._names, self._new = names, new
+        self._names, self._new, self._problems = names, new, problems
         self._at = 0
         """Leaves that came before."""
-        self._problems = problems
         self.hoisted: dict[str, object] = {}
         """Leaves whose new names begin with another container's, for the top of the tree."""
 
@@ -357,7 +343,6 @@ class Rebuilding:
         return rebuild(tree, lambda value, way: self._next(1)[0], inside=_inside, make=self._made, most=MOST_LEAVES + 1)
 
     def _next(self, count: int) -> range:
-        """The numbers of the leaves that come next."""
         self._at += count
         return range(self._at - count, self._at)
 
@@ -424,8 +409,8 @@ def _cast_rows(state: State, edits: Edits, problems: list[str], losses: dict[DTy
             # Names of one tensor must agree in what it is to be.
             if row in wanted and wanted[row] is not wanted[first]:
                 both = ["is to stay as it is" if one is None else f"is to be {one}" for one in (wanted[first], wanted[row])]
-                told = f"are one tensor, and under one name it {', the other '.join(both)}"
-                problems.append(f"{table.names[first]} and {table.names[row]} {told}")
+                how = f"under one name it {', the other '.join(both)}"
+                problems.append(f"{table.names[first]} and {table.names[row]} are one tensor, and {how}")
     # Quantised tensors stay as they are: their parts mean nothing in another dtype.
     parts = set() if edits.tensors_only else _quantized_parts(state)
     new = {row: number for row, number in zip(rows, chosen, strict=True) if number is not None and row not in parts}
@@ -433,7 +418,7 @@ def _cast_rows(state: State, edits: Edits, problems: list[str], losses: dict[DTy
 
 
 def _quantized_parts(state: State) -> set[int]:
-    """The rows of parts of quantised tensors."""
+    """The rows that are parts of quantised tensors."""
     parts = {id(part) for one in state.leaves.composites() if one.kind == "quantized" for part in one.parts.values()}
     return {row for row, leaf in enumerate(state.leaves.values) if id(leaf) in parts} if parts else set()
 
@@ -460,9 +445,9 @@ class Casting:
         self._kinds, self._kind, self._storage = [*table.kinds], [*table.kind], [*table.storage]
         self._offsets, self._odd = dict(table.offsets), dict(table.odd)
         self._tensors: list[LazyTensor] = []
-        """What is cast and is no storage of the table: its elements, in C order."""
+        """Tensors that are cast and are no storage of the table: their elements, in C order."""
         self._of_tensors: list[int] = []
-        """The cast of each."""
+        """The number of the cast of each."""
 
     def table(self) -> Table:
         """All rows, those that were chosen among them cast."""
@@ -509,18 +494,15 @@ class Casting:
         if odd or kind.storage_nbytes * 8 % bits or any(stride % bits for stride in kind.strides):
             return -1, -1
         strides, nbytes = _scaled(kind.strides, kind.dtype, dtype), kind.storage_nbytes * 8 // bits * dtype.bits // 8
-        self._kinds.append(
-            Kind.strided(
-                dtype, kind.shape, strides, storage_nbytes=nbytes, traits=traits, location=kind.location, inside=kind.inside
-            )
-        )
+        made = Kind.strided(dtype, kind.shape, strides, storage_nbytes=nbytes, traits=traits, inside=kind.inside)
+        self._kinds.append(replace(made, location=kind.location))
         return len(self._kinds) - 1, self._ways.setdefault((kind.dtype, dtype), len(self._ways))
 
     def _way(self, origin: DType, dtype: DType) -> Elementwise:
         losses = self._losses[dtype]
 
         def observe(names: Sequence[str], starts: Ints, elements: np.ndarray, made: np.ndarray) -> None:
-            losses.add_each(names, elements.size, count_losses_each(elements, made, dtype, starts))
+            losses.add(names, elements.size, count_losses_each(elements, made, dtype, starts))
 
         return Elementwise(origin, dtype, lambda elements: cast(elements, dtype), observe)
 
@@ -567,9 +549,9 @@ class Casting:
 
 
 def _origin(tensor: LazyTensor, alike: Mapping[Storage, Collection[object]]) -> tuple[Storage | View, LazyTensor, tuple[int, ...]]:
-    """What a tensor is cast from: its storage as a row of elements, where all rows over that are cast alike; else it alone.
+    """The origin of a cast tensor: its storage as a row of elements, where all rows over that are cast alike; else the tensor.
 
-    With what tells that from others, and where the tensor lies in it: offset and strides, in elements.
+    First comes a key of the origin, and last where the tensor lies in it: offset and strides, in elements.
     """
     dtype, chunks = tensor.dtype, tensor.chunks
     if len(chunks) == 1 and chunks[0].shape == tensor.shape:
@@ -583,7 +565,7 @@ def _origin(tensor: LazyTensor, alike: Mapping[Storage, Collection[object]]) -> 
 
 
 def _cast_alias(view: AliasView, old: DType, new: DType) -> AliasView | None:
-    """Where a tensor lay in a storage of old, had that been cast; None where it was no view of a row of elements."""
+    """The alias of a tensor after a cast of its whole storage; None where it was no view of a row of elements."""
     if any(place % old.bits for place in (view.offset, *view.strides)):
         return None
     nbytes, offset, *strides = _scaled((view.nbytes * 8, view.offset, *view.strides), old, new)
@@ -591,12 +573,12 @@ def _cast_alias(view: AliasView, old: DType, new: DType) -> AliasView | None:
 
 
 def _scaled(places: tuple[int, ...], old: DType, new: DType) -> tuple[int, ...]:
-    """Places counted in bits, for elements of another width."""
+    """Places counted in bits, scaled for elements of another width."""
     return tuple([place // old.bits * new.bits for place in places])
 
 
 def _check_casts(casts: Casts, names: Sequence[str], deciding: set[int | None], problems: list[str]) -> None:
-    """A pattern that casts nothing is a mistake; that there is nothing to cast at all is none."""
+    """Add a problem for each pattern that casts nothing, unless there is nothing to cast at all."""
     for number, (pattern, _) in enumerate(casts):
         if pattern == ALL and number == len(casts) - 1:
             continue

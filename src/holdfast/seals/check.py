@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from holdfast.core.documents import check_length
@@ -24,10 +24,10 @@ from holdfast.stores.local import OpenFile, open_folder, plain
 from holdfast.stores.paths import AnyPath, local_path
 
 LOCKS = (".lock",)
-"""How names of lock files end: they say who works here, and are no part of what is kept."""
+"""The suffixes of lock files, which are no part of what is sealed."""
 
 PASSING = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
-"""What file browsers leave where somebody looked."""
+"""Files that file browsers leave."""
 
 
 def is_part(name: str) -> bool:
@@ -40,15 +40,13 @@ def is_part(name: str) -> bool:
 
 
 def seal_path(path: AnyPath) -> str:
-    """Where the seal of a folder is, or of a single file."""
+    """The path of the seal of a folder, or of a single file."""
     place = local_path(path)
     return os.path.join(place, SEAL) if os.path.isdir(place) else seal_name(place)
 
 
 def read_seal(path: AnyPath, limits: Limits | None = None) -> Seal | None:
-    """What the seal of a folder or of a file says; None where there is none. Whether it is true is another question.
-
-    What is not on this machine (a URL) has none.
+    """The seal of a folder or of a file; None where there is none, as for a URL. Whether the files are as it says is not checked.
 
     Raises what `parse_seal` raises, and `StoreError` where it cannot be read.
     """
@@ -95,12 +93,15 @@ class Misfit(Value, frozen=True):
     name: str
     message: str
     damaged: bool
-    """Whether its content is at fault, and not that nobody could look at it."""
+    """Whether the content is wrong; False where it could not be read."""
 
 
 def check_digests(path: AnyPath, seal: Seal, *, threads: int | None = None, progress: Progress | None = None) -> list[Misfit]:
     """Read every file that has a digest, and compare: all files that are not what was sealed, in the order of their names."""
-    wrong = {name: Misfit(name, _said(message), damaged=True) for name, message in check_sizes(path, seal)}
+    wrong = {}
+    for name, message in check_sizes(path, seal):
+        more = ": it was there when the folder was sealed" if message == "missing" else "; it was sealed otherwise"
+        wrong[name] = Misfit(name, message + more, damaged=True)
     folder = open_folder(_root(path))
 
     def look(file: SealedFile) -> None:
@@ -114,24 +115,22 @@ def check_digests(path: AnyPath, seal: Seal, *, threads: int | None = None, prog
             wrong[file.name] = Misfit(file.name, error.message, damaged=True)
         else:
             if all(digest != one.digest for one in file.either):
-                said = f"changed after it was sealed: {nbytes:,} bytes with the digest {digest}, not {file.digest}"
-                wrong[file.name] = Misfit(file.name, said, damaged=True)
+                message = f"changed after it was sealed: {nbytes:,} bytes with the digest {digest}, not {file.digest}"
+                wrong[file.name] = Misfit(file.name, message, damaged=True)
 
     todo = [file for file in seal.files if file.digest is not None and file.name not in wrong]
     todo.sort(key=lambda file: -file.nbytes)  # the longest first, so that no thread begins it when the others have ended
-    work: list[Callable[[], None]] = [partial(look, file) for file in todo]
-    run_all(work, threads or default_threads())
+    run_all([partial(look, file) for file in todo], threads or default_threads())
     return [wrong[name] for name in sorted(wrong)]
 
 
 class Compared(Value, frozen=True):
-    """A folder or file, and what its seal says. Files are named by their paths."""
+    """The outcome of comparing a folder or file with its seal. Files are named by their paths."""
 
     seal: Seal
     wrong: Mapping[str, Misfit]
-    """What is not as it was sealed."""
     vouched: Mapping[str, int]
-    """What is, by its digest, and its length."""
+    """Files with the digest of the seal, and their lengths."""
     extra: Sequence[str]
     """Names of files that were not sealed."""
 
@@ -167,18 +166,13 @@ def extra_files(path: AnyPath, seal: Seal, limits: Limits | None = None) -> list
     return found
 
 
-def _said(message: str) -> str:
-    return f"{message}; it was sealed otherwise" if message != "missing" else "missing: it was there when the folder was sealed"
-
-
 def _root(path: AnyPath) -> str:
-    """The folder that the names of a seal are relative to."""
     place = local_path(path)
     return place if os.path.isdir(place) else os.path.dirname(place) or os.curdir
 
 
 def _small(path: str, limits: Limits) -> bytes:
-    """A file as a whole, if it is a plain one, no link, and no longer than that."""
+    """The content of a plain file, which is no link, and no longer than the limits allow."""
     flags = os.O_RDONLY | platform.ALWAYS | platform.NO_LINK | platform.NO_WAIT
     file = OpenFile(os.open(path, flags))
     found = plain(file, path)

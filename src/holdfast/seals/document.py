@@ -4,13 +4,13 @@
      "files": [{"name": "optimizer.pt", "nbytes": 123, "digest": "sha256:9f86d081…"}],
      "self": "1c291ca3"}
 
-It is written last and atomically, so that it is there only where all the rest was. `files` are all files of the directory but the
-seal, sorted by name; a name has "/" between its parts. `digest` names its algorithm, and is absent where the checksums of the
-file stand elsewhere (the data files of a native directory: in the manifest). `step` is null where nobody knew it. `saved` is in
+The seal is written last and atomically, so that it is there only where all the rest was. `files` are all files of the directory but
+the seal, sorted by name; a name has "/" between its parts. `digest` names its algorithm, and is absent where the checksums of the
+file stand elsewhere (the data files of a native directory: in the manifest). `step` is null where it was not known. `saved` is in
 seconds since 1970. JSON has no NaN: metrics that are no finite number are the texts "nan", "inf" and "-inf". `self` is the checksum
 of the document (`core.documents`).
 
-For how many seconds the run had run stands among the metrics, as `holdfast.ran`: older readers refuse a field that they do not
+The seconds that the run had run stand among the metrics, as `holdfast.ran`: older readers refuse a field that they do not
 know, and would take the step for none; a metric they only show.
 
 A reader needs this small file and one look at the size of each file to know that the step is whole. A single file has its seal
@@ -41,7 +41,7 @@ SEAL = "holdfast.seal.json"
 """The name of the file, in the directory that it seals."""
 
 SUFFIX = ".seal.json"
-"""What the seal of a single file is called behind the name of that file."""
+"""The suffix that the name of a single file gets in the name of its seal."""
 
 FORMAT = "holdfast.seal"
 VERSION = 1
@@ -53,7 +53,7 @@ LARGEST = (1 << 63) - 1
 """The largest step, and the largest size: what 64-bit readers of other languages hold."""
 
 RAN = "holdfast.ran"
-"""Under which name the metrics of a document have `Seal.ran`."""
+"""The name of `Seal.ran` among the metrics of a document."""
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -62,47 +62,41 @@ class SealedFile(Value, frozen=True):
     """One file of the step."""
 
     name: str
-    """Relative to the directory, with "/"."""
+    """The path relative to the directory, with "/"."""
     nbytes: int
     digest: str | None
     """Algorithm, colon, hexadecimal digits; None where the checksums stand elsewhere."""
     before: SealedFile | None = None
-    """What it may be instead, because it was about to be replaced; under the same name."""
+    """The file that may be there instead, because it was about to be replaced; under the same name."""
 
     @property
     def either(self) -> tuple[SealedFile, ...]:
-        """All that it may be."""
+        """The files of this name that the seal accepts."""
         return (self,) if self.before is None else (self, self.before)
 
 
 class Seal(Value, frozen=True):
-    """What a seal says."""
+    """The content of a seal."""
 
     step: int | None
     saved: float
     """Seconds since 1970."""
     metrics: Mapping[str, float]
     files: tuple[SealedFile, ...]
-    """All of them, sorted by name."""
     ran: float | None = None
-    """For how many seconds the run had run, where somebody counted."""
+    """The seconds that the run had run, where they were counted."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files together."""
         return sum(file.nbytes for file in self.files)
 
 
 class StoredBefore(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
-    """What a file may be instead."""
-
     nbytes: int
     digest: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class StoredFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
-    """A file as it stands in the document."""
-
     name: str
     nbytes: int
     digest: str | msgspec.UnsetType = msgspec.UNSET
@@ -110,8 +104,6 @@ class StoredFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=Tr
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole document."""
-
     format: str
     version: int
     step: int | None
@@ -147,7 +139,7 @@ def encode_seal(seal: Seal) -> bytes:
 
 
 def seal_text(seal: Seal) -> bytes:
-    """The same, unread: for whoever has read one that differs in its digests alone."""
+    """The text of a seal that is not read again: for one that differs in its digests alone from one that was read."""
     files = tuple(
         StoredFile(
             file.name, file.nbytes, file.digest or msgspec.UNSET,
@@ -161,7 +153,7 @@ def seal_text(seal: Seal) -> bytes:
 
 
 def parse_seal(raw: bytes, limits: Limits, *, file: str = SEAL) -> Seal:
-    """What a seal says. The form of every value is checked; whether the files are as it says is asked by `misfits`.
+    """The seal of a document. The form of every value is checked; `misfits` checks whether the files are as it says.
 
     Raises `Corrupted` where it has not its own checksum, `HeaderError`, `UnsafePath` for a name that leads out of the directory,
     `LimitExceeded`, or `Unsupported` for an unknown version or digest; with `file`, where the seal is.
@@ -173,7 +165,7 @@ def parse_seal(raw: bytes, limits: Limits, *, file: str = SEAL) -> Seal:
 
 
 KNOWN_NBYTES = 16 << 10
-"""Of a seal that is remembered: a run that saves reads its last seals again and again."""
+"""Bytes of a seal that is remembered: a run that saves reads its last seals again and again."""
 
 
 def _parsed(raw: bytes, limits: Limits, file: str) -> Seal:
@@ -209,18 +201,15 @@ def _stored(value: float) -> float | str:
 
 
 def _validated(document: Document, limits: Limits) -> Seal:
-    """The meaning of a document whose form is right."""
+    """The seal of a document whose form is right."""
     if document.step is not None:
         _check_count(document.step, "step")
     if not document.saved >= 0:
         raise HeaderError(f"at $.saved: expected seconds since 1970, found {kind(document.saved)}")
     metrics = {name: _metric(value, name) for name, value in document.metrics.items()}
     if len(document.files) > limits.files:
-        raise LimitExceeded(
-            f"a seal of {len(document.files):,} files is more than Limits(files={limits.files})",
-            expected=limits.files,
-            found=len(document.files),
-        )
+        count, most = len(document.files), limits.files
+        raise LimitExceeded(f"a seal of {count:,} files is more than Limits(files={most})", expected=most, found=count)
     last = ""
     files = []
     for i, file in enumerate(document.files):
@@ -280,14 +269,13 @@ BLANK_DIGEST = "sha256:" + "0" * 64
 
 
 class Stamp(Value, frozen=True):
-    """What a seal says beside the files."""
+    """The content of a seal beside the files."""
 
     step: int
     saved: float
     """Seconds since 1970."""
     metrics: Mapping[str, float]
     ran: float | None = None
-    """For how many seconds the run had run."""
 
 
 def stamp(step: int, metrics: Mapping[str, float] | None, ran: float | None = None) -> Stamp:
@@ -297,16 +285,15 @@ def stamp(step: int, metrics: Mapping[str, float] | None, ran: float | None = No
 
 def digest_of(content: bytes) -> str:
     """The digest of a small file, as a seal has it."""
-    # Whoever only looks at a seal does not wait for OpenSSL.
-    import hashlib
+    import hashlib  # it loads OpenSSL, which is not needed to look at a seal
 
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def with_seal(plan: SavePlan, says: Stamp) -> SavePlan:
-    """The same plan of a directory, sealed."""
+    """The plan of a directory with its seal as one more file."""
     made: dict[str, bytes] = {}
-    index = tuple(_noted(file, made) for file in plan.index)
+    index = tuple(_recording(file, made) for file in plan.index)
     data = [*((file.key, file.nbytes) for file in plan.linked), *((file.key, file.nbytes) for file in plan.files)]
 
     def make(crcs: Mapping[str, int]) -> bytes:
@@ -328,8 +315,8 @@ def _seal(data: Sequence[tuple[str, int]], index: Sequence[FilePlan], says: Stam
     return Seal(says.step, says.saved, says.metrics, tuple(files), says.ran)
 
 
-def _noted(file: FilePlan, made: dict[str, bytes]) -> FilePlan:
-    """The same file, whose content is noted when it is made: the manifest of a large state is not made twice."""
+def _recording(file: FilePlan, made: dict[str, bytes]) -> FilePlan:
+    """The plan of a file that puts its content into `made`: the manifest of a large state is not made twice."""
     if len(file.segments) != 1 or not isinstance(file.segments[0], Late):
         return file
     late = file.segments[0]

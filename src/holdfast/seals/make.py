@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -30,10 +30,8 @@ from holdfast.stores.files import FileEntry, Files, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 SHOWN = 5
-"""Files that a message names."""
 
-Listing = dict[str, FileEntry]
-"""What there is, by relative name."""
+Listing = dict[str, FileEntry]  # by relative name
 
 
 def unseal(src: AnyPath, *, durable: bool = True) -> bool:
@@ -73,9 +71,9 @@ def write_seal(
     progress: Progress | None = None,
     files: Files | None = None,
 ) -> Seal:
-    """The steps from 2 on: digest and sync all files, and write a seal that says what `about` says; that seal.
+    """Digest and sync all files, and write a seal with the step, time and metrics of `about` (the steps from 2 on).
 
-    `listing` is what was looked at before. Every call to the file system goes through `files`.
+    `listing` has the files that were found before. Every call to the file system goes through `files`.
     """
     files, limits = files or system_files(), limits or Limits()
     with refusing("sealing", path):
@@ -85,11 +83,9 @@ def write_seal(
         at = files.open_directory(files.resolve(root or os.curdir))
         try:
             made: dict[str, SealedFile] = {}
+            take = partial(_take, files, at, made, digest=digest, durable=durable, progress=progress)
             order = sorted(listing, key=lambda name: -listing[name].nbytes)
-            work: list[Callable[[], None]] = [
-                partial(_take, files, at, one, made, digest=digest, durable=durable, progress=progress) for one in order
-            ]
-            run_all(work, threads or default_threads())
+            run_all([partial(take, one) for one in order], threads or default_threads())
             if durable:
                 _sync_folders(files, at, listing)
                 if folder:
@@ -98,8 +94,8 @@ def write_seal(
         finally:
             files.close(at)
         if changed:
-            told = ", ".join(map(repr, changed[:SHOWN])) + (f" and {len(changed) - SHOWN:,} more" if len(changed) > SHOWN else "")
-            message = f"{told} changed while it was sealed: somebody still writes there; seal it when that is done"
+            names = ", ".join(map(repr, changed[:SHOWN])) + (f" and {len(changed) - SHOWN:,} more" if len(changed) > SHOWN else "")
+            message = f"{names} changed while it was sealed: somebody still writes there; seal it when that is done"
             raise refusal(f"{message}. No seal was written", path, errno.EBUSY)
         sealed = Seal(about.step, about.saved, about.metrics, tuple(made[one] for one in sorted(made)), about.ran)
         text = encode_seal(sealed)
@@ -109,7 +105,7 @@ def write_seal(
 
 
 def list_files(files: Files, path: str, limits: Limits) -> Listing:
-    """All that is to be sealed at a path, sorted. Raises `NotCommitted` for what cannot be, and where there is nothing."""
+    """All files that are to be sealed at a path, sorted. Raises `NotCommitted` for what cannot be, and where there is nothing."""
     found: Listing = {}
     if not is_folder(files, path):
         root, name = split_path(path.rstrip("/"))
@@ -152,7 +148,6 @@ def _collect(files: Files, at: int, found: Listing, *, prefix: str, path: str, l
 
 
 def _plain_name(name: str, label: str) -> str:
-    """A name that can stand in a seal."""
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -163,30 +158,19 @@ def _plain_name(name: str, label: str) -> str:
 
 
 def _plain(entry: FileEntry | None, label: str) -> FileEntry:
-    """Something whose content is its own."""
+    """The entry of a plain file. Raises `NotCommitted` for anything else."""
     if entry is None:
         raise refusal("there is nothing here to seal", label, errno.ENOENT)
-    if entry.kind != "file":
-        what = (
-            "a link, and what it leads to may change elsewhere; put the file itself here"
-            if entry.kind == "link"
-            else "no plain file"
-        )
-        raise refusal(f"this is {what}; it cannot be sealed", label, errno.EINVAL)
-    return entry
+    if entry.kind == "file":
+        return entry
+    link = "a link, and what it leads to may change elsewhere; put the file itself here"
+    what = link if entry.kind == "link" else "no plain file"
+    raise refusal(f"this is {what}; it cannot be sealed", label, errno.EINVAL)
 
 
 def _take(
-    files: Files,
-    root: int,
-    name: str,
-    made: dict[str, SealedFile],
-    *,
-    digest: str,
-    durable: bool,
-    progress: Progress | None,
+    files: Files, root: int, made: dict[str, SealedFile], name: str, *, digest: str, durable: bool, progress: Progress | None
 ) -> None:
-    """Read, digest and sync one file."""
     with _folder_of(files, root, name) as (at, last):
         descriptor = files.open(last, at=at)
         try:
@@ -200,7 +184,7 @@ def _take(
 
 @contextmanager
 def _folder_of(files: Files, root: int, name: str) -> Iterator[tuple[int, str]]:
-    """The folder that a file is in, open, and its name in there. No link is followed."""
+    """The open folder that a file is in, and its name in there. No link is followed."""
     *folders, last = name.split("/")
     opened: list[int] = []
     try:
@@ -223,7 +207,6 @@ def _sync_folders(files: Files, root: int, listing: Listing) -> None:
 
 
 def _sync_parent(files: Files, path: str) -> None:
-    """Make the name of the folder itself durable."""
     parent, _ = split_path(files.resolve(path).rstrip("/") or "/")
     at = files.open_directory(parent or os.curdir)
     try:
@@ -234,22 +217,12 @@ def _sync_parent(files: Files, path: str) -> None:
 
 def _changed(before: Listing, after: Listing, made: Mapping[str, SealedFile]) -> list[str]:
     """Names that came, went, or are of another file, length or time than before; and those of which another length was read."""
-    return sorted(
-        name
-        for name in {*before, *after}
-        if name not in before
-        or name not in after
-        or _stamp(before[name]) != _stamp(after[name])
-        or made[name].nbytes != before[name].nbytes
-    )
-
-
-def _stamp(entry: FileEntry) -> tuple[object, ...]:
-    return entry.identity, entry.nbytes, entry.changed_s
+    then, now = ({name: (e.identity, e.nbytes, e.changed_s) for name, e in listing.items()} for listing in (before, after))
+    same = {name for name, stamp in then.items() if now.get(name) == stamp and made[name].nbytes == before[name].nbytes}
+    return sorted({*before, *after} - same)
 
 
 def is_folder(files: Files, path: str) -> bool:
-    """Whether there is a folder at a path."""
     try:
         files.close(files.open_directory(files.resolve(path.rstrip("/") or "/")))
     except NotADirectoryError:

@@ -1,4 +1,4 @@
-"""`Renewal`: what is rewritten in its own place stays sealed, with the step, the time and the metrics that it had.
+"""`Renewal`: a checkpoint that is rewritten in its own place stays sealed, with the step, the time and the metrics that it had.
 
 **Inside** (`holdfast.seal.json` of a folder, and those of files in it) seals are files of the plan, written last: they go with the
 same rename.
@@ -25,6 +25,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import compress
 
 from msgspec import field
 
@@ -47,68 +48,64 @@ from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
 
 SHOWN = 3
-"""Names that a message lists."""
 
 
 class Known(Value, frozen=True):
-    """A seal that speaks of what is replaced."""
+    """A seal that lists what is replaced."""
 
     seal: Seal
     folder: str
-    """What its names are relative to."""
+    """The folder that its names are relative to."""
     name: str = ""
-    """What is replaced, as it is called there; empty for a seal inside."""
+    """The name of what is replaced in that folder; empty for a seal inside."""
     place: str = ""
     """The path of the seal itself."""
 
     @property
     def key(self) -> str:
-        """Its own name, beside what it speaks of."""
         return os.path.basename(self.place)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a folder's, and not that of one file."""
+        """Whether the seal is a folder's, and not that of one file."""
         return self.key == SEAL
 
     @property
     def algorithm(self) -> str:
-        """Of its digests."""
         return next((file.digest.partition(":")[0] for file in self.seal.files if file.digest), "xxh3-128")
 
     @property
     def is_bare(self) -> bool:
-        """Whether it leaves digests to a manifest."""
+        """Whether digests of some files are in a manifest, and not in the seal."""
         return any(file.digest is None for file in self.seal.files)
 
     def named(self, key: str) -> str:
-        """What it calls a file of what is replaced."""
+        """The name in the seal of a file of what is replaced."""
         return f"{self.name}/{key}" if self.name and key else self.name or key
 
     def about(self, names: Collection[str]) -> Seal:
-        """What it says of these files alone."""
-        files = tuple(file for file in self.seal.files if file.name in names)
-        return replace(self.seal, files=files)
+        """The seal of these files alone."""
+        return replace(self.seal, files=tuple(file for file in self.seal.files if file.name in names))
 
 
 class Renewal(Value, frozen=True):
-    """The seals that speak of what is replaced, and what is known of what takes its place."""
+    """The seals that list what is replaced, and what is known of the files that take its place."""
 
     path: str = ""
     seals: tuple[Known, ...] = ()
     replaced: frozenset[str] = frozenset()
     """Files that are there and are not taken over as they are. The name of a single file is empty."""
     made: tuple[tuple[str, int], ...] = ()
-    """What is written in their place, and how long it is."""
+    """The files that are written in their place, with their lengths."""
     data: frozenset[str] = frozenset()
-    """What of it has its checksums in a manifest."""
+    """The files among them whose checksums are in a manifest."""
     digests: dict[tuple[str, str], str] = field(default_factory=dict)
-    """By algorithm and name, as they become known."""
+    """Digests by algorithm and name, as they become known."""
 
     def laid_out(self, plan: SavePlan, kept: Collection[str], there: Collection[str]) -> Renewal:
-        """The same for a plan, whose files of the names in `kept` are as they were; `there` are all names that there were.
+        """The renewal for a plan, whose files of the names in `kept` are as they were; `there` are all names that there were.
 
-        Raises `CannotHold` where a file would go that a seal around it speaks of: none could say both then.
+        Raises `CannotHold` where a file would go that a seal around it lists: the seal could not fit before and after then.
         """
         if not self.seals:
             return self
@@ -117,25 +114,27 @@ class Renewal(Value, frozen=True):
         index = {file.key for file in plan.index}
         data = [key for key, _ in made if key not in index] if MANIFEST in index else ()
         names = {key for key, _ in made}
-        # The seal of a file that goes has nothing to say.
-        seals = tuple(
-            one for one in self.seals if one.name or one.is_whole or names.issuperset(file.name for file in one.seal.files)
-        )
+        # The seal of a file that goes is not renewed.
+        stay = [one.name or one.is_whole or names.issuperset(file.name for file in one.seal.files) for one in self.seals]
+        seals = tuple(compress(self.seals, stay))
         renewed = replace(self, seals=seals, replaced=replaced, made=made, data=frozenset(data))
         for one in seals:
             gone = one.about(set(map(one.named, replaced - names)).difference(renewed._listed(one))).files
             if one.name and gone:
-                told = f"{gone[0].name!r} would go, and {one.place!r} says that it is there; remove that seal, or write elsewhere"
-                raise CannotHold("this is a part of something that was sealed", [told], file=self.path)
+                problem = (
+                    f"{gone[0].name!r} would go, and {one.place!r} says that it is there; remove that seal, or write elsewhere"
+                )
+                raise CannotHold("this is a part of something that was sealed", [problem], file=self.path)
         return renewed
 
     def files(self) -> tuple[FilePlan, ...]:
         """The seals inside, as files of the plan."""
         inside = sorted((one for one in self.seals if not one.name), key=lambda one: one.is_whole)
-        return tuple(FilePlan(one.key, (Late(len(self._text(one)), partial(self._late, one)),)) for one in inside)
 
-    def _late(self, one: Known, crcs: Mapping[str, int]) -> bytes:
-        return self._text(one)
+        def late(one: Known, crcs: Mapping[str, int]) -> bytes:
+            return self._text(one)
+
+        return tuple(FilePlan(one.key, (Late(len(self._text(one)), partial(late, one)),)) for one in inside)
 
     def check(self, threads: int | None = None) -> None:
         """Raise `NotCommitted` where what is to be replaced is not as it was sealed."""
@@ -143,8 +142,8 @@ class Renewal(Value, frozen=True):
             old = one.about({*map(one.named, self.replaced), *self._listed(one)})
             wrong = check_digests(one.folder, old, threads=threads) if place_at(self.path).on_disk else []
             if wrong:
-                told = "; ".join(f"{misfit.name}: {misfit.message}" for misfit in wrong[:SHOWN])
-                message = f"this is not as it was sealed ({told}), and in its place nothing would tell; nothing was changed"
+                reasons = "; ".join(f"{misfit.name}: {misfit.message}" for misfit in wrong[:SHOWN])
+                message = f"this is not as it was sealed ({reasons}), and in its place nothing would tell; nothing was changed"
                 raise refusal(f"{message}. Seal it again first if it is right as it is (overwrite=True)", self.path)
 
     def take(self, target: Target, threads: int | None = None) -> None:
@@ -161,7 +160,7 @@ class Renewal(Value, frozen=True):
 
     @contextmanager
     def noting(self, key: str, file: Writer) -> Iterator[Writer]:
-        """A writer to this one, for the whole content of a file, which is digested."""
+        """A writer to this one, for the whole content of a file, whose digest is recorded."""
         wanted = self._wanted(key)
         if not wanted:
             yield file
@@ -175,7 +174,7 @@ class Renewal(Value, frozen=True):
         return {one.algorithm for one in seals if (one.algorithm, key) not in self.digests}
 
     def around(self, files: Files, *, durable: bool) -> AbstractContextManager[None]:
-        """The block in which the rename is: seals around it say both, and then what is there."""
+        """The block in which the rename is: seals around it list the old and the new files, and then the new ones."""
         outer = [one for one in self.seals if one.name]
         return self._around(outer, files, durable=durable) if outer else nullcontext()
 
@@ -228,7 +227,7 @@ class Renewal(Value, frozen=True):
             raise _uncertain(f"it is in place, and its seal could not be put: {error.message}", url, error) from error
 
     def _text(self, one: Known, *, both: bool = False) -> bytes:
-        """A seal of what is there then; or of that and of what is there before."""
+        """The text of a seal of the new files; with `both`, of the old ones as well."""
         files, seals = {file.name: file for file in one.seal.files}, self._listed(one)
         gone = {*map(one.named, () if both else self.replaced), *seals}
         new = {name: file for name, file in files.items() if name not in gone}
@@ -252,7 +251,7 @@ NOTHING = Renewal()
 
 
 def find_seals(source: Checkpoint, limits: Limits | None = None) -> Renewal:
-    """The seals that speak of a checkpoint: inside of it, beside it, and of folders that it lies in."""
+    """The seals that list files of a checkpoint: inside of it, beside it, and of folders that it lies in."""
     if not (place := place_at(source.path)).on_disk:
         store = source.source.store
         if SEAL not in store.list():
@@ -263,18 +262,15 @@ def find_seals(source: Checkpoint, limits: Limits | None = None) -> Renewal:
     own, found = read_seal(path, limits), list[Known]()
     inside = os.path.isdir(path)
     for key in source.source.store.list() if inside else ():
-        if (
-            key != SEAL
-            and key.endswith(SUFFIX)
-            and (one := read_seal(os.path.join(path, key.removesuffix(SUFFIX)), limits)) is not None
-        ):
+        one = read_seal(os.path.join(path, key.removesuffix(SUFFIX)), limits) if key != SEAL and key.endswith(SUFFIX) else None
+        if one is not None:
             found.append(Known(one, path, place=os.path.join(path, key)))
     if own is not None:
         folder, name = (path, "") if inside else os.path.split(path)
         found.append(Known(own, folder, name, seal_path(path)))
     folder = os.path.dirname(path)
     while True:
-        with suppress(HoldfastError):  # what cannot be read speaks of nothing
+        with suppress(HoldfastError):  # a seal that cannot be read is passed over
             over, name = read_seal(folder, limits), _below(path, folder)
             if over is not None and any(file.name == name or file.name.startswith(f"{name}/") for file in over.files):
                 found.append(Known(over, folder, name, seal_path(folder)))
@@ -284,12 +280,11 @@ def find_seals(source: Checkpoint, limits: Limits | None = None) -> Renewal:
 
 
 def _below(path: str, folder: str) -> str:
-    """What a path is called in a folder around it."""
     return os.path.relpath(path, folder).replace(os.sep, "/")
 
 
 def _settled(one: Known) -> Seal:
-    """A seal that a crash left saying both, as one that says what is there."""
+    """The seal of the files that are there, of one that a crash left with both."""
     files = []
     for file in one.seal.files:
         now = replace(file, before=None)

@@ -43,7 +43,7 @@ class Span(Value, frozen=True):
         return self.source.bytes(self.key, first, last) if last > first else b""
 
     def part(self, start: int, stop: int) -> Span:
-        """A range of it, cut to what is there."""
+        """A range of the span, cut to what is there."""
         first = min(self.start + max(start, 0), self.stop)
         return Span(self.source, self.key, first, max(first, min(self.start + stop, self.stop)))
 
@@ -54,7 +54,6 @@ def span_of(data: bytes, limits: Limits) -> Span:
 
 
 BLOCK_NBYTES = 1 << 18
-"""Packed bytes that are read at a time."""
 
 MAGICS: tuple[tuple[bytes, str], ...] = (
     (b"\x1f\x8b", "gzip"),
@@ -65,18 +64,18 @@ MAGICS: tuple[tuple[bytes, str], ...] = (
 )
 
 UNREADABLE: tuple[tuple[bytes, str], ...] = ((b"\x04\x22\x4d\x18", "lz4"),)
-"""What joblib may write and nothing here unpacks."""
+"""Compressions that joblib may write and that are not unpacked here."""
 
 WINDOW_NBYTES = 8 << 20
 """How far back a zstd stream may refer, as for the items of distributed checkpoints."""
 
 
 class Unpacked(Value, frozen=True):
-    """What compressed bytes hold."""
+    """The content of compressed bytes."""
 
     data: bytes
     whole: bool
-    """Whether that is all, or all up to the problem."""
+    """Whether `data` is all, or all up to the problem."""
     problem: str | None
 
 
@@ -106,7 +105,7 @@ MAKERS: dict[str, Callable[[], Unpacker]] = {
 }
 
 METHODS = {8: "deflate", 12: "bzip2"}
-"""Of zip."""
+"""Compression methods of zip records."""
 
 
 def compression(head: bytes) -> str | None:
@@ -185,8 +184,7 @@ class _Reader:
     """A span as a file that is read from its start."""
 
     def __init__(self, span: Span) -> None:
-        self._span = span
-        self._at = 0
+        self._span, self._at = span, 0
 
     def read(self, size: int = -1) -> bytes:
         data = self._span.read(self._at, self._span.nbytes if size < 0 else self._at + size)
@@ -199,7 +197,6 @@ ENTRY = b"PK\1\2"
 LOCAL = b"PK\3\4"
 COMMENT_NBYTES = 0xFFFF + 22
 SEARCHED_NBYTES = 1 << 24
-"""Bytes that are searched for local headers at a time."""
 
 TAR_BLOCK_NBYTES = 512
 MOST_MEMBERS = 1_000_000
@@ -209,12 +206,12 @@ class ZipEntry(Value, frozen=True):
     name: str
     method: int
     span: Span
-    """Its bytes as they are in the file."""
+    """The bytes as they are in the file."""
     nbytes: int
-    """Of its content, as the archive claims."""
+    """Length of the content, as the archive claims."""
 
     def content(self, most: int) -> Unpacked:
-        """At most `most` bytes of its content."""
+        """At most `most` bytes of the content."""
         if self.method == 0:
             return Unpacked(self.span.read(0, most), self.span.nbytes <= most, None)
         return unpack(self.span, METHODS.get(self.method, f"zip method {self.method}"), most)
@@ -245,20 +242,17 @@ def last_zip(span: Span, *, exact: bool) -> tuple[int, int] | None:
 
 
 def entries_of(span: Span) -> tuple[list[ZipEntry], str | None]:
-    """The records of the archive that is the whole span, and why the strict reader refuses it, if it does."""
+    """The records of the archive that is the whole span, and the reason why the strict reader refuses it, if it does."""
     try:
-        archive = _archive(span)
+        records = _archive(span).records.values()
     except HoldfastError as error:
         return _every_entry(span), str(error)
-    found = []
-    for record in archive.records.values():
-        place = Span(span.source, span.key, record.start, record.stop)
-        found.append(ZipEntry(record.name, record.method, place, record.content_nbytes))
-    return found, None
+    places = [Span(span.source, span.key, record.start, record.stop) for record in records]
+    return [ZipEntry(one.name, one.method, place, one.content_nbytes) for one, place in zip(records, places, strict=True)], None
 
 
 def _archive(span: Span) -> Archive:
-    """As the strict reader sees it. Names that differ in case alone are two arrays to numpy, and one record to torch."""
+    """The archive for the strict reader. Names that differ in case alone are two arrays to numpy, and one record to torch."""
     try:
         return read_archive(span.source, span.key, start=span.start, stop=span.stop)
     except ZipError:
@@ -269,7 +263,7 @@ def _archive(span: Span) -> Archive:
 
 
 def _every_entry(span: Span) -> list[ZipEntry]:
-    """Each record that a directory or a local header tells of, once for each place where it may lie."""
+    """Each record that a directory or a local header names, once for each place where it may lie."""
     found: dict[tuple[int, int], ZipEntry] = {}
     for entry in (*_by_directory(span), *_by_headers(span)):
         found.setdefault((entry.span.start, entry.method), entry)
@@ -306,7 +300,7 @@ def _payload(span: Span, header: int) -> int | None:
 
 
 def _by_headers(span: Span) -> Iterator[ZipEntry]:
-    """By the local headers, as a reader does that repairs, or one that streams."""
+    """Records by their local headers, as a reader finds them that repairs or streams."""
     at = 0
     budget = 2 * span.nbytes
     while at < span.nbytes and budget > 0:
@@ -327,7 +321,7 @@ def _by_headers(span: Span) -> Iterator[ZipEntry]:
 
 
 def _until_signature(span: Span, start: int) -> int:
-    """Bytes up to the next header of any kind: where the length of a record stands behind it."""
+    """Bytes up to the next header of any kind: the length of a record whose own header does not say it."""
     reach = 1 << 12
     while True:
         block = span.read(start, start + reach)
@@ -337,14 +331,8 @@ def _until_signature(span: Span, start: int) -> int:
         reach *= 8
 
 
-class Member(Value, frozen=True):
-    name: str
-    kind: bytes
-    span: Span
-
-
-def members_of(span: Span) -> Iterator[Member | str]:
-    """The members, one after the other; text for what broke the row."""
+def members_of(span: Span) -> Iterator[tuple[str, bytes, Span] | str]:
+    """The name, type and bytes of each member of a tar; text for what ends the list too early."""
     at = 0
     for _ in range(MOST_MEMBERS):
         head = span.read(at, at + TAR_BLOCK_NBYTES)
@@ -367,7 +355,7 @@ def members_of(span: Span) -> Iterator[Member | str]:
             nbytes = span.nbytes - at - TAR_BLOCK_NBYTES
         name = head[:100].split(b"\0", 1)[0].decode("utf-8", "replace")
         kind = head[156:157]
-        yield Member(name, kind, span.part(at + TAR_BLOCK_NBYTES, at + TAR_BLOCK_NBYTES + nbytes))
+        yield name, kind, span.part(at + TAR_BLOCK_NBYTES, at + TAR_BLOCK_NBYTES + nbytes)
         # tarfile goes by the size of what has content, and links have none.
         at += TAR_BLOCK_NBYTES + (-(-nbytes // TAR_BLOCK_NBYTES) * TAR_BLOCK_NBYTES if kind not in b"1234" else 0)
     yield f"more than {MOST_MEMBERS:,} members"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.opaque import Global, Opaque
@@ -11,7 +11,7 @@ from holdfast.core.patterns import Glob, glob
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.text import clip
 from holdfast.core.tree import Way, walk
-from holdfast.core.value import Value, replace
+from holdfast.core.value import replace
 from holdfast.errors import NoSuchPath, StoreError
 from holdfast.formats.pickle.recording import Seen
 from holdfast.inspect.brief import brief, root_global
@@ -22,7 +22,6 @@ MOST_FINDINGS = 10_000
 """Findings of one file. Beyond that the report says so."""
 
 KEPT_ERRORS = 20
-"""Errors of one file that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +56,31 @@ class Findings:
 
     def add(self, finding: Finding) -> None:
         key = (finding.severity, finding.what, finding.uses)
-        if key in self._found:
-            return
-        if len(self._found) >= MOST_FINDINGS:
+        if key not in self._found and len(self._found) >= MOST_FINDINGS:
             self.unlisted += 1
-            return
-        self._found[key] = finding
+        else:
+            self._found.setdefault(key, finding)
 
-    def tell(self, severity: Severity, what: str, reason: str, *, stream: str) -> None:
-        """Something that is no global."""
+    def add_other(self, severity: Severity, what: str, reason: str, *, stream: str) -> None:
+        """Add a finding that is no global."""
         self.add(Finding(severity, what, reason, (), (), stream, 0))
 
     def error(self, text: str) -> None:
-        """Something that was not read to its end."""
+        """Add the reason why something was not read to its end."""
         if len(self.errors) < KEPT_ERRORS and text not in self.errors:
             self.errors.append(text)
 
-    def seen(self, seen: Seen, stream: str, begin: int, *, ordinary: str = "") -> Severity:
-        """One global of a stream that begins at byte `begin`; with a reason why it is ordinary after all, if it is."""
+    def add_global(self, seen: Seen, stream: str, begin: int, *, ordinary: str = "") -> None:
+        """Add one global of a stream that begins at byte `begin`; `ordinary` is the reason why it is harmless, if it is."""
         severity, reason = judge(seen.what, seen.uses, given=seen.given)
         if ordinary:
             severity, reason = "known", ordinary
         if severity == "safe":
-            return severity
+            return
         called = seen.uses & {"call", "result"} or ("new" in seen.uses and any(c.args for c in seen.calls))
         calls = tuple(dict.fromkeys(brief(call, 80) for call in seen.calls)) if called else ()
         uses = tuple(sorted(seen.uses))
         self.add(Finding(severity, str(seen.what), reason, uses, calls, stream, begin + seen.offset))
-        return severity
 
     def sorted(self, paths: dict[str, tuple[str, ...]]) -> tuple[Finding, ...]:
         """The worst first, then in the order of the stream."""
@@ -97,37 +93,24 @@ class Findings:
 MOST_NBYTES = 1 << 20
 
 
-class Allowed(Value, frozen=True):
-    """Patterns; none by default.
+def allowed_patterns(allow: str | os.PathLike[str] | Iterable[str] | None) -> list[Glob]:
+    """The globs of `module.name` in a file, or those that are given. Raises `StoreError` for a file that cannot be read as text.
 
-    What a person said is known to them: globs of `module.name`, each for the whole of it.
-
-        # one a line; empty lines and what follows a # do not count
-        mymodel.*
-        transformers.training_args.TrainingArguments
-
-    What fits is marked, shown as allowed, and does not count. It never disappears, whatever its severity. Other code that a file
-    carries (Python source, native code, several formats in one) has no module and cannot be allowed.
+    # one a line; empty lines and what follows a # do not count
+    mymodel.*
+    transformers.training_args.TrainingArguments
     """
+    lines = _lines(allow) if isinstance(allow, str | os.PathLike) else list(allow or ())
+    texts = [line.partition("#")[0].strip() for line in lines]
+    return [glob(text) for text in texts if text]
 
-    patterns: tuple[Glob, ...] = ()
 
-    @classmethod
-    def given(cls, allow: str | os.PathLike[str] | Iterable[str] | None) -> Allowed:
-        """From a file, or from patterns. Raises `StoreError` for a file that cannot be read as text."""
-        if allow is None:
-            return cls()
-        lines = _lines(allow) if isinstance(allow, str | os.PathLike) else list(allow)
-        texts = [line.partition("#")[0].strip() for line in lines]
-        return cls(tuple(glob(text) for text in texts if text))
+def mark_allowed(findings: tuple[Finding, ...], patterns: Sequence[Glob]) -> tuple[Finding, ...]:
+    """The findings, those marked that a pattern matches. They are shown as allowed and do not count, whatever their severity.
 
-    def mark(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-        if not self.patterns:
-            return findings
-        return tuple(replace(f, allowed=True) if f.uses and self._fits(f.what) else f for f in findings)
-
-    def _fits(self, what: str) -> bool:
-        return any(pattern.matches(what) for pattern in self.patterns)
+    Other code that a file carries (Python source, native code, several formats in one) has no module and cannot be allowed.
+    """
+    return tuple(replace(f, allowed=True) if f.uses and any(p.matches(f.what) for p in patterns) else f for f in findings)
 
 
 def _lines(given: str | os.PathLike[str]) -> list[str]:
@@ -143,13 +126,12 @@ def _lines(given: str | os.PathLike[str]) -> list[str]:
     return text.splitlines()
 
 
-KEPT = 3
-"""Places of one global that are kept: enough to find it."""
-
+PLACES = 3
+"""Places of one global that are listed: enough to find it."""
 
 KEY_CHARACTERS = 200
 MOST_KEYS = 100
-"""Of a place, the innermost."""
+"""Keys of a place that are listed, the innermost."""
 
 HOLDERS = (dict, list, tuple, set, frozenset, Opaque, Composite, LazyTensor)
 
@@ -164,12 +146,12 @@ def places_of(tree: object) -> dict[str, tuple[str, ...]]:
     for way, value in walk(tree, lambda value: _inside(value) if isinstance(value, HOLDERS) else None):
         what = value if isinstance(value, Global) else root_global(value) if isinstance(value, Opaque) else None
         if what is not None:
-            _note(found.setdefault(what, []), way)
+            _add_place(found.setdefault(what, []), way)
     return {str(what): tuple(paths) for what, paths in found.items()}
 
 
-def _note(paths: list[str], way: Way) -> None:
-    if len(paths) < KEPT:
+def _add_place(paths: list[str], way: Way) -> None:
+    if len(paths) < PLACES:
         keys: list[str] = []
         while way is not None and len(keys) < MOST_KEYS:
             way, key = way
@@ -182,7 +164,6 @@ def _note(paths: list[str], way: Way) -> None:
 
 
 def _inside(value: object) -> Iterator[tuple[str, object]]:
-    """Everything in a value, with a short key for each."""
     match value:
         case dict():
             # An OrderedDict keeps what a BUILD gave it (`_metadata`, and anything else) among its attributes.

@@ -20,7 +20,6 @@ from holdfast.inspect.scanning.archives import Span
 from holdfast.inspect.scanning.findings import Finding, Findings
 
 CONFIG_NBYTES = 16 << 20
-"""A config that is read, at the most."""
 
 INDEX = "model_index.json"
 MODULES = "modules.json"
@@ -51,7 +50,7 @@ def is_config(name: str) -> bool:
 
 
 def look_at_config(span: Span, name: str, found: Findings) -> bool:
-    """Tell of all code that a config names; whether there is any. What is no JSON, no loader reads either."""
+    """Report all code that a config names; True where there is any. Loaders read nothing that is no JSON."""
     if span.nbytes > CONFIG_NBYTES:
         if name.endswith("config.json"):
             found.error(f"a config of {span.nbytes:,} bytes, of which {CONFIG_NBYTES:,} may be read; not read")
@@ -62,12 +61,12 @@ def look_at_config(span: Span, name: str, found: Findings) -> bool:
         return False
     named = list(_named(document, name))
     for where, what in named:
-        found.tell("suspicious", what, ELSEWHERE if "--" in what else LOCAL, stream=where)
+        found.add_other("suspicious", what, ELSEWHERE if "--" in what else LOCAL, stream=where)
     return bool(named)
 
 
 def _named(document: object, name: str) -> Iterator[tuple[str, str]]:
-    """Classes that a config wants imported, each with the place that says so."""
+    """Classes that a config wants imported, each with the key that names it."""
     waiting: list[object] = [document]
     while waiting:
         value = waiting.pop()
@@ -85,7 +84,6 @@ def _named(document: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All text in a value of JSON, keys left out."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -100,10 +98,10 @@ def _texts(value: object) -> Iterator[str]:
 def model_code_findings(
     folder: str, names: Sequence[str], findings: Iterable[Finding], *, weights: bool, above: bool
 ) -> dict[str, Finding]:
-    """What is to be said of the Python files of a folder, by their names.
+    """The findings of the Python files of a folder, by their names.
 
-    `findings` are those of its other files, of which its configs' are some; `weights` says whether something was found in any file
-    here that a loader reads, and `above` the same of the folder that this one lies in.
+    `findings` are those of its other files, configs among them. `weights` says whether a loader reads any file here, and `above`
+    whether it reads one of the folder above.
     """
     code = [name for name in names if name.endswith(".py")]
     generates = above and folder == GENERATE

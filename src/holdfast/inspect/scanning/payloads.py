@@ -21,10 +21,10 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.formats.pickle.recording import RecordedStream, read_ahead
 from holdfast.inspect.scanning.archives import Span
-from holdfast.inspect.severity import judge
+from holdfast.inspect.severity import Severity, judge
 
 MOST_STREAMS = 10_000
-"""Pickles one behind the other that are read. torch's old container has five."""
+"""Pickles of one span that are read, one behind the other. torch's old container has five."""
 
 
 class Stream(Value, frozen=True):
@@ -53,13 +53,13 @@ class PickleRow(Struct):
 
     streams: list[Stream] = field(default_factory=list)
     broken: Stream | None = None
-    """The one that has no end, if there is one; what is behind the others otherwise."""
+    """The one that has no end; or what is behind the others."""
     stop: int = 0
-    """Behind the last whole one."""
+    """The byte behind the last whole one."""
     declared: bool = False
     """Whether the first opcode says that this is a pickle."""
     more: bool = False
-    """Whether there were too many."""
+    """Whether there were more than `MOST_STREAMS`."""
 
     def counts(self, nbytes: int) -> bool:
         """Whether this is a pickle, as said above."""
@@ -102,84 +102,22 @@ def _names_danger(found: RecordedStream) -> bool:
     )
 
 
-Told = tuple[str, str, str]
-"""Severity, what it is, and why that matters."""
-
 EXPRESSION = re.compile(r"(?:[A-Za-z][A-Za-z0-9_]*|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|[-+*/%(),<>=!&|~^ \t\n])*")
 SYMBOL = re.compile(r"\bSymbol\('[A-Za-z][A-Za-z0-9_]*'")
 ATTRIBUTE = re.compile(r"(?:\b[A-Za-z_]\w*|\))\s*\.|\.\s*[A-Za-z_(]")
 CALL = re.compile(r"([A-Za-z][A-Za-z0-9_]*)[ \t\n]*\(")
-FUNCTIONS = frozenset(
-    [
-        "Add",
-        "Equality",
-        "GreaterThan",
-        "LessThan",
-        "Mul",
-        "StrictGreaterThan",
-        "StrictLessThan",
-        "Unequality",
-        "Abs",
-        "And",
-        "BitwiseFn_bitwise_and",
-        "BitwiseFn_bitwise_or",
-        "CeilDiv",
-        "CeilToInt",
-        "CleanDiv",
-        "Eq",
-        "FloatPow",
-        "FloatTrueDiv",
-        "FloorDiv",
-        "FloorToInt",
-        "Ge",
-        "Gt",
-        "Identity",
-        "IntTrueDiv",
-        "IsNonOverlappingAndDenseIndicator",
-        "LShift",
-        "Le",
-        "Lt",
-        "Max",
-        "Min",
-        "Mod",
-        "ModularIndexing",
-        "Ne",
-        "Not",
-        "OpaqueUnaryFn_acos",
-        "OpaqueUnaryFn_cos",
-        "OpaqueUnaryFn_exp",
-        "OpaqueUnaryFn_log",
-        "OpaqueUnaryFn_sin",
-        "OpaqueUnaryFn_sqrt",
-        "OpaqueUnaryFn_tan",
-        "Or",
-        "Piecewise",
-        "Pow",
-        "PowByNatural",
-        "PythonMod",
-        "RShift",
-        "RoundDecimal",
-        "RoundToInt",
-        "ToFloat",
-        "TruncToFloat",
-        "TruncToInt",
-        "Where",
-        "Xor",
-        "ceiling",
-        "exp",
-        "floor",
-        "log",
-        "max",
-        "min",
-        "sqrt",
-        "Rational",
-        "Integer",
-        "Float",
-        "Symbol",
-        "Tuple",
-    ]
-)
-WORDS = frozenset(["and", "or", "not", "True", "False", "None", "if", "else", "in", "is"])
+FUNCTIONS = """
+    Add Equality GreaterThan LessThan Mul StrictGreaterThan StrictLessThan Unequality Abs And BitwiseFn_bitwise_and
+    BitwiseFn_bitwise_or CeilDiv CeilToInt CleanDiv Eq FloatPow FloatTrueDiv FloorDiv FloorToInt Ge Gt Identity IntTrueDiv
+    IsNonOverlappingAndDenseIndicator LShift Le Lt Max Min Mod ModularIndexing Ne Not OpaqueUnaryFn_acos OpaqueUnaryFn_cos
+    OpaqueUnaryFn_exp OpaqueUnaryFn_log OpaqueUnaryFn_sin OpaqueUnaryFn_sqrt OpaqueUnaryFn_tan Or Piecewise Pow PowByNatural
+    PythonMod RShift RoundDecimal RoundToInt ToFloat TruncToFloat TruncToInt Where Xor ceiling exp floor log max min sqrt
+    Rational Integer Float Symbol Tuple
+    and or not True False None if else in is
+"""
+"""What may stand before a bracket: functions that sizes are made with, and words of Python."""
+
+_FUNCTIONS = frozenset(FUNCTIONS.split())
 
 LONGEST_CHARACTERS = 10_000
 """Characters of an expression. Sizes of tensors make a few hundred."""
@@ -203,26 +141,20 @@ def native_code(head: bytes) -> str | None:
     return next((name for magic, name in NATIVE if head.startswith(magic)), None)
 
 
-def expressions(text: bytes) -> Iterator[Told]:
-    """The expressions in a JSON document that are more than arithmetic; a problem where it is none."""
-    found: list[str] = []
-    odd: list[str] = []
+def odd_expressions(text: bytes) -> list[str] | None:
+    """The expressions in a JSON document that are more than arithmetic, in short; None where it is no JSON."""
+    odd: dict[str, None] = {}
 
     def collect(pairs: list[tuple[str, object]]) -> None:
         for key, value in pairs:
-            if key == "expr_str":
-                (found if isinstance(value, str) else odd).append(str(value)[:200])
-                if isinstance(value, str) and not plain(value):
-                    odd.append(value)
+            if key == "expr_str" and not (isinstance(value, str) and plain(value)):
+                odd[value if isinstance(value, str) else str(value)[:200]] = None
 
     try:
         json.loads(text, object_pairs_hook=collect)
     except (ValueError, RecursionError):
-        yield "error", "a JSON document that cannot be read", "torch.export reads programs from it"
-        return
-    for expression in dict.fromkeys(odd):
-        shown = expression if len(expression) <= 80 else expression[:80] + "…"
-        yield "dangerous", f"expr_str {shown!r}", "torch.export evaluates this text as Python, and it is no plain arithmetic"
+        return None
+    return [one if len(one) <= 80 else one[:80] + "…" for one in odd]
 
 
 def plain(expression: str) -> bool:
@@ -237,11 +169,11 @@ def plain(expression: str) -> bool:
         return False
     # As sympy writes out a symbol: its name is the one text that belongs here.
     unquoted = SYMBOL.sub("Symbol(s", expression)
-    return EXPRESSION.fullmatch(unquoted) is not None and all(name in FUNCTIONS or name in WORDS for name in CALL.findall(unquoted))
+    return EXPRESSION.fullmatch(unquoted) is not None and _FUNCTIONS.issuperset(CALL.findall(unquoted))
 
 
-def torchscript(text: str) -> Iterator[Told]:
-    """What is worth knowing about one record of TorchScript code."""
+def torchscript(text: str) -> Iterator[tuple[Severity, str, str]]:
+    """Severity, what it is and why that matters, of everything odd in one record of TorchScript code."""
     runs = SETSTATE.search(text) is not None
     files = sorted(set(FILES.findall(text)))
     if files:

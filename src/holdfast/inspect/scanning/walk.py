@@ -20,7 +20,6 @@ from holdfast.formats.torch.legacy import MAGIC, begins_like_tar, describe_legac
 from holdfast.formats.torch.storages import storage_dtype
 from holdfast.inspect.scanning.archives import (
     UNREADABLE,
-    Member,
     Span,
     ZipEntry,
     compression,
@@ -31,14 +30,13 @@ from holdfast.inspect.scanning.archives import (
     unpack,
 )
 from holdfast.inspect.scanning.findings import Findings
-from holdfast.inspect.scanning.payloads import PickleRow, Stream, expressions, native_code, read_pickle, read_row, torchscript
+from holdfast.inspect.scanning.payloads import PickleRow, Stream, native_code, odd_expressions, read_pickle, read_row, torchscript
 
 WHOLE = "pickle"
 """The label of a file that is looked at by itself; its records go by their own names."""
 
 HEAD_NBYTES = 1 << 12
 DEEPEST_LEVELS = 6
-"""Containers inside of containers that are followed."""
 
 CONTENT_HEAD_NBYTES = 1 << 16
 """Unpacked bytes of a record that show whether it is worth more."""
@@ -61,22 +59,21 @@ class FileScan:
         self.limits = limits
         self.found = Findings()
         self.kinds: set[str] = set()
-        """What the bytes of the file itself are: `pickle`, `legacy`, `zip`, `npz`, `tar`, `npy`, `gzip`, …"""
+        """The formats that the bytes of the file itself are: `pickle`, `legacy`, `zip`, `npz`, `tar`, `npy`, `gzip`, …"""
         self.streams = 0
-        """Pickles that were read."""
         self.items: list[dict[object, object]] = []
-        """What the index of a distributed checkpoint says about its items."""
+        """Items of a distributed checkpoint, as its index has them."""
         self.zips: set[tuple[str, int, int]] = set()
         """Where archives were found: key, first byte, last byte + 1."""
         self.trailing: str | None = None
-        """Bytes behind the pickles that are no pickle: ordinary in a container that `open` accepts, and an error otherwise."""
+        """An error about bytes behind the pickles, which counts unless `open` accepts the file."""
         self.torch_zip = False
         """Whether the file is an archive with the records that torch loads."""
         self._unpacked = EXPANSION * nbytes + EXPANSION_FLOOR
         self._records = TOTAL_RECORDS
 
     def look(self, span: Span, label: str, depth: int = 0) -> set[str]:
-        """Look at some bytes for all that they may be; what they are, nothing where no loader would do anything with them."""
+        """Look at some bytes for all formats that they may be. Gives these; none where no loader would do anything with them."""
         if depth > DEEPEST_LEVELS:
             self.found.error(f"{label}: containers inside of containers, deeper than {DEEPEST_LEVELS}; not read")
             return {"unread"}
@@ -94,12 +91,8 @@ class FileScan:
             self.kinds |= kinds
         several = sorted(kinds & {"pickle", "legacy", "tar", "zip", "npy", "compressed"})
         if len(several) > 1:
-            self.found.tell(
-                "suspicious",
-                f"one file, several formats: {', '.join(several)}",
-                "which one is loaded depends on who loads it; torch tries tar first",
-                stream=label,
-            )
+            reason = "which one is loaded depends on who loads it; torch tries tar first"
+            self.found.add_other("suspicious", f"one file, several formats: {', '.join(several)}", reason, stream=label)
         return kinds
 
     # Pickles.
@@ -142,7 +135,7 @@ class FileScan:
         return True
 
     def stream(self, stream: Stream, label: str, depth: int) -> None:
-        """Take over what one pickle does."""
+        """Take over the findings of one pickle."""
         self.streams += 1
         last = stream.last
         for reading in stream.readings:
@@ -155,7 +148,7 @@ class FileScan:
                 if before is not None and before is not seen and seen.uses <= before.uses:
                     continue
                 nested = seen.what.name == "_load_from_bytes" and "call" in seen.uses and id(seen) not in unread
-                self.found.seen(seen, label, stream.begin, ordinary=READ_AS_WELL if nested else "")
+                self.found.add_global(seen, label, stream.begin, ordinary=READ_AS_WELL if nested else "")
         for note in last.table.notes:
             self.found.error(f"{label}: {note}; no writer does that")
         if last.error is not None:
@@ -163,7 +156,7 @@ class FileScan:
             self.found.error(f"{where}: {str(last.error).removeprefix('pickle: ')}")
 
     def _nested(self, nested: Iterable[tuple[bytes, object, int]], label: str, depth: int) -> set[int]:
-        """Follow files that are handed to a loader as bytes; the loaders of those that could not be read."""
+        """Follow files that are given to a loader as bytes; the loaders of those that could not be read."""
         unread = set()
         for data, seen, offset in nested:
             before = len(self.found.errors)
@@ -200,19 +193,12 @@ class FileScan:
         if stop > 0 and place_end < span.nbytes:
             return set()  # inside of something, such as the bytes of a pickle; its records were read all the same
         if stop > 0 and (self.streams > before or kinds & {"code"}):
-            if not self._empty(span, stop):
-                self.found.tell(
-                    "suspicious",
-                    f"an archive behind {stop:,} bytes of something else",
-                    "torch.jit, torch.package and zipfile read the archive, others what is before it",
-                    stream=label,
-                )
+            if stop > 1 << 16 or span.read(0, stop).strip(b"\0"):
+                reason = "torch.jit, torch.package and zipfile read the archive, others what is before it"
+                self.found.add_other("suspicious", f"an archive behind {stop:,} bytes of something else", reason, stream=label)
         elif stop > 0:
             return set()  # an archive that nobody loads, such as a document at the end of something
         return {"zip", *kinds}
-
-    def _empty(self, span: Span, stop: int) -> bool:
-        return stop <= 1 << 16 and not span.read(0, stop).strip(b"\0")
 
     def _zip(self, span: Span, label: str, depth: int) -> set[str]:
         entries, refusal = entries_of(span)
@@ -238,12 +224,8 @@ class FileScan:
             else:
                 self._record(entry, inner, depth, exported=exported)
         if sources:
-            self.found.tell(
-                "suspicious",
-                f"Python source in {sources:,} records",
-                "torch.package runs this code when the package is loaded",
-                stream=label,
-            )
+            reason = "torch.package runs this code when the package is loaded"
+            self.found.add_other("suspicious", f"Python source in {sources:,} records", reason, stream=label)
         kinds = {"code"} if sources or script else set()
         if refusal is not None and (self.streams > before or kinds or depth == 0):
             self.found.error(refusal if label == WHOLE else f"{label}: {refusal}")
@@ -282,7 +264,6 @@ class FileScan:
         return content.data
 
     def _promising(self, head: bytes) -> bool:
-        """Whether the first bytes of something may be the start of what a loader carries out."""
         if head.startswith((b"PK\3\4", b"PK\5\6")) or begins_like_tar(head) or compression(head):
             return True
         if head.startswith(NPY):
@@ -293,24 +274,22 @@ class FileScan:
     def _code(self, head: bytes, label: str) -> None:
         kind = native_code(head)
         if kind:
-            self.found.tell("suspicious", f"native code: {kind}", "a compiled model is loaded as a library and runs", stream=label)
+            self.found.add_other(
+                "suspicious", f"native code: {kind}", "a compiled model is loaded as a library and runs", stream=label
+            )
 
     def _json(self, entry: ZipEntry, label: str) -> None:
-        for severity, what, reason in expressions(self._whole(entry, label)):
-            if severity == "error":
-                self.found.error(f"{label}: {what}")
-            else:
-                self.found.tell("dangerous", what, reason, stream=label)
+        odd = odd_expressions(self._whole(entry, label))
+        if odd is None:
+            self.found.error(f"{label}: a JSON document that cannot be read")
+        for text in odd or ():
+            reason = "torch.export evaluates this text as Python, and it is no plain arithmetic"
+            self.found.add_other("dangerous", f"expr_str {text!r}", reason, stream=label)
 
     def _script(self, entry: ZipEntry, label: str) -> None:
         text = self._whole(entry, label).decode("utf-8", "replace")
         for severity, what, reason in torchscript(text):
-            if severity == "dangerous":
-                self.found.tell("dangerous", what, reason, stream=label)
-            elif severity == "suspicious":
-                self.found.tell("suspicious", what, reason, stream=label)
-            else:
-                self.found.tell("unknown", what, reason, stream=label)
+            self.found.add_other(severity, what, reason, stream=label)
 
     # Tars, arrays, compressed files.
 
@@ -319,29 +298,24 @@ class FileScan:
             if isinstance(member, str):
                 self.found.error(f"{label}: {member}")
                 continue
-            inner = f"{label}/{member.name}" if depth else member.name
-            if member.kind in (b"1", b"2"):
-                self.found.tell(
-                    "suspicious", f"a link {member.name!r} in a tar", "torch unpacks it and reads where it leads", stream=label
-                )
-            elif member.kind not in (b"0", b"\0", b"7", b"5"):
-                self.found.tell(
-                    "suspicious",
-                    f"a tar member {member.name!r} of type {member.kind!r}",
-                    "it can rename or resize what follows",
-                    stream=label,
-                )
-            if member.name.rpartition("/")[2].encode() in TAR_NUMBERS:
-                self._tar_numbers(member, inner, depth)
+            name, kind, content = member
+            inner = f"{label}/{name}" if depth else name
+            if kind in (b"1", b"2"):
+                what, reason = f"a link {name!r} in a tar", "torch unpacks it and reads where it leads"
+                self.found.add_other("suspicious", what, reason, stream=label)
+            elif kind not in (b"0", b"\0", b"7", b"5"):
+                what, reason = f"a tar member {name!r} of type {kind!r}", "it can rename or resize what follows"
+                self.found.add_other("suspicious", what, reason, stream=label)
+            if name.rpartition("/")[2].encode() in TAR_NUMBERS:
+                self._tar_numbers(content, inner, depth)
             else:
-                self.look(member.span, inner, depth + 1)
+                self.look(content, inner, depth + 1)
         return {"tar"}
 
-    def _tar_numbers(self, member: Member, label: str, depth: int) -> None:
-        """`storages` and `tensors` of torch 0.1: pickles with numbers between them."""
-        span, at = member.span, 0
+    def _tar_numbers(self, span: Span, label: str, depth: int) -> None:
+        """Read `storages` or `tensors` of torch 0.1: pickles with numbers between them."""
+        at = number = 0
         tensors = label.endswith("tensors")
-        number = 0
         while at < span.nbytes:
             stream = read_pickle(span, at, self.limits)
             if stream.stop is None and not stream.acts:
@@ -373,7 +347,6 @@ class FileScan:
         return after if after <= span.nbytes else None
 
     def _npy(self, span: Span, head: bytes, label: str) -> set[str]:
-        """An array file; the elements of an array of objects are a pickle."""
         width = 2 if head[6:7] == b"\x01" else 4
         begin = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
         objects = OBJECTS.search(span.read(0, min(begin, 1 << 20))) is not None
@@ -409,5 +382,4 @@ class FileScan:
 
 
 def _short(name: str) -> str:
-    """The name of a record without its top folder."""
     return name.partition("/")[2] or name

@@ -33,10 +33,9 @@ from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, WEIGHT
 from holdfast.formats.pt2.write import MODEL, ModelWeights, Pickled, lay_out_pt2
 from holdfast.formats.torch.write import archive_name
 from holdfast.saving.formats import check_archive_name
-from holdfast.saving.planned import Planned, Saved, check_target, planned_fields
+from holdfast.saving.planned import Planned, Saved, Writing, check_target, planned_fields
 from holdfast.saving.rows import lazy_tree
 from holdfast.saving.state import tabulate_state
-from holdfast.saving.writing import Writing
 from holdfast.stores.paths import local_path
 from holdfast.torch import versions
 

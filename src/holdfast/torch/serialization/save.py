@@ -35,8 +35,7 @@ from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload, RecordFolder, Records
-from holdfast.saving.planned import write_plan
-from holdfast.saving.writing import Writing
+from holdfast.saving.planned import Writing, write_plan
 from holdfast.stores.paths import check_binary, found_path
 from holdfast.torch import versions
 from holdfast.torch.cuda.memory import GpuSource
