@@ -45,6 +45,7 @@ NOT_RUN = Counter(
         ("docs/coming-from.md", "needs Lightning"): 1,
         ("docs/how-to/serve.md", "installs a package"): 1,
         ("docs/how-to/serve.md", "needs a bucket"): 2,
+        ("docs/index.md", "installs packages"): 1,
         ("docs/integrations.md", "needs JAX"): 1,
         ("docs/integrations.md", "needs Lightning"): 1,
         ("docs/integrations.md", "needs TorchTitan"): 1,
