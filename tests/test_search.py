@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,8 @@ QUESTIONS = {
 """What people type, and the page that answers it."""
 
 WORKER = """
-    var console = {warn() {}}, self = globalThis, listener, answer;
+    var warnings = [], console = {warn(text) { warnings.push(String(text)); }};
+    var self = globalThis, listener, answer;
     function addEventListener(name, called) { listener = called; }
     function postMessage(message) { answer = JSON.stringify(message); }
 """
@@ -56,6 +58,8 @@ class Search:
     def pages(self, question: str) -> list[str]:
         """The pages in the order in which the browser lists them."""
         groups = self._send({"type": 2, "data": question})["data"]["items"]
+        warnings = json.loads(self.context.eval("JSON.stringify(warnings)"))
+        assert warnings == [], "the script failed, and shows a reader no page at all"
         return [group[0]["location"].partition("#")[0] for group in groups]
 
     def _send(self, message: object) -> dict:
@@ -83,5 +87,7 @@ def test_a_question_finds_its_page(tmp_path: Path):
     assert {question: search.pages(question)[:1] for question in QUESTIONS} == {
         question: [page] for question, page in QUESTIONS.items()
     }
+    letters = {character for character in string.ascii_lowercase if not search.pages(character)}
+    assert letters == {"a", "i"}, "whatever is typed first finds something, but for small words"
     assert search.pages("how is this") == [], "small words are no question"
     assert search.pages("zyzzyva") == []
