@@ -44,12 +44,35 @@ def test_the_page_of_the_index_needs_no_repository():
     page = content_of(ROOT / PROJECT["readme"])
     assert links(page) == []
     assert "<img" not in page
+    assert "pip install holdfast-checkpoint" in "\n".join(page.splitlines()[:10])
 
 
 def test_the_readme_begins_with_what_sets_itself_up():
     first_screen = "\n".join(content_of(ROOT / "README.md").splitlines()[:25])
     for command in ("make demo", "make test"):
         assert re.search(rf"^\| `{command}` \| .{{40,}} \| .*minute.* \|$", first_screen, re.MULTILINE), command
+
+
+SHARED = {
+    "the sentence": r"^\*\*Holdfast .+\*\*$",
+    "the three things": r"^Three things .+:\n\n(?:\d\. .+\n){3}$",
+    "the table": r"^\| instead of \|.+\|\n(?:\|.+\|\n)+$",
+}
+"""What a stranger reads first, wherever that is."""
+
+
+@pytest.mark.parametrize("part", SHARED)
+def test_every_front_page_says_the_same(part: str):
+    pages = [content_of(ROOT / name) for name in ("README.md", "PYPI.md", "docs/index.md")]
+    first, *others = [re.findall(SHARED[part], page, re.MULTILINE) for page in pages]
+    assert len(first) == 1
+    assert others == [first, first]
+
+
+def test_the_picture_is_the_same_in_the_light_and_in_the_dark():
+    light, dark = ((ROOT / f"docs/images/overview-{palette}.svg").read_text(encoding="utf-8") for palette in ("light", "dark"))
+    assert light != dark
+    assert re.sub(r"#\w{6}", "", light) == re.sub(r"#\w{6}", "", dark), "nothing but colours differs"
 
 
 def test_ci_runs_what_the_readme_says():

@@ -27,6 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the repository that are not in docs/, and what they are called on the site."""
 
+WEIGHTS = {"design": 0.01, "changelog.md": 0.01, "contributing.md": 0.1, "reference": 0.3, "benchmarks.md": 0.3, "index.md": 0.5}
+"""Pages and folders that the search ranks below the guides: a reader who asks how to do something wants a guide first."""
+
+WIDE = {"index.md"}
+"""Pages without columns beside the text."""
+
 MARK = re.compile(r"^<!-- (names|commands|plot)(?:: (.+?))? -->$", re.MULTILINE)
 
 
@@ -42,7 +48,7 @@ def main() -> int:
         made = MARK.sub(lambda found, where=page: _made(found[1], found[2] or "", names, where), text)
         # What tests know of a block (its files, that it is not run) is no matter of a reader's.
         made = re.sub(r"^<!-- (files|file|not run): .+ -->\n", "", made, flags=re.MULTILINE)
-        page.write_text(made, encoding="utf-8")
+        page.write_text(_with_settings(made, page.relative_to(target)), encoding="utf-8")
     problems = names.problems()
     for problem in problems:
         print(f"site: {problem}", file=sys.stderr)
@@ -56,6 +62,14 @@ def _made(kind: str, what: str, names: reference.Names, page: Path) -> str:
     if kind == "commands":
         return commands.as_markdown()
     return plots.drawn(ROOT / "docs" / "measured", what)
+
+
+def _with_settings(text: str, page: Path) -> str:
+    """A page below what the generator and its search are told about it."""
+    settings = ["hide: [navigation, toc]"] if page.as_posix() in WIDE else []
+    if weight := WEIGHTS.get(page.parts[0]):
+        settings.append(f"search: {{boost: {weight}}}")
+    return "\n".join(["---", *settings, "---", "", text]) if settings else text
 
 
 def _moved(text: str) -> str:
