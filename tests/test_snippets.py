@@ -43,8 +43,6 @@ NOT_RUN = Counter(
         ("README.md", "installs packages"): 1,
         ("docs/benchmarks.md", "takes minutes"): 1,
         ("docs/coming-from.md", "needs Lightning"): 1,
-        ("docs/how-to/serve.md", "installs a package"): 1,
-        ("docs/how-to/serve.md", "needs a bucket"): 2,
         ("docs/integrations.md", "needs JAX"): 1,
         ("docs/integrations.md", "needs Lightning"): 1,
         ("docs/integrations.md", "needs TorchTitan"): 1,
@@ -68,9 +66,7 @@ ANSWERS = {"scan", "verify", "diff"}
 """Commands whose exit status is an answer: 1 where they found something."""
 
 NEEDS = {
-    "docs/how-to/train.md": versions.DECOUPLED,  # shows sizes of steps
     "docs/packages.md": versions.PT2_ARCHIVE,
-    "docs/tour.md": versions.PT2_ARCHIVE,
     "docs/training.md": versions.FSDP_ON_CPU,
 }
 """What torch must have for pages that do more than every version can."""
@@ -257,8 +253,8 @@ def test_what_is_not_run_is_listed():
 
 
 def test_a_guide_makes_its_files():
-    guides = [page for page in PAGES if page.parent.name in ("how-to", "docs") and page.stem not in REFERENCE]
-    assert {"start", "tour", "compare", "prune", "packages"} <= {page.stem for page in guides}
+    guides = [page for page in PAGES if page.parent == ROOT / "docs" and page.stem not in REFERENCE]
+    assert {"start", "training", "compare", "pruning", "packages"} <= {page.stem for page in guides}
     missing = [
         (name_of(page), each.marks["files"]) for page in guides for each in blocks(content_of(page)) if "files" in each.marks
     ]
