@@ -64,7 +64,7 @@ def _add_option(verb: argparse.ArgumentParser, name: str, option: Option) -> Non
     else:
         verb.add_argument(*names, dest=name, default=absent, action="store_const", const=option.given, help=option.help)
     if option.word and option.default is True:
-        verb.add_argument(f"--no-{flag[2:]}", dest=name, default=absent, action="store_false", help="do not")
+        verb.add_argument(f"--no-{flag[2:]}", dest=name, default=absent, action="store_false", help="leave them out")
 
 
 def given(options: argparse.Namespace, record: Callable[..., T], defaults: Mapping[str, object] = NOTHING, **more: object) -> T:

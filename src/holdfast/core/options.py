@@ -141,7 +141,7 @@ class FolderOptions(ShardOption, total=False):
     """What is in a directory that is written."""
 
     copy_config: Annotated[CopyConfig, Option(
-        True, "to a directory: take config and tokenizer from DIR, not from SRC", "DIR", arguments.folder_or_flag
+        True, "to a directory: where config and tokenizer files come from; by default from SRC", "DIR", arguments.folder_or_flag
     )]  # fmt: skip
 
 
