@@ -23,16 +23,22 @@ material = pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")
 
 QUESTIONS = {
-    "how do I resume on fewer GPUs": "how-to/resume.html",
-    "convert pytorch_model.bin to safetensors": "how-to/hugging-face.html",
+    "how do I resume on fewer GPUs": "training.html",
+    "Is this .pt safe?": "scan.html",
+    "open a .pt file without torch": "scan.html",
+    "convert pytorch_model.bin to safetensors": "hugging-face.html",
     "why is my checkpoint twice as large": "packages.html",
+    "weights_only error": "coming-from.html",
+    "async checkpoint memory": "training.html",
     "spot instance preemption": "training.html",
-    "compare two checkpoints": "how-to/compare.html",
-    "load a slice from S3": "how-to/serve.html",
-    "open a .pt file without torch": "how-to/untrusted.html",
-    "prune a model 2:4": "how-to/prune.html",
+    "keep only the best checkpoints": "runs.html",
+    "compare two checkpoints": "compare.html",
+    "merge LoRA": "compare.html",
+    "load a slice from S3": "object-storage.html",
+    "prune a model 2:4": "pruning.html",
     "read GGUF": "formats/gguf.html",
     "DeepSpeed ZeRO checkpoint": "formats/deepspeed-megatron.html",
+    "install": "start.html",
 }
 """What people type, and the page that answers it."""
 
