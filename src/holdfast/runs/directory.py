@@ -247,23 +247,23 @@ class RunDirectory(RunFolder, RunPlace):
     def replaces(self, step: int) -> bool:
         return True  # what is not whole is of no use to anybody
 
-    def with_stamp(self, metadata: Mapping[str, str] | None, says: Stamp) -> Mapping[str, str] | None:
+    def with_stamp(self, metadata: Mapping[str, str] | None, stamp: Stamp) -> Mapping[str, str] | None:
         return metadata  # the seal has the stamp
 
-    def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
-        plan = with_seal(planned.plan, says)
+    def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
+        plan = with_seal(planned.plan, stamp)
         files = tuple(plan.listed)
         report = replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files))
         return replace(planned, plan=plan, report=report, sure=self.check)
 
-    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+    def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
         return None
 
-    def published(self, planned: Planned[Saved], says: Stamp) -> Step:
+    def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         files = sorted([(key, nbytes) for key, nbytes in planned.report.files if key != SEAL])
-        name, nbytes = step_name(says.step), sum([nbytes for _, nbytes in files])
+        name, nbytes = step_name(stamp.step), sum([nbytes for _, nbytes in files])
         path, names = os.path.join(self.path, name), tuple([key for key, _ in files])
-        return Step(says.step, path, says.saved, says.metrics, nbytes, name, names, says.ran)
+        return Step(stamp.step, path, stamp.saved, stamp.metrics, nbytes, name, names, stamp.ran)
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
         notes: list[str] = []

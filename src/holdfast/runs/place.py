@@ -190,16 +190,16 @@ class RunPlace(Protocol):
     def replaces(self, step: int) -> bool:
         """Whether a save that replaces nothing whole may replace what is left of a step."""
 
-    def with_stamp(self, metadata: Mapping[str, str] | None, says: Stamp) -> Mapping[str, str] | None:
+    def with_stamp(self, metadata: Mapping[str, str] | None, stamp: Stamp) -> Mapping[str, str] | None:
         """The metadata of a step, with the stamp where it has to stand there."""
 
-    def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
+    def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         """A save, completed by what makes a step of it."""
 
-    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+    def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
         """What the manifest of a step with this data says of itself, where that makes a step of it; None where a seal does."""
 
-    def published(self, planned: Planned[Saved], says: Stamp) -> Step:
+    def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         """The step that was just saved, as it was laid out: no look can make a failure of a save that is done."""
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:

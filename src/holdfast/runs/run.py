@@ -66,7 +66,8 @@ from holdfast.saving.base import NoBase
 from holdfast.saving.formats import Options
 from holdfast.saving.planned import Planned, Saved
 from holdfast.saving.writing import Writing
-from holdfast.seals.document import Stamp, stamp
+from holdfast.seals.document import Stamp
+from holdfast.seals.document import stamp as stamp_now
 from holdfast.stores.place import join
 
 if TYPE_CHECKING:
@@ -264,9 +265,9 @@ class Run(RunView):
             self._settle()
             with self._folder.asking():
                 self._begin()
-                says = stamp(step, metrics, self._ran())
+                stamp = stamp_now(step, metrics, self._ran())
                 path, replaced, base = self._place(step, overwrite=overwrite)
-            metadata = self._folder.with_stamp(metadata, says)
+            metadata = self._folder.with_stamp(metadata, stamp)
             writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
             options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
             plan = partial(
@@ -276,7 +277,7 @@ class Run(RunView):
                 while True:
                     try:
                         with gc_paused(), plan(base=base, hashes=self.share) as planned:
-                            saved = self._carry_out(planned, says, progress)
+                            saved = self._carry_out(planned, stamp, progress)
                         break
                     except (NoBase, NotCommitted) as error:
                         if base is None or (isinstance(error, NotCommitted) and error.errno != errno.ESTALE):
@@ -288,7 +289,7 @@ class Run(RunView):
             published = time.perf_counter() - began
             self._exports.add(saved)
             self._follow(saved, base, shares=planned.report.new_nbytes < planned.report.nbytes)
-            self._note(saved, stalled_s=time.perf_counter() - began, took_s=published)
+            self._record_times(saved, stalled_s=time.perf_counter() - began, took_s=published)
             return saved
 
     # Ending.
@@ -347,9 +348,9 @@ class Run(RunView):
         except (HoldfastError, OSError) as error:
             warnings.warn(f"{self.path}: what was read back cannot be noted: {error}", HoldfastWarning, stacklevel=4)
 
-    def _carry_out(self, planned: Planned[Saved], says: Stamp, progress: Progress | None) -> Step:
+    def _carry_out(self, planned: Planned[Saved], stamp: Stamp, progress: Progress | None) -> Step:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
-        planned, coming = self._folder.sealed(planned, says), Coming(says.step, says.saved, says.metrics, says.ran)
+        planned, coming = self._folder.sealed(planned, stamp), Coming(stamp.step, stamp.saved, stamp.metrics, stamp.ran)
         while True:
             with self._folder.asking():
                 self._make_room(planned.report.new_nbytes, coming)
@@ -357,8 +358,8 @@ class Run(RunView):
             try:
                 report = planned.report if free is None else replace(planned.report, free_nbytes=free)
                 replace(planned, report=report).run(progress)
-                self._sure.discard(says.step)
-                return self._folder.published(planned, says)
+                self._sure.discard(stamp.step)
+                return self._folder.published(planned, stamp)
             except NotCommitted as error:
                 if error.errno not in FULL or not self._relieve(coming, error):
                     raise
@@ -499,7 +500,7 @@ class Run(RunView):
     def _step_path(self, step: int) -> str:
         return join(self._folder.path, step_name(step))
 
-    def _note(self, saved: Step, *, stalled_s: float, took_s: float) -> None:
+    def _record_times(self, saved: Step, *, stalled_s: float, took_s: float) -> None:
         self._last_s = time.monotonic() - took_s
         self._times.append(SaveTimes(saved.step, stalled_s, took_s, saved.nbytes))
 

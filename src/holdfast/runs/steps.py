@@ -97,8 +97,8 @@ class Step:
             raise
 
     def __str__(self) -> str:
-        told = "".join(f"  {name} {value:.4g}" for name, value in self.metrics.items())
-        return f"step {self.step}{told}  {self.path}"
+        metrics = "".join(f"  {name} {value:.4g}" for name, value in self.metrics.items())
+        return f"step {self.step}{metrics}  {self.path}"
 
 
 class FoundStep(Value, frozen=True):

@@ -44,13 +44,13 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
     """The sums of all tensors of which this rank has all elements, in memory or on a GPU, by name."""
     host: dict[str, LazyTensor] = {}
     gpu: dict[str, torch.Tensor] = {}
-    told: dict[str, tuple[int | bytes]] = {}
+    sums_by_name: dict[str, tuple[int | bytes]] = {}
     small, others = _small_rows(table), table.names
     if small:
         for first in range(0, len(small), TOGETHER):
             rows = small[first : first + TOGETHER]
-            told |= {table.names[row]: (crc,) for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)}
-        others = [name for name in others if name not in told]
+            sums_by_name |= {table.names[row]: (crc,) for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)}
+        others = [name for name in others if name not in sums_by_name]
     for name in others:
         tensor = table[name]
         if not tensor.size or tensor.traits.meta or sum(chunk.box.count for chunk in tensor.chunks) != tensor.size:
@@ -62,9 +62,9 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
             host[name] = tensor
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
     crcs = tensor_crcs(list(host.values()), threads=threads if some else 1, expand=True)
-    told |= {name: (crc,) for name, crc in zip(host, crcs, strict=True)}
-    told |= {name: (hashlib.blake2b(sums, digest_size=16).digest(),) for name, sums in _fetched(gpu)}
-    return write_document(SUMS, told)
+    sums_by_name |= {name: (crc,) for name, crc in zip(host, crcs, strict=True)}
+    sums_by_name |= {name: (hashlib.blake2b(sums, digest_size=16).digest(),) for name, sums in _fetched(gpu)}
+    return write_document(SUMS, sums_by_name)
 
 
 def _small_rows(table: Table) -> list[int]:
