@@ -57,7 +57,7 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.runs.lock import Holder
 from holdfast.runs.place import Change, Choose, RunPlace, Sizes
 from holdfast.runs.record import MOST_NBYTES, PINS, D, Pin, Pins, RunRules, decoded, marked_since, marked_steps, pins_by_step
-from holdfast.runs.steps import NAMED, FoundStep, Step, step_name
+from holdfast.runs.steps import NAMED, FoundStep, Step, claim, found_steps, step_name
 from holdfast.saving.planned import Planned, Saved
 from holdfast.saving.references import References, listed, named_by
 from holdfast.seals.document import LARGEST, Stamp
@@ -222,18 +222,7 @@ class RunBucket(RunPlace):
         run_all((partial(look, name, number) for number, names in claims.items() for name in names), AT_ONCE)
         keys = {self.key(name, MANIFEST) for name in published}
         self._manifests = {key: info for key, info in self._manifests.items() if key in keys}
-        rows: list[FoundStep] = []
-        for number in sorted(claims):
-            taken: Step | None = None
-            for name in claims[number]:
-                found = seen[name]
-                if isinstance(found, str):
-                    rows.append(FoundStep(name, number, None, found))
-                elif found is not None and taken is not None:
-                    rows.append(FoundStep(name, number, None, f"{taken.name} is step {number} already"))
-                elif found is not None:
-                    taken = found
-                    rows.append(FoundStep(name, number, found))
+        rows = found_steps(claims, lambda name, number: seen[name])
         return rows, max((number for number, names in claims.items() for name in names if seen[name] is None), default=-1)
 
     def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
@@ -436,8 +425,7 @@ class RunBucket(RunPlace):
         for name in sorted(names):
             own = NAMED.fullmatch(name)
             if own is not None and int(own[1]) <= LARGEST:
-                claimed = claims.setdefault(int(own[1]), [])
-                claimed.insert(0 if name == step_name(int(own[1])) else len(claimed), name)
+                claim(claims, int(own[1]), name)
         return claims
 
     def _at(self, number: int, names: Iterable[str]) -> Step | None:

@@ -30,7 +30,7 @@ from holdfast.errors import HeaderError, NoSuchPath
 from holdfast.runs.lock import Holder, RunLock, seen_writing
 from holdfast.runs.place import Change, Choose, RunPlace, Sizes
 from holdfast.runs.record import MOST_NBYTES, PINS, D, RunRules, decoded, pins_by_step
-from holdfast.runs.steps import RunFolder, Step, step_name
+from holdfast.runs.steps import RunFolder, Step, opened_folder, step_name
 from holdfast.saving.planned import Planned, Saved
 from holdfast.seals.document import SEAL, Stamp, seal_name, with_seal
 from holdfast.stores.files import FileEntry, Files, is_temporary, make_parents, read_all
@@ -195,14 +195,11 @@ class RunDirectory(RunFolder, RunPlace):
                 return {}
             if single.kind != "directory":
                 return {step.name: single}
-            inside = files.open_directory(step.name, at=at)
-            try:
+            with opened_folder(files, step.name, at=at) as inside:
                 for name in step.files:
                     entry = files.stat(name, at=inside)
                     if entry is not None:
                         found[name] = entry
-            finally:
-                files.close(inside)
         return found
 
     def read_record(self, kind: DocumentKind[D]) -> D | None:

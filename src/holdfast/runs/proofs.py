@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from holdfast.core.runtime import renewed, start
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Span, Sweep
-from holdfast.errors import Corrupted, FormatError, HeaderError, HoldfastError, HoldfastWarning
+from holdfast.errors import HeaderError, HoldfastError, HoldfastWarning
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
 from holdfast.inspect.verify import verify
@@ -115,11 +115,6 @@ class Proving:
             self._bad.add(_key(step))
             self._unwritten = True
             self._found = ReadBack(self._found.nbytes, self._found.at, (*self._found.damaged, f"step {step.step}: {why}"))
-
-    def failed(self, step: Step, error: HoldfastError) -> None:
-        """Record that a step could not be loaded, where the error says that it is damaged."""
-        if isinstance(error, Corrupted | FormatError):
-            self.damaged(step, error.message)
 
     def good(self, step: Step) -> None:
         """Record that a step was read back well."""

@@ -45,7 +45,9 @@ from holdfast.errors import (
     BadArgument,
     BadArgumentType,
     Closed,
+    Corrupted,
     DoesNotFit,
+    FormatError,
     HoldfastError,
     HoldfastWarning,
     NotCommitted,
@@ -186,7 +188,8 @@ class Run(RunView):
                     state = loaded(checkpoint) if into is None else fill(into, checkpoint, checked=deep)
             except HoldfastError as error:
                 if isinstance(error, DoesNotFit) or not self._is_gone(found):
-                    self._proofs.failed(found, error)
+                    if isinstance(error, Corrupted | FormatError):
+                        self._proofs.damaged(found, error.message)
                     raise
                 next(looks)
                 continue
