@@ -35,7 +35,6 @@ ALONE_NBYTES = 16 << 20
 SMALL_NBYTES = 8 * ROW
 """Bytes of a piece that is hashed as it is."""
 
-
 SMALL_ROW_NBYTES, TOGETHER = 64 << 10, 512
 """Bytes of a tensor that is read together with others, and how many are at a time."""
 
@@ -45,7 +44,10 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
     host: dict[str, LazyTensor] = {}
     gpu: dict[str, torch.Tensor] = {}
     sums_by_name: dict[str, tuple[int | bytes]] = {}
-    small, others = _small_rows(table), table.names
+    # Rows that are all of their storages, and short, are read together, from wherever they are.
+    short = [kind.whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
+    small = [row for row, kind in enumerate(table.kind) if table.storage[row] != ODD and short[kind]]
+    others = table.names
     if small:
         for first in range(0, len(small), TOGETHER):
             rows = small[first : first + TOGETHER]
@@ -67,13 +69,7 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
     return write_document(SUMS, sums_by_name)
 
 
-def _small_rows(table: Table) -> list[int]:
-    short = [kind.whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
-    kind, storage = table.kind, table.storage
-    return [row for row in range(len(table)) if storage[row] != ODD and short[kind[row]]]
-
-
-def octet_sums(byte_rows: torch.Tensor) -> torch.Tensor:
+def byte_sums(byte_rows: torch.Tensor) -> torch.Tensor:
     """The weighted sums of a row of bytes, on its device: one for every `ROW` words; what is left over follows as it is."""
     body = byte_rows.numel() // SMALL_NBYTES * SMALL_NBYTES
     if not body:
@@ -89,7 +85,7 @@ def octet_sums(byte_rows: torch.Tensor) -> torch.Tensor:
 def _on_gpu(tensor: LazyTensor, source: GpuSource) -> torch.Tensor:
     return torch.cat(
         [
-            octet_sums(byte_rows)
+            byte_sums(byte_rows)
             for byte_rows in source.byte_rows([piece.tensor for piece in contiguous_blocks(tensor, BLOCK_NBYTES)])
         ]
     )
