@@ -327,10 +327,7 @@ PATIENCE_S, PAUSE_S = 30.0, 0.02
 
 @contextmanager
 def turn(folder: RunFolder) -> Iterator[tuple[Files, int]]:
-    """The directory, open and locked, while no other process changes pins or takes names from steps.
-
-    No step is deleted that was pinned before.
-    """
+    """The directory, open and locked: no other process changes pins or takes names from steps meanwhile."""
     with folder.opened() as (files, at):
         deadline = time.monotonic() + PATIENCE_S
         while not locked(files, at):

@@ -339,10 +339,7 @@ class Run(RunView):
         """Nothing here; `holdfast.torch.Run` waits for its save."""
 
     def _follow(self, saved: Step, base: str | None, *, shares: bool, steps: Sequence[Step] | None = None) -> None:
-        """What comes after a save: the rules delete, and what is old is read back. Whatever stands in the way is a warning.
-
-        `steps` are all steps, where the caller has looked since the save.
-        """
+        """After a save the rules delete, and old files are read back. Failures are warnings. `steps` are all, if just listed."""
         try:
             self._proofs.saved(saved, whole=base is None)
             self._retain(steps=steps)
@@ -483,10 +480,7 @@ class Run(RunView):
         return self._clock.read()
 
     def _place(self, step: int, *, overwrite: bool) -> tuple[str, bool, str | None]:
-        """Where a step goes, whether what is there may be replaced, and the step whose files it may share.
-
-        That is the newest other one of which nothing is doubtful.
-        """
+        """Where a step goes, whether what is there may be replaced, and the newest other step that is not doubted, as its base."""
         path = self._step_path(step)
         found, base = self._folder.before_saving(step, base=self.share)
         if found is not None and not overwrite:

@@ -338,10 +338,7 @@ class _Look:
                 self.files.close(folder)
 
     def lost(self, *, above: Step | None) -> bool:
-        """Whether a step above the newest that was found was there when the names were listed, and is not there any more.
-
-        A step goes when a newer one is there: whoever finds none where one went, or an older one, has not seen that yet.
-        """
+        """Whether a step above `above` was listed and has been deleted since: then a newer one is there that was not seen yet."""
         names = (name for number, names in self.claims.items() if above is None or number > above.step for name in names)
         return any(self.files.stat(name, at=self.folder) is None for name in names)
 

@@ -71,10 +71,7 @@ at_fork(after_in_child=_in_child)
 
 
 def ranks_of(group: dist.ProcessGroup | None = None, *, doing: str, deadline: float = DEADLINE) -> Ranks:
-    """The ranks of a group (the default one where there is one); a single rank without `torch.distributed`.
-
-    `doing` says what they are going to do. It must be the same on all of them.
-    """
+    """The ranks of a group, or of the default one; one rank without `torch.distributed`. `doing` must be the same on all."""
     if not dist.is_available() or not dist.is_initialized():
         return Ranks(0, 1, None, prefix="", doing=doing, deadline=deadline)
     chosen = group if group is not None else dist.distributed_c10d._get_default_group()

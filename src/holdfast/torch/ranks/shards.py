@@ -67,10 +67,7 @@ def is_sharded(value: object) -> bool:
 
 
 def shards_of(value: object, name: str) -> Shards:
-    """The parts of a sharded tensor that this rank has; none on a rank that is not in its mesh.
-
-    An object that speaks the protocol is asked for its shards by the name that the tensor has in the state.
-    """
+    """The parts of a sharded tensor that this rank has. `name` is that of the tensor in the state: the protocol asks for it."""
     dtensor, sharded = _classes()
     if isinstance(value, dtensor):
         return _of_dtensor(cast(torch.Tensor, value), name)
