@@ -15,7 +15,7 @@ from holdfast.ranks.merge import differing
 from holdfast.ranks.per_rank import mark, marked, rank_key, size_in
 from holdfast.torch.ranks import saving as sharded_save
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
-from holdfast.torch.ranks.replica_sums import octet_sums, replica_sums
+from holdfast.torch.ranks.replica_sums import byte_sums, replica_sums
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.dtensor import Replicate, Shard, distribute_tensor
 from tests.ranks.pool import Pool, World, failures, good
@@ -242,16 +242,16 @@ def test_marks():
 def test_sums_of_bytes_tell_apart_what_differs():
     for nbytes in (0, 1, 4095, 4096, 4097, 3 * 4096 + 5):
         one = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
-        assert torch.equal(octet_sums(one), octet_sums(one.clone()))
-        assert torch.equal(octet_sums(one), octet_sums(torch.cat([one[:1], one])[1:])), "wherever it lies"
-        assert octet_sums(one).numel() == nbytes // 4096 * 8 + nbytes % 4096
+        assert torch.equal(byte_sums(one), byte_sums(one.clone()))
+        assert torch.equal(byte_sums(one), byte_sums(torch.cat([one[:1], one])[1:])), "wherever it lies"
+        assert byte_sums(one).numel() == nbytes // 4096 * 8 + nbytes % 4096
         for at in {0, nbytes // 2, nbytes - 1} if nbytes else ():
             other = one.clone()
             other[at] ^= 1
-            assert not torch.equal(octet_sums(one), octet_sums(other)), (nbytes, at)
+            assert not torch.equal(byte_sums(one), byte_sums(other)), (nbytes, at)
     words = torch.arange(1024)
     other = words[[1, 0, *range(2, 1024)]]
-    assert not torch.equal(octet_sums(words.view(torch.uint8)), octet_sums(other.view(torch.uint8)))
+    assert not torch.equal(byte_sums(words.view(torch.uint8)), byte_sums(other.view(torch.uint8)))
 
 
 def test_who_differs():

@@ -54,7 +54,7 @@ def check_whole(folder: AnyPath, *, deep: bool = False) -> None:
         raise Corrupted(message, file=str(folder))
     wrong = [(one.name, one.message) for one in check_digests(folder, found)] if deep else list(check_sizes(folder, found))
     if wrong:
-        raise Corrupted(f"this is not whole: {'; '.join(f'{name}: {said}' for name, said in wrong[:5])}", file=str(folder))
+        raise Corrupted(f"this is not whole: {'; '.join(f'{name}: {why}' for name, why in wrong[:5])}", file=str(folder))
 
 
 def save_state(
@@ -89,17 +89,17 @@ def save_state(
     with _named_by_us(accelerator):
         accelerator.save_state(folder, safe_serialization=safe_serialization)
     accelerator.wait_for_everyone()
-    said: list[str | None] = [None]
+    failure: list[str | None] = [None]
     if accelerator.is_main_process:
         try:
             seal(folder, step=step, metrics=metrics, durable=durable, overwrite=True)
             if limit is not None:
                 keep_by(os.path.dirname(folder), [Latest(max(limit, 1))], durable=durable)
         except (HoldfastError, OSError) as error:
-            said = [str(error)]
-    broadcast_object_list(said)
-    if said[0] is not None:
-        raise NotCommitted(f"the state was saved, and not sealed: {said[0]}", file=folder)
+            failure = [str(error)]
+    broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise NotCommitted(f"the state was saved, and not sealed: {failure[0]}", file=folder)
     return folder
 
 

@@ -186,8 +186,8 @@ def _planned(wanted: Iterable[WantedArray], path: str) -> dict[WantedArray, dict
         except ValueError as error:  # a dimension cannot be split so, or is not there
             wrong[one.lazy.name] = f"{list(one.lazy.shape)}: {error}"
     if wrong:
-        said = "; ".join(f"{name} {why}" for name, why in list(wrong.items())[:SHOWN])
-        raise DoesNotFit(f"{len(wrong):,} shardings do not fit their tensors: {said}", mismatched=wrong, file=path)
+        message = "; ".join(f"{name} {why}" for name, why in list(wrong.items())[:SHOWN])
+        raise DoesNotFit(f"{len(wrong):,} shardings do not fit their tensors: {message}", mismatched=wrong, file=path)
     return planned
 
 
@@ -223,9 +223,9 @@ def _chooser(shardings: Shardings, names: Iterable[str], path: str) -> Choose:
     missing = [name for name, place in found.items() if place is None]
     unused = [place for place in places if place not in found.values() and place != "*"]
     if missing or unused:
-        said = [f"no sharding for {', '.join(missing[:SHOWN])}; '*' would stand for all the rest"] if missing else []
-        said += [f"no tensor for the sharding at {', '.join(unused[:SHOWN])}"] if unused else []
-        raise DoesNotFit("; ".join(said), missing=unused, unexpected=missing, file=path)
+        message = [f"no sharding for {', '.join(missing[:SHOWN])}; '*' would stand for all the rest"] if missing else []
+        message += [f"no tensor for the sharding at {', '.join(unused[:SHOWN])}"] if unused else []
+        raise DoesNotFit("; ".join(message), missing=unused, unexpected=missing, file=path)
     chosen = {place: _where(value, f"at {place!r}") for place, value in places.items()}
     return lambda name, shape: chosen[found[name] or ""]
 

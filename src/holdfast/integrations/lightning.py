@@ -63,7 +63,7 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
         if self._queue is None:
             self._write(checkpoint, target)
             return
-        _ask_us_first()
+        _have_model_checkpoint_wait()
         self._queue.check()
         copied, target = StateCopies().of(checkpoint), os.path.join(os.getcwd(), target)
         self._queue.put(lambda: self._write(copied, target), target)
@@ -187,7 +187,7 @@ at_fork(after_in_child=_in_child)
 _patient: set[type] = set()
 
 
-def _ask_us_first() -> None:
+def _have_model_checkpoint_wait() -> None:
     """Have `ModelCheckpoint` wait for a file that is on its way, where it asks for that file. Lightning has no hook for it."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         module = sys.modules.get(f"{package}.callbacks.model_checkpoint")

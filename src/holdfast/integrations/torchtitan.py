@@ -196,9 +196,9 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
         assets = self._adapter.hf_assets_path
 
         def put_together() -> None:
-            beside = assets if assets is not None and os.path.isdir(assets) else False
+            config = assets if assets is not None and os.path.isdir(assets) else False
             convert(
-                parts, path, format="safetensors-dir", copy_config=beside, keep_tree=False, max_shard_size=SHARD, overwrite=True
+                parts, path, format="safetensors-dir", copy_config=config, keep_tree=False, max_shard_size=SHARD, overwrite=True
             )
             shutil.rmtree(parts)
 
@@ -246,16 +246,16 @@ def _agreed(call: Callable[[], T]) -> T:
     """The result of the first rank, on all ranks; if it fails there, all raise."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return call()
-    told: list[object] = [None, None]
+    answer: list[object] = [None, None]
     failed: Exception | None = None
     if _rank() == 0:
         try:
-            told[0] = call()
+            answer[0] = call()
         except Exception as error:  # whatever it is, the others wait to hear of it
-            failed, told[1] = error, str(error)
-    dist.broadcast_object_list(told)
+            failed, answer[1] = error, str(error)
+    dist.broadcast_object_list(answer)
     if failed is not None:
         raise failed
-    if told[1] is not None:
-        raise NotCommitted(f"the first rank failed: {told[1]}")
-    return told[0]  # type: ignore[return-value]  # what `call` gave on the first rank
+    if answer[1] is not None:
+        raise NotCommitted(f"the first rank failed: {answer[1]}")
+    return answer[0]  # type: ignore[return-value]  # what `call` gave on the first rank

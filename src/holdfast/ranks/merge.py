@@ -301,12 +301,12 @@ def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: 
     return merged.tree, problems
 
 
-def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
+def differing(sums_of_ranks: Sequence[bytes]) -> dict[str, list[list[int]]]:
     """The tensors that differ, from the sums of all ranks: for each, the groups of ranks that have the same."""
     alike: dict[bytes, list[int]] = {}
-    for rank, sums in enumerate(told):
+    for rank, sums in enumerate(sums_of_ranks):
         if not sums:
-            continue  # it was told not to look
+            continue  # replicas are not compared
         alike.setdefault(sums, []).append(rank)
     # Nearly always all ranks that have a tensor told the same of it.
     decoded = [(read_document(SUMS, sums), ranks) for sums, ranks in alike.items()] if len(alike) > 1 else []

@@ -43,10 +43,7 @@ def marked(path: Path, key: str) -> Iterator[tuple[str, Path]]:
 
 
 def mark(state: object, patterns: Sequence[str], key: str) -> tuple[object, list[str]]:
-    """Put the key above everything whose dotted name matches a pattern. The state, and the patterns that found something.
-
-    Containers on the way are copied. What is inside of something that matched is not looked at again.
-    """
+    """Put the key above everything whose dotted name matches a pattern. A new state, and the patterns that match something."""
     if not patterns:
         return state, []
     matchers = {pattern: matcher(pattern) for pattern in patterns}

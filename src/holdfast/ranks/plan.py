@@ -86,10 +86,7 @@ class RankPlan(Value, frozen=True, eq=False):
 
 
 def plan_ranks(states: Sequence[RankState]) -> RankPlan:
-    """Plan the save of what all ranks have; `states[r]` is what rank r has.
-
-    Where several ranks have the same box, one writes it: chosen so that all write about as much.
-    """
+    """Plan the save of the states of all ranks, in order. A box that several have is written by one; all write about as much."""
     merged = merge(states)
     catalogue = merged.catalogue
     held = [hold(state, places) for state, places in zip(states, merged.places, strict=True)]
@@ -256,10 +253,7 @@ ROUNDS = 8
 
 
 def deal_classes(classes: Sequence[tuple[Ints, Ints]], loads: Ints) -> list[Ints]:
-    """For each class (its holders, the bytes of its boxes) the number of the holder that writes each box.
-
-    `loads` is what each rank writes already. No two classes have the same holders.
-    """
+    """For each class (holders, bytes of its boxes) the holder that writes each box. `loads` is what each rank writes already."""
     # Python sorts stably, so that equal numbers of holders keep the order of the classes.
     order = sorted(range(len(classes)), key=lambda i: len(classes[i][0]))
     loads = loads.copy()

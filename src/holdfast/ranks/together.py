@@ -38,10 +38,7 @@ DESCRIPTION = message_kind("description of a rank", Description)
 
 
 def message(description: Description, state: RankState | None, sums: bytes) -> bytes:
-    """What a rank tells the first one: checksums of what others may have as well, its description, its state.
-
-    The first rank has its own state, and gives None. Empty `sums` are not compared.
-    """
+    """A rank's message to the first: `sums` of what others may have as well, or none; its description; its state, unless first."""
     head = write_document(DESCRIPTION, description)
     parts = [part for front in (sums, head) for part in (len(front).to_bytes(8, "little"), front)]
     return b"".join((*parts, b"" if state is None else encode(state)))

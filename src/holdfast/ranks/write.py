@@ -226,10 +226,7 @@ def write_files(
     block: int | None = None,
     reuse: Reuse = NOTHING,
 ) -> list[Receipt]:
-    """Write the files of one rank, all at once.
-
-    What it takes over is linked first. The receipt of a file that had to be copied says that it is not linked.
-    """
+    """Write the files of one rank, all at once; files of the base are linked first. A receipt says whether its file is linked."""
     given = zip(reuse.linked, reuse.by_file(), strict=True)
     taken = [Receipt(file.key, file.nbytes, StoredBoxes.of(*inside), linked=True) for file, inside in given]
     receipts: dict[str, Receipt] = {}

@@ -57,7 +57,7 @@ from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.runs.lock import Holder
 from holdfast.runs.place import Change, Choose, RunPlace, Sizes
 from holdfast.runs.record import MOST_NBYTES, PINS, D, Pin, Pins, RunRules, decoded, marked_since, marked_steps, pins_by_step
-from holdfast.runs.steps import NAMED, FoundStep, Step, step_name
+from holdfast.runs.steps import NAMED, FoundStep, Step, claim, found_steps, step_name
 from holdfast.saving.planned import Planned, Saved
 from holdfast.saving.references import References, listed, named_by
 from holdfast.seals.document import LARGEST, Stamp
@@ -81,7 +81,7 @@ ATTRIBUTE_NBYTES = 1600
 MOST_OBJECTS = 5_000_000
 """The most objects of a step."""
 
-ASKING = 24
+AT_ONCE = 24
 """Steps that are asked about at once."""
 
 LOOKS = 4
@@ -90,7 +90,7 @@ LOOKS = 4
 LIMITS = Limits()
 
 
-class Says(Value, frozen=True):
+class ManifestInfo(Value, frozen=True):
     """The content of a published manifest, as far as it was asked for."""
 
     etag: str | None
@@ -100,7 +100,7 @@ class Says(Value, frozen=True):
     save: str = ""
     digest: str = ""
     """A digest of the names and lengths of the data, where the attribute has it."""
-    beside: tuple[str, ...] | None = None
+    shared: tuple[str, ...] | None = None
     """Names of data in the folders of other steps, where the attribute has them."""
     files: tuple[tuple[str, int], ...] | None = None
     """Names and lengths, where the manifest was read."""
@@ -108,19 +108,19 @@ class Says(Value, frozen=True):
     """Why it cannot be understood."""
 
 
-def stamp_text(says: Stamp, more: Mapping[str, object]) -> str:
+def stamp_text(stamp: Stamp, more: Mapping[str, object]) -> str:
     """A stamp as text of visible ASCII without spaces, which every header takes; numbers exactly."""
-    metrics = {name: repr(float(value)) for name, value in says.metrics.items()}
-    ran = {} if says.ran is None else {"ran": says.ran}
-    text = json.dumps({"step": says.step, "saved": says.saved, **ran, "metrics": metrics, **more}, separators=(",", ":"))
+    metrics = {name: repr(float(value)) for name, value in stamp.metrics.items()}
+    ran = {} if stamp.ran is None else {"ran": stamp.ran}
+    text = json.dumps({"step": stamp.step, "saved": stamp.saved, **ran, "metrics": metrics, **more}, separators=(",", ":"))
     return text.replace(" ", "\\u0020").replace("\x7f", "\\u007f")
 
 
-def metadata_of(says: Stamp) -> Mapping[str, str]:
-    return {METADATA: stamp_text(says, {})}
+def metadata_of(stamp: Stamp) -> Mapping[str, str]:
+    return {METADATA: stamp_text(stamp, {})}
 
 
-def attributes_of(says: Stamp, files: Iterable[tuple[str, int]]) -> Mapping[str, str]:
+def attributes_of(stamp: Stamp, files: Iterable[tuple[str, int]]) -> Mapping[str, str]:
     """The attributes of the manifest of a step with this data; none where that is more than stores take."""
     sizes = dict(files)
     shared = sorted(name for name in sizes if sibling_key(name))
@@ -128,7 +128,7 @@ def attributes_of(says: Stamp, files: Iterable[tuple[str, int]]) -> Mapping[str,
     if len(saves) > 1 or "" in saves:
         return {}
     more = {"save": "".join(saves), "files": digest_of(sizes), "nbytes": sum(sizes.values()), "beside": shared}
-    text = stamp_text(says, more)
+    text = stamp_text(stamp, more)
     return {ATTRIBUTE: text} if len(text) <= ATTRIBUTE_NBYTES else {}
 
 
@@ -154,7 +154,7 @@ class RunBucket(RunPlace):
 
     def __init__(self, url: Url) -> None:
         self.path: Url = url
-        self._said: dict[str, Says] = {}
+        self._manifests: dict[str, ManifestInfo] = {}
         """What manifests say, by key, as long as they have the same etag."""
         self._lengths: dict[str, Mapping[str, int]] = {}
         """The keys and lengths of the objects of each step that was found whole, by its name."""
@@ -219,21 +219,10 @@ class RunBucket(RunPlace):
             found = self._examine(name, number, lambda folder: tree.get(folder, {}))
             seen[name] = found if isinstance(found, Step) else self._look(name, number)
 
-        run_all((partial(look, name, number) for number, names in claims.items() for name in names), ASKING)
+        run_all((partial(look, name, number) for number, names in claims.items() for name in names), AT_ONCE)
         keys = {self.key(name, MANIFEST) for name in published}
-        self._said = {key: said for key, said in self._said.items() if key in keys}
-        rows: list[FoundStep] = []
-        for number in sorted(claims):
-            taken: Step | None = None
-            for name in claims[number]:
-                found = seen[name]
-                if isinstance(found, str):
-                    rows.append(FoundStep(name, number, None, found))
-                elif found is not None and taken is not None:
-                    rows.append(FoundStep(name, number, None, f"{taken.name} is step {number} already"))
-                elif found is not None:
-                    taken = found
-                    rows.append(FoundStep(name, number, found))
+        self._manifests = {key: info for key, info in self._manifests.items() if key in keys}
+        rows = found_steps(claims, lambda name, number: seen[name])
         return rows, max((number for number, names in claims.items() for name in names if seen[name] is None), default=-1)
 
     def before_saving(self, step: int, *, base: bool) -> tuple[Step | None, Step | None]:
@@ -298,24 +287,24 @@ class RunBucket(RunPlace):
         # Only what is published and not whole: what another run publishes meanwhile is not replaced.
         return isinstance(self._look(step_name(step), step), str)
 
-    def with_stamp(self, metadata: Mapping[str, str] | None, says: Stamp) -> Mapping[str, str] | None:
-        return {**(metadata or {}), **metadata_of(says)}
+    def with_stamp(self, metadata: Mapping[str, str] | None, stamp: Stamp) -> Mapping[str, str] | None:
+        return {**(metadata or {}), **metadata_of(stamp)}
 
-    def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
+    def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         plan = planned.plan
         index = {file.key for file in plan.index}
-        attributes = self.attributes(says, [(key, nbytes) for key, nbytes in plan.listed if key not in index])
+        attributes = self.attributes(stamp, [(key, nbytes) for key, nbytes in plan.listed if key not in index])
         return replace(planned, plan=replace(plan, attributes=attributes))
 
-    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
-        return attributes_of(says, files)
+    def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
+        return attributes_of(stamp, files)
 
-    def published(self, planned: Planned[Saved], says: Stamp) -> Step:
-        name = step_name(says.step)
+    def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
+        name = step_name(stamp.step)
         self._lengths[name] = {self.key(*(sibling_key(file) or (name, file))): nbytes for file, nbytes in planned.report.files}
         files = [file for file, _ in planned.report.files if file != MANIFEST]
         nbytes = planned.report.nbytes
-        self._last = Step(says.step, self.path.below(name), says.saved, says.metrics, nbytes, name, tuple(files), says.ran)
+        self._last = Step(stamp.step, self.path.below(name), stamp.saved, stamp.metrics, nbytes, name, tuple(files), stamp.ran)
         return self._last
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
@@ -333,7 +322,7 @@ class RunBucket(RunPlace):
         notes: list[str] = []
         for one in going:
             try:
-                now, seen = self._manifest_etag(one), self._said.get(self.key(one.name, MANIFEST))
+                now, seen = self._manifest_etag(one), self._manifests.get(self.key(one.name, MANIFEST))
                 if now is not None and seen is not None and now == seen.etag:  # the manifest that was decided about
                     self._unpublish(one)
                     gone.append(one)
@@ -420,10 +409,10 @@ class RunBucket(RunPlace):
 
     def folders_named(self, folder: str, etag: str | None) -> set[str] | None:
         """The folders beside its own in which the manifest of a step names data; None where it has to be read for that."""
-        said = self._said.get(self.key(folder, MANIFEST)) if folder else None
-        if said is None or said.etag != etag or said.wrong:
+        info = self._manifests.get(self.key(folder, MANIFEST)) if folder else None
+        if info is None or info.etag != etag or info.wrong:
             return None
-        names = said.beside if said.files is None else [name for name, _ in said.files]
+        names = info.shared if info.files is None else [name for name, _ in info.files]
         return None if names is None else {found[0] for name in names if (found := sibling_key(name))}
 
     def _named(self, below: int | None = None) -> dict[int, list[str]]:
@@ -436,8 +425,7 @@ class RunBucket(RunPlace):
         for name in sorted(names):
             own = NAMED.fullmatch(name)
             if own is not None and int(own[1]) <= LARGEST:
-                claimed = claims.setdefault(int(own[1]), [])
-                claimed.insert(0 if name == step_name(int(own[1])) else len(claimed), name)
+                claim(claims, int(own[1]), name)
         return claims
 
     def _at(self, number: int, names: Iterable[str]) -> Step | None:
@@ -449,7 +437,7 @@ class RunBucket(RunPlace):
         for _ in range(LOOKS):
             folders = cache(self._objects)
             objects, found = folders(name), self._examine(name, number, folders)
-            now = self._said.get(self.key(name, MANIFEST))
+            now = self._manifests.get(self.key(name, MANIFEST))
             if found is None and MANIFEST in objects:
                 continue  # it went between the listing and the question
             if not isinstance(found, str) or (now is not None and now.etag == objects[MANIFEST].etag):
@@ -466,25 +454,25 @@ class RunBucket(RunPlace):
         manifest = objects.get(MANIFEST)
         if manifest is None:
             return None
-        says = self._ask(name, manifest.etag)
-        if says is None or says.wrong:
-            return None if says is None else says.wrong
-        if says.stamp is not None and says.stamp.step != number:
-            return f"it was renamed: it says that it is step {says.stamp.step}"
-        files = says.files
+        info = self._info(name, manifest.etag)
+        if info is None or info.wrong:
+            return None if info is None else info.wrong
+        if info.stamp is not None and info.stamp.step != number:
+            return f"it was renamed: it says that it is step {info.stamp.step}"
+        files = info.files
         if files is None:
-            own = {key: one.nbytes for key, one in objects.items() if (found := DATA.fullmatch(key)) and found[1] == says.save}
-            places = {file: sibling_key(file) for file in says.beside or ()}
+            own = {key: one.nbytes for key, one in objects.items() if (found := DATA.fullmatch(key)) and found[1] == info.save}
+            places = {file: sibling_key(file) for file in info.shared or ()}
             there = {file: folders(at[0]).get(at[1]) for file, at in places.items() if at}
             own |= {file: one.nbytes for file, one in there.items() if one}
-            if digest_of(own) == says.digest:
+            if digest_of(own) == info.digest:
                 files = tuple(own.items())
             else:
-                says = self._read(name)  # it names what is missing
-                if says is None or says.files is None:
-                    return None if says is None else says.wrong
-                files = says.files
-        lengths = {self.key(name, MANIFEST): says.nbytes}
+                info = self._read(name)  # it names what is missing
+                if info is None or info.files is None:
+                    return None if info is None else info.wrong
+                files = info.files
+        lengths = {self.key(name, MANIFEST): info.nbytes}
         for file, nbytes in files:
             at = sibling_key(file) or (name, file)
             one = folders(at[0]).get(at[1])
@@ -494,46 +482,46 @@ class RunBucket(RunPlace):
                 return f"{file}: {one.nbytes:,} of {nbytes:,} bytes"
             lengths[one.key] = nbytes
         self._lengths[name] = lengths
-        stamp = says.stamp or Stamp(number, manifest.changed.timestamp(), {})
-        total = sum(nbytes for _, nbytes in files) + says.nbytes
+        stamp = info.stamp or Stamp(number, manifest.changed.timestamp(), {})
+        total = sum(nbytes for _, nbytes in files) + info.nbytes
         names = tuple(file for file, _ in files)
         return Step(number, self.path.below(name), stamp.saved, stamp.metrics, total, name, names, stamp.ran)
 
-    def _ask(self, name: str, etag: str | None) -> Says | None:
+    def _info(self, name: str, etag: str | None) -> ManifestInfo | None:
         """The content of a manifest, from its attribute where it has one; None where it is gone."""
         key = self.key(name, MANIFEST)
-        said = self._said.get(key)
-        if said is not None and etag is not None and said.etag == etag:
-            return said
+        known = self._manifests.get(key)
+        if known is not None and etag is not None and known.etag == etag:
+            return known
         got = if_there(self.bucket.described, key)
         if got is None:
             return None
-        told = read_stamp(got.attributes.get(ATTRIBUTE))
-        if told is None:
+        found = read_stamp(got.attributes.get(ATTRIBUTE))
+        if found is None:
             return self._read(name)
-        stamp, more = told
+        stamp, more = found
         shared = more.get("beside", [])
         if not isinstance(shared, list) or not all(isinstance(one, str) and sibling_key(one) for one in shared):
             return self._read(name)
-        says = Says(got.found.etag, got.found.nbytes, stamp, str(more.get("save")), str(more.get("files")), tuple(shared))
-        self._said[key] = says
-        return says
+        info = ManifestInfo(got.found.etag, got.found.nbytes, stamp, str(more.get("save")), str(more.get("files")), tuple(shared))
+        self._manifests[key] = info
+        return info
 
-    def _read(self, name: str) -> Says | None:
+    def _read(self, name: str) -> ManifestInfo | None:
         key = self.key(name, MANIFEST)
         try:
             got = if_there(self.bucket.whole, key, LIMITS.index_nbytes)
         except LimitExceeded as error:
-            return Says(None, 0, None, wrong=error.message)
+            return ManifestInfo(None, 0, None, wrong=error.message)
         if got is None:
             return None
         etag, nbytes = got.found.etag, got.data.nbytes
         try:
             files, metadata = named_by(bytes(got.data))
         except HoldfastError as error:
-            says = Says(etag, nbytes, None, wrong=error.message)
+            info = ManifestInfo(etag, nbytes, None, wrong=error.message)
         else:
-            told = read_stamp(metadata.get(METADATA))
-            says = Says(etag, nbytes, None if told is None else told[0], files=files)
-        self._said[key] = says
-        return says
+            found = read_stamp(metadata.get(METADATA))
+            info = ManifestInfo(etag, nbytes, None if found is None else found[0], files=files)
+        self._manifests[key] = info
+        return info

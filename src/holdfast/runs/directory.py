@@ -30,7 +30,7 @@ from holdfast.errors import HeaderError, NoSuchPath
 from holdfast.runs.lock import Holder, RunLock, seen_writing
 from holdfast.runs.place import Change, Choose, RunPlace, Sizes
 from holdfast.runs.record import MOST_NBYTES, PINS, D, RunRules, decoded, pins_by_step
-from holdfast.runs.steps import RunFolder, Step, step_name
+from holdfast.runs.steps import RunFolder, Step, opened_folder, step_name
 from holdfast.saving.planned import Planned, Saved
 from holdfast.seals.document import SEAL, Stamp, seal_name, with_seal
 from holdfast.stores.files import FileEntry, Files, is_temporary, make_parents, read_all
@@ -195,14 +195,11 @@ class RunDirectory(RunFolder, RunPlace):
                 return {}
             if single.kind != "directory":
                 return {step.name: single}
-            inside = files.open_directory(step.name, at=at)
-            try:
+            with opened_folder(files, step.name, at=at) as inside:
                 for name in step.files:
                     entry = files.stat(name, at=inside)
                     if entry is not None:
                         found[name] = entry
-            finally:
-                files.close(inside)
         return found
 
     def read_record(self, kind: DocumentKind[D]) -> D | None:
@@ -247,23 +244,23 @@ class RunDirectory(RunFolder, RunPlace):
     def replaces(self, step: int) -> bool:
         return True  # what is not whole is of no use to anybody
 
-    def with_stamp(self, metadata: Mapping[str, str] | None, says: Stamp) -> Mapping[str, str] | None:
+    def with_stamp(self, metadata: Mapping[str, str] | None, stamp: Stamp) -> Mapping[str, str] | None:
         return metadata  # the seal has the stamp
 
-    def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
-        plan = with_seal(planned.plan, says)
+    def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
+        plan = with_seal(planned.plan, stamp)
         files = tuple(plan.listed)
         report = replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files))
         return replace(planned, plan=plan, report=report, sure=self.check)
 
-    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+    def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
         return None
 
-    def published(self, planned: Planned[Saved], says: Stamp) -> Step:
+    def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         files = sorted([(key, nbytes) for key, nbytes in planned.report.files if key != SEAL])
-        name, nbytes = step_name(says.step), sum([nbytes for _, nbytes in files])
+        name, nbytes = step_name(stamp.step), sum([nbytes for _, nbytes in files])
         path, names = os.path.join(self.path, name), tuple([key for key, _ in files])
-        return Step(says.step, path, says.saved, says.metrics, nbytes, name, names, says.ran)
+        return Step(stamp.step, path, stamp.saved, stamp.metrics, nbytes, name, names, stamp.ran)
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
         notes: list[str] = []
@@ -330,10 +327,7 @@ PATIENCE_S, PAUSE_S = 30.0, 0.02
 
 @contextmanager
 def turn(folder: RunFolder) -> Iterator[tuple[Files, int]]:
-    """The directory, open and locked, while no other process changes pins or takes names from steps.
-
-    No step is deleted that was pinned before.
-    """
+    """The directory, open and locked: no other process changes pins or takes names from steps meanwhile."""
     with folder.opened() as (files, at):
         deadline = time.monotonic() + PATIENCE_S
         while not locked(files, at):

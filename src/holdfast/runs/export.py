@@ -118,8 +118,8 @@ def read_exports(given: object, run: str) -> tuple[Export, ...]:
         one.check(run)
         place = place_at(one.target(0)).named
         if place in places:
-            told = f"export= has two exports that write to {one.path!r} under the same names"
-            raise BadArgument(f"{told}; give each a folder of its own", found=given)
+            message = f"export= has two exports that write to {one.path!r} under the same names"
+            raise BadArgument(f"{message}; give each a folder of its own", found=given)
         places.add(place)
     return tuple(several)
 
@@ -157,8 +157,8 @@ class Exports:
     def tell(self) -> None:
         """Warn of failures since the last call."""
         with self._turn:
-            said, self._failed = self._failed, []
-        for text in said:
+            messages, self._failed = self._failed, []
+        for text in messages:
             warnings.warn(text, HoldfastWarning, stacklevel=4)
 
     def wait(self) -> None:

@@ -119,7 +119,7 @@ def _new(found: object, fit: Fit) -> object:
 def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]:
     """The value that replaces `into`: itself, where it is filled in place."""
     if isinstance(into, np.ndarray) and isinstance(found, LazyTensor):
-        _ask(into, found, way, fit)
+        _request(into, found, way, fit)
         return into
     if is_stateful(into):
         keeps = plainly_named(cast(Stateful, into))
@@ -150,7 +150,7 @@ def _fitted(into: object, found: object, way: Way, fit: Fit) -> Unrolled[object]
     return _new(found, fit)
 
 
-def _ask(into: np.ndarray, found: LazyTensor, way: Way, fit: Fit) -> None:
+def _request(into: np.ndarray, found: LazyTensor, way: Way, fit: Fit) -> None:
     if into.shape != found.shape:
         fit.mismatched[name_at(way)] = f"its shape is {list(into.shape)}, and the step has {list(found.shape)}"
     elif into.dtype != found.dtype.numpy:

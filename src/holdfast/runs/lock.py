@@ -73,10 +73,7 @@ class RunLock:
                 raise
 
     def check(self, path: str, *, at: int | None) -> None:
-        """Raise `NotCommitted` where the lock in this directory, which is open, is another one or none; None is no directory.
-
-        A lock that was given back is not compared.
-        """
+        """Raise `NotCommitted` where the lock in this open directory (None: there is none) is not the one that is held."""
         if self._kept is None:
             return
         found = None if at is None else self._kept.files.stat(LOCK, at=at)

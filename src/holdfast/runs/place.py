@@ -13,25 +13,9 @@ from typing import Protocol
 
 from holdfast.core.documents import DocumentKind
 from holdfast.errors import HeaderError, NoSuchStep
+from holdfast.runs import record
 from holdfast.runs.lock import Holder, RunLock
-from holdfast.runs.record import (
-    EXPORTS,
-    PINS,
-    PROOFS,
-    RECORD,
-    D,
-    Pin,
-    Pins,
-    Proofs,
-    Receipts,
-    RunRecord,
-    RunRules,
-    marked_steps,
-    parse_rules,
-    pins_by_step,
-    receipts_of,
-    record_of,
-)
+from holdfast.runs.record import D, Pin, Pins, Proofs, RunRules, marked_steps, parse_rules, pins_by_step, receipts_of, record_of
 from holdfast.runs.steps import FoundStep, Step
 from holdfast.saving.planned import Planned, Saved
 from holdfast.seals.document import Stamp
@@ -105,22 +89,22 @@ class RunPlace(Protocol):
 
     def kept(self) -> RunRules | None:
         """The rules that a run wrote down."""
-        found = self.read_record(RECORD)
+        found = self.read_record(record.RECORD)
         return None if found is None else parse_rules(found)
 
     def write_rules(self, kept: RunRules, *, durable: bool) -> None:
         """Write the rules of a run down, where others or none stand there."""
 
-        def write(found: RunRecord | None) -> RunRecord | None:
+        def write(found: record.RunRecord | None) -> record.RunRecord | None:
             with suppress(HeaderError):
                 if found is not None and parse_rules(found) == kept:
                     return None
             return record_of(kept)
 
-        self.change_record(RECORD, write, durable=durable)
+        self.change_record(record.RECORD, write, durable=durable)
 
     def pins(self) -> Mapping[int, Pin]:
-        return pins_by_step(self.read_record(PINS))
+        return pins_by_step(self.read_record(record.PINS))
 
     def pin(self, step: int, why: str, *, durable: bool = True) -> Pin:
         """Keep a step, whatever the rules say. Raises `NoSuchStep` where there is no whole one of this number."""
@@ -133,7 +117,7 @@ class RunPlace(Protocol):
                 raise NoSuchStep(f"there is no whole step {step} to pin; `holdfast runs` lists them", file=self.path, found=step)
             return self.with_pins(found, {**pins_by_step(found), step: pin})
 
-        self.change_record(PINS, add, durable=durable)
+        self.change_record(record.PINS, add, durable=durable)
         return pin
 
     def unpin(self, step: int, *, durable: bool = True) -> Pin:
@@ -147,31 +131,31 @@ class RunPlace(Protocol):
             gone.append(pins.pop(step))
             return self.with_pins(found, pins)
 
-        self.change_record(PINS, drop, durable=durable)
+        self.change_record(record.PINS, drop, durable=durable)
         return gone[-1]
 
     def with_pins(self, found: Pins | None, pins: Mapping[int, Pin]) -> Pins:
         """The document that says these pins, in place of another."""
-        return Pins(PINS.format, 1, [pins[step] for step in sorted(pins)])
+        return Pins(record.PINS.format, 1, [pins[step] for step in sorted(pins)])
 
     def proofs(self) -> Proofs:
         """What a run wrote down of what it read back."""
-        return self.read_record(PROOFS) or Proofs()
+        return self.read_record(record.PROOFS) or Proofs()
 
     def write_proofs(self, proofs: Proofs) -> None:
-        self.change_record(PROOFS, lambda _: proofs, durable=False)
+        self.change_record(record.PROOFS, lambda _: proofs, durable=False)
 
     def exported(self) -> Mapping[str, Stamps]:
         """What the run exported, by target, as it was when it was published."""
-        found = self.read_record(EXPORTS)
+        found = self.read_record(record.EXPORTS)
         return {} if found is None else found.exports
 
     def add_exported(self, target: str, stamps: Stamps, *, durable: bool) -> None:
-        def add(found: Receipts | None) -> Receipts:
+        def add(found: record.Receipts | None) -> record.Receipts:
             rest = {name: one for name, one in (found.exports if found else {}).items() if name != target}
             return receipts_of({**rest, target: stamps})
 
-        self.change_record(EXPORTS, add, durable=durable)
+        self.change_record(record.EXPORTS, add, durable=durable)
 
     # Changing the steps.
 
@@ -190,16 +174,16 @@ class RunPlace(Protocol):
     def replaces(self, step: int) -> bool:
         """Whether a save that replaces nothing whole may replace what is left of a step."""
 
-    def with_stamp(self, metadata: Mapping[str, str] | None, says: Stamp) -> Mapping[str, str] | None:
+    def with_stamp(self, metadata: Mapping[str, str] | None, stamp: Stamp) -> Mapping[str, str] | None:
         """The metadata of a step, with the stamp where it has to stand there."""
 
-    def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
+    def sealed(self, planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
         """A save, completed by what makes a step of it."""
 
-    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+    def attributes(self, stamp: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
         """What the manifest of a step with this data says of itself, where that makes a step of it; None where a seal does."""
 
-    def published(self, planned: Planned[Saved], says: Stamp) -> Step:
+    def published(self, planned: Planned[Saved], stamp: Stamp) -> Step:
         """The step that was just saved, as it was laid out: no look can make a failure of a save that is done."""
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from holdfast.core.runtime import renewed, start
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Span, Sweep
-from holdfast.errors import Corrupted, FormatError, HeaderError, HoldfastError, HoldfastWarning
+from holdfast.errors import HeaderError, HoldfastError, HoldfastWarning
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
 from holdfast.inspect.verify import verify
@@ -76,9 +76,9 @@ def _key(step: Step) -> tuple[int, float]:
 class Proving:
     """The doubts about the steps of one run, and the thread that reads old files back."""
 
-    def __init__(self, place: RunPlace, beside: Callable[[], RunPlace]) -> None:
-        """`beside` makes another value of the same place, for the thread: a place remembers what it saw, for one caller."""
-        self._place, self._beside = place, beside
+    def __init__(self, place: RunPlace, open_place: Callable[[], RunPlace]) -> None:
+        """`open_place` makes another value of the same place, for the thread: a place remembers what it saw, for one caller."""
+        self._place, self._open_place = place, open_place
         self._turn = renewed(threading.RLock())
         self._doubts: dict[tuple[int, float], str] | None = None
         """Why steps are no base; None before the record was read."""
@@ -88,7 +88,7 @@ class Proving:
         self._files: dict[str, float] = {}
         """When each shared file was written, or read back last."""
         self._unwritten = False
-        self._told: list[str] = []
+        self._warnings: list[str] = []
         self._found = ReadBack()
         self._credit = 0
         self._reading = "", 0
@@ -116,11 +116,6 @@ class Proving:
             self._unwritten = True
             self._found = ReadBack(self._found.nbytes, self._found.at, (*self._found.damaged, f"step {step.step}: {why}"))
 
-    def failed(self, step: Step, error: HoldfastError) -> None:
-        """Record that a step could not be loaded, where the error says that it is damaged."""
-        if isinstance(error, Corrupted | FormatError):
-            self.damaged(step, error.message)
-
     def good(self, step: Step) -> None:
         """Record that a step was read back well."""
         with self._turn:
@@ -141,8 +136,8 @@ class Proving:
     def tell(self) -> None:
         """Warn of damage that was found in the background since the last call."""
         with self._turn:
-            said, self._told = self._told, []
-        for text in said:
+            messages, self._warnings = self._warnings, []
+        for text in messages:
             warnings.warn(text, HoldfastWarning, stacklevel=4)
 
     def write(self, place: RunPlace | None = None) -> None:
@@ -193,7 +188,7 @@ class Proving:
 
     def _work(self) -> None:
         try:
-            place = self._beside()
+            place = self._open_place()
             newest = place.newest()
             if newest is not None and self.is_doubted(newest) and _key(newest) not in self._bad:
                 self._prove_step(newest, place)
@@ -212,7 +207,7 @@ class Proving:
             self.good(step)
         elif report.damaged or any(one.damaged for one in report.problems):
             wrong = [*(one.file for one in report.damaged), *(one.file for one in report.problems)]
-            self._tell(step, f"{wrong[0]} does not have its checksums", [step.step], place)
+            self._found_damage(step, f"{wrong[0]} does not have its checksums", [step.step], place)
 
     def _prove_file(self, step: Step, place: RunPlace) -> bool:
         """Read the shared file back whose last proof is oldest; whether there was one."""
@@ -235,7 +230,7 @@ class Proving:
         wrong = self._read(step, shared[identity], identity)
         if wrong is not None:
             have = [one.step for one in place.steps() if identity in place.identities(one).values()]
-            self._tell(step, wrong, have, place)
+            self._found_damage(step, wrong, have, place)
             return False
         return True
 
@@ -267,13 +262,13 @@ class Proving:
             self._reading, self._files[identity], self._unwritten = ("", 0), time.time(), True
         return None
 
-    def _tell(self, step: Step, why: str, have: list[int], place: RunPlace) -> None:
+    def _found_damage(self, step: Step, why: str, have: list[int], place: RunPlace) -> None:
         """Keep a warning for the next call: damage was found, in these steps."""
         shown = ", ".join(map(str, have[-8:]))
-        said = f"{why}; it is in step {shown}, and no step is linked to it: the next one is written whole"
+        message = f"{why}; it is in step {shown}, and no step is linked to it: the next one is written whole"
         with self._turn:
             self.damaged(step, why, place)
-            self._told.append(f"{place.path}: {said}")
+            self._warnings.append(f"{place.path}: {message}")
 
     def _pace(self, nbytes: int) -> None:
         """Wait until so many more bytes may be read; raises `Stopped` where nobody wants more."""

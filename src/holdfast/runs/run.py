@@ -45,7 +45,9 @@ from holdfast.errors import (
     BadArgument,
     BadArgumentType,
     Closed,
+    Corrupted,
     DoesNotFit,
+    FormatError,
     HoldfastError,
     HoldfastWarning,
     NotCommitted,
@@ -64,8 +66,15 @@ from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
 from holdfast.runs.view import RunView, read_step
 from holdfast.saving.base import NoBase
 from holdfast.saving.formats import Options
+<<<<<<< HEAD
 from holdfast.saving.planned import Planned, Saved, Writing
 from holdfast.seals.document import Stamp, stamp
+=======
+from holdfast.saving.planned import Planned, Saved
+from holdfast.saving.writing import Writing
+from holdfast.seals.document import Stamp
+from holdfast.seals.document import stamp as stamp_now
+>>>>>>> torch2
 from holdfast.stores.place import join
 
 if TYPE_CHECKING:
@@ -184,7 +193,8 @@ class Run(RunView):
                     state = loaded(checkpoint) if into is None else fill(into, checkpoint, checked=deep)
             except HoldfastError as error:
                 if isinstance(error, DoesNotFit) or not self._is_gone(found):
-                    self._proofs.failed(found, error)
+                    if isinstance(error, Corrupted | FormatError):
+                        self._proofs.damaged(found, error.message)
                     raise
                 next(looks)
                 continue
@@ -263,9 +273,9 @@ class Run(RunView):
             self._settle()
             with self._folder.asking():
                 self._begin()
-                says = stamp(step, metrics, self._ran())
+                stamp = stamp_now(step, metrics, self._ran())
                 path, replaced, base = self._place(step, overwrite=overwrite)
-            metadata = self._folder.with_stamp(metadata, says)
+            metadata = self._folder.with_stamp(metadata, stamp)
             writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
             options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
             plan = partial(
@@ -275,7 +285,7 @@ class Run(RunView):
                 while True:
                     try:
                         with gc_paused(), plan(base=base, hashes=self.share) as planned:
-                            saved = self._carry_out(planned, says, progress)
+                            saved = self._carry_out(planned, stamp, progress)
                         break
                     except (NoBase, NotCommitted) as error:
                         if base is None or (isinstance(error, NotCommitted) and error.errno != errno.ESTALE):
@@ -287,7 +297,7 @@ class Run(RunView):
             published = time.perf_counter() - began
             self._exports.add(saved)
             self._follow(saved, base, shares=planned.report.new_nbytes < planned.report.nbytes)
-            self._note(saved, stalled_s=time.perf_counter() - began, took_s=published)
+            self._record_times(saved, stalled_s=time.perf_counter() - began, took_s=published)
             return saved
 
     # Ending.
@@ -334,10 +344,7 @@ class Run(RunView):
         """Nothing here; `holdfast.torch.Run` waits for its save."""
 
     def _follow(self, saved: Step, base: str | None, *, shares: bool, steps: Sequence[Step] | None = None) -> None:
-        """What comes after a save: the rules delete, and what is old is read back. Whatever stands in the way is a warning.
-
-        `steps` are all steps, where the caller has looked since the save.
-        """
+        """After a save the rules delete, and old files are read back. Failures are warnings. `steps` are all, if just listed."""
         try:
             self._proofs.saved(saved, whole=base is None)
             self._retain(steps=steps)
@@ -346,9 +353,9 @@ class Run(RunView):
         except (HoldfastError, OSError) as error:
             warnings.warn(f"{self.path}: what was read back cannot be noted: {error}", HoldfastWarning, stacklevel=4)
 
-    def _carry_out(self, planned: Planned[Saved], says: Stamp, progress: Progress | None) -> Step:
+    def _carry_out(self, planned: Planned[Saved], stamp: Stamp, progress: Progress | None) -> Step:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
-        planned, coming = self._folder.sealed(planned, says), Coming(says.step, says.saved, says.metrics, says.ran)
+        planned, coming = self._folder.sealed(planned, stamp), Coming(stamp.step, stamp.saved, stamp.metrics, stamp.ran)
         while True:
             with self._folder.asking():
                 self._make_room(planned.report.new_nbytes, coming)
@@ -356,8 +363,8 @@ class Run(RunView):
             try:
                 report = planned.report if free is None else replace(planned.report, free_nbytes=free)
                 replace(planned, report=report).run(progress)
-                self._sure.discard(says.step)
-                return self._folder.published(planned, says)
+                self._sure.discard(stamp.step)
+                return self._folder.published(planned, stamp)
             except NotCommitted as error:
                 if error.errno not in FULL or not self._relieve(coming, error):
                     raise
@@ -478,10 +485,7 @@ class Run(RunView):
         return self._clock.read()
 
     def _place(self, step: int, *, overwrite: bool) -> tuple[str, bool, str | None]:
-        """Where a step goes, whether what is there may be replaced, and the step whose files it may share.
-
-        That is the newest other one of which nothing is doubtful.
-        """
+        """Where a step goes, whether what is there may be replaced, and the newest other step that is not doubted, as its base."""
         path = self._step_path(step)
         found, base = self._folder.before_saving(step, base=self.share)
         if found is not None and not overwrite:
@@ -498,7 +502,7 @@ class Run(RunView):
     def _step_path(self, step: int) -> str:
         return join(self._folder.path, step_name(step))
 
-    def _note(self, saved: Step, *, stalled_s: float, took_s: float) -> None:
+    def _record_times(self, saved: Step, *, stalled_s: float, took_s: float) -> None:
         self._last_s = time.monotonic() - took_s
         self._times.append(SaveTimes(saved.step, stalled_s, took_s, saved.nbytes))
 

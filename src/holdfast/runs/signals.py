@@ -69,7 +69,7 @@ class SignalGuard:
         self._last = last
         self._number: int | None = None
         self._within = False
-        self._override = SignalOverride(self._note, wanted=lambda: self._within)
+        self._override = SignalOverride(self._record, wanted=lambda: self._within)
 
     @property
     def left_s(self) -> float:
@@ -93,7 +93,7 @@ class SignalGuard:
             if self._number is not None:
                 signal.raise_signal(self._number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.came_s is not None:
             self._within = False
             self._override.pass_on(number, frame)

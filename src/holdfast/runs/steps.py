@@ -96,8 +96,8 @@ class Step:
             raise
 
     def __str__(self) -> str:
-        told = "".join(f"  {name} {value:.4g}" for name, value in self.metrics.items())
-        return f"step {self.step}{told}  {self.path}"
+        metrics = "".join(f"  {name} {value:.4g}" for name, value in self.metrics.items())
+        return f"step {self.step}{metrics}  {self.path}"
 
 
 class FoundStep(Value, frozen=True):
@@ -110,6 +110,44 @@ class FoundStep(Value, frozen=True):
     why: str = ""
     sealed: bool = True
     """False for a finished checkpoint of another program that nobody sealed: it is no step, and not torn either."""
+
+
+def found_steps(
+    claims: Mapping[int, Sequence[str]],
+    examine: Callable[[str, int], Step | str | None],
+    *,
+    sealed: Callable[[str], bool] = lambda name: True,
+) -> list[FoundStep]:
+    """What is found under the names that claim each number. `examine` gives a step, or what is wrong, or None for nothing."""
+    rows: list[FoundStep] = []
+    for number in sorted(claims):
+        taken: Step | None = None
+        for name in claims[number]:
+            found = examine(name, number)
+            if isinstance(found, str):
+                rows.append(FoundStep(name, number, None, found, sealed(name)))
+            elif found is not None and taken is not None:
+                rows.append(FoundStep(name, number, None, f"{taken.name} is step {number} already"))
+            elif found is not None:
+                taken = found
+                rows.append(FoundStep(name, number, found))
+    return rows
+
+
+def claim(claims: dict[int, list[str]], number: int, name: str) -> None:
+    """Add a name to those of a number; the one that a Run would give counts first."""
+    claimed = claims.setdefault(number, [])
+    claimed.insert(0 if name == step_name(number) else len(claimed), name)
+
+
+@contextmanager
+def opened_folder(files: Files, name: str, *, at: int | None = None) -> Iterator[int]:
+    folder = files.open_directory(name, at=at)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):
+            files.close(folder)
 
 
 class RunFolder:
@@ -128,12 +166,8 @@ class RunFolder:
     def opened(self) -> Iterator[tuple[Files, int]]:
         """The directory open. Raises `OSError` where there is none."""
         files = self.files
-        at = files.open_directory(self.path)
-        try:
+        with opened_folder(files, self.path) as at:
             yield files, at
-        finally:
-            with suppress(OSError):
-                files.close(at)
 
     def check(self, at: int | None = None) -> None:
         """Nothing here: `RunDirectory` compares the lock that it was opened for writing with."""
@@ -174,23 +208,11 @@ class RunFolder:
             return found
 
     def survey(self) -> list[FoundStep]:
-        found: list[FoundStep] = []
         with self._looking() as look:
             if look is None:
                 return []
-            for number in sorted(look.claims):
-                taken: Step | None = None
-                for name in look.claims[number]:
-                    seen = look.examine(name, number)
-                    if isinstance(seen, str):
-                        found.append(FoundStep(name, number, None, seen, not look.is_of_others(name)))
-                    elif taken is not None:
-                        found.append(FoundStep(name, number, None, f"{taken.name} is step {number} already"))
-                    else:
-                        taken = seen
-                        found.append(FoundStep(name, number, seen))
-            found += [FoundStep(name, None, None, why) for name, why in look.others.items()]
-        return found
+            found = found_steps(look.claims, look.examine, sealed=lambda name: not look.is_of_others(name))
+            return [*found, *(FoundStep(name, None, None, why) for name, why in look.others.items())]
 
     def unsealed(self) -> list[str]:
         with self._looking() as look:
@@ -240,7 +262,7 @@ class _Look:
         asides: list[str] = []
         for name in names:
             if (own := NAMED.fullmatch(name)) is not None and int(own[1]) <= LARGEST:
-                self._claim(int(own[1]), name)
+                claim(self.claims, int(own[1]), name)
             elif not name.startswith(".") and name not in DOCUMENTS:
                 foreign.append(name)
             elif ASIDE.fullmatch(name):
@@ -250,10 +272,6 @@ class _Look:
         for name in foreign:
             self._look_inside(name)
 
-    def _claim(self, number: int, name: str) -> None:
-        claimed = self.claims.setdefault(number, [])
-        claimed.insert(0 if name == step_name(number) else len(claimed), name)
-
     def _stand_in(self, name: str, asides: Sequence[str]) -> None:
         """Take a folder that was moved aside for the step, where that is not there and no other was."""
         found = ASIDE.fullmatch(name)
@@ -261,7 +279,7 @@ class _Look:
         target = found[1]
         files, at = self.files, self.folder
         if files.stat(target, at=at) is None and set_aside(files, target, at=at, there=asides, longest=SURE_NBYTES) == [name]:
-            self._claim(int(target.removeprefix("step-")), name)
+            claim(self.claims, int(target.removeprefix("step-")), name)
 
     def _look_inside(self, name: str) -> None:
         """Look at a folder, or a file with a seal beside it, that has another name than ours."""
@@ -278,7 +296,7 @@ class _Look:
             self.others[name] = "its seal says no step"
             return
         self._seals[name] = seal
-        self._claim(seal.step, name)
+        claim(self.claims, seal.step, name)
 
     def unsealed(self) -> list[str]:
         """Names without a seal that are like those of other trainers' checkpoints."""
@@ -319,10 +337,7 @@ class _Look:
                 self.files.close(folder)
 
     def lost(self, *, above: Step | None) -> bool:
-        """Whether a step above the newest that was found was there when the names were listed, and is not there any more.
-
-        A step goes when a newer one is there: whoever finds none where one went, or an older one, has not seen that yet.
-        """
+        """Whether a step above `above` was listed and has been deleted since: then a newer one is there that was not seen yet."""
         names = (name for number, names in self.claims.items() if above is None or number > above.step for name in names)
         return any(self.files.stat(name, at=self.folder) is None for name in names)
 

@@ -22,7 +22,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda import plan as planning
 from holdfast.torch.cuda.load import blocks_within, load_fills
-from holdfast.torch.cuda.plan import Conversion, RowPlan, rows_of
+from holdfast.torch.cuda.plan import Conversion, RowPlan, rows_of, strided_nbytes
 from holdfast.torch.cuda.streams import CopyStream
 from holdfast.torch.tensors.scratch import Fill
 
@@ -124,8 +124,8 @@ def test_tasks_hold_what_was_asked_for_and_no_more_than_a_block(data):
                 found += nbytes
             read, reads = read + one.stop - one.start, reads + 1
         for one, at in task.strided:
-            assert at + one.nbytes <= most
-            found += one.part.lazy.nbytes
+            assert at + strided_nbytes(one) <= most
+            found += one.lazy.nbytes
     assert found == wanted
     assert read <= wanted * (1 + 1 / 16) + (len(drawn.fills) + reads) * PAGE_LOCKED.free_gap
 

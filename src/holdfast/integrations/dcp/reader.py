@@ -143,8 +143,8 @@ class Directory:
             elif isinstance(entry, Item):
                 entries[name] = m.BytesStorageMetadata()
         # Without `storage_data`: its keys would be hashes of numbers out of the file, and nobody but a storage of torch needs it.
-        note = m.StorageMeta(save_id=self._index.texts.get("save_id"))
-        made = m.Metadata(entries, _planner_data(self._index.planner), None, note)
+        storage = m.StorageMeta(save_id=self._index.texts.get("save_id"))
+        made = m.Metadata(entries, _planner_data(self._index.planner), None, storage)
         if versions.VERSIONED:
             made.version = self._index.texts.get("version")
         return made
@@ -384,9 +384,9 @@ class Reader(CheckpointPlace, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the planner offers, all tensors in one batch."""
         stored = self._opened()
-        asked = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        values = stored.values(list(dict.fromkeys(item.storage_index.fqn for item in asked)))
-        for item in asked:
+        wanted = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        values = stored.values(list(dict.fromkeys(item.storage_index.fqn for item in wanted)))
+        for item in wanted:
             name = item.storage_index.fqn
             planner.load_bytes(item, io.BytesIO(archived(values[name], name, self.path)))
         batch: list[tuple[ReadItem, Fill]] = []

@@ -254,10 +254,7 @@ class Move:
     # On the thread of the caller.
 
     def prepare(self) -> None:
-        """Make long tensors, and empty ones; cut the long tensors where blocks end. Once.
-
-        Done while readers fill the first blocks. Later each call into torch would wait for the lock of the interpreter.
-        """
+        """Once, while readers fill the first blocks: make long and empty tensors, and cut the long ones where blocks end."""
         if self._prepared:
             return
         self._prepared = True

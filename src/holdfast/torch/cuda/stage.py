@@ -32,7 +32,7 @@ class Room:
 
     def __init__(self) -> None:
         self._block: HostBlock | None = None
-        self._asked = 0
+        self._wanted = 0
 
     def take(self, nbytes: int, *, gpu: bool, max_host_memory: int | None = None) -> HostBlock:
         """At least this many bytes, locked as far as allowed where `gpu` needs it; what was there before is gone."""
@@ -40,15 +40,15 @@ class Room:
         wanted = min(nbytes, most) if gpu else 0
         block = self._block
         # Asked for, and not what came of it: a machine that refused once is not asked again at every save.
-        if block is None or block.nbytes < nbytes or self._asked < wanted or block.locked_nbytes > most:
+        if block is None or block.nbytes < nbytes or self._wanted < wanted or block.locked_nbytes > most:
             self.free()  # given back before more is asked for
             block = self._block = HostBlock(nbytes, lock_nbytes=wanted)
-            self._asked = wanted
+            self._wanted = wanted
         return block
 
     def free(self) -> None:
         """Give the memory back; a save that is still under way keeps it until its end."""
-        self._block, self._asked = None, 0
+        self._block, self._wanted = None, 0
 
     def forget(self) -> None:
         """In a fork: the memory is not mapped there, and what is locked is the parent's."""

@@ -94,7 +94,7 @@ def begin(path: str, course: Course, rest: Callable[[], SavedShards], *, staged_
         handle._future.set_exception(failed)
         forget(handle)
         if _ending:
-            _tell()
+            _report()
 
     try:
         watch(handle)
@@ -163,7 +163,7 @@ class SaveHandle:
         finally:
             _sigterm.give_back()
 
-    def _leave_behind(self) -> None:
+    def _abandon(self) -> None:
         """In a fork: the thread that would end the save is not here."""
         self._future = Future()
         message = f"this save belongs to process {self._process}, of which this one is a fork; wait for it there"
@@ -178,7 +178,7 @@ _running: set[SaveHandle] = set()
 _unseen: set[SaveHandle] = set()
 """Saves that failed, and whose failure nobody has seen."""
 _ending = False
-_told: set[int] = set()
+_with_finalizer: set[int] = set()
 """Processes of `multiprocessing` that wait at their end."""
 
 
@@ -189,8 +189,8 @@ def watch(handle: SaveHandle) -> None:
     on_main = threading.current_thread() is threading.main_thread()
     if on_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _sigterm):
         _sigterm.put(signal.SIGTERM)
-    if process.parent_process() is not None and os.getpid() not in _told:
-        _told.add(os.getpid())
+    if process.parent_process() is not None and os.getpid() not in _with_finalizer:
+        _with_finalizer.add(os.getpid())
         util.Finalize(None, _at_end_of_child, exitpriority=0)
 
 
@@ -216,12 +216,12 @@ def _failures() -> list[SaveHandle]:
 
 
 def _warn() -> None:
-    said = []
+    messages = []
     for handle in _failures():
         why = handle._future.exception() if handle.done() else "it was not waited for"
-        said.append(f"the save to {handle.path} failed: {why}")
-    if said:
-        warnings.warn("\n".join(said), HoldfastWarning, stacklevel=2)
+        messages.append(f"the save to {handle.path} failed: {why}")
+    if messages:
+        warnings.warn("\n".join(messages), HoldfastWarning, stacklevel=2)
 
 
 def _flush(number: int, frame: FrameType | None) -> None:
@@ -261,10 +261,10 @@ def _at_exit() -> None:
     try:
         _wait()
     finally:
-        _tell()
+        _report()
 
 
-def _tell() -> None:
+def _report() -> None:
     """At the end of the program: have the exit status and a warning say what failed."""
     if _failures():
         if not isinstance(sys.stderr, Stderr):
@@ -286,7 +286,7 @@ def _in_child() -> None:
     global _ending
     _ending = False
     for handle in _running:
-        handle._leave_behind()
+        handle._abandon()
     _running.clear()
     _unseen.clear()
 

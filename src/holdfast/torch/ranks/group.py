@@ -71,10 +71,7 @@ at_fork(after_in_child=_in_child)
 
 
 def ranks_of(group: dist.ProcessGroup | None = None, *, doing: str, deadline: float = DEADLINE) -> Ranks:
-    """The ranks of a group (the default one where there is one); a single rank without `torch.distributed`.
-
-    `doing` says what they are going to do. It must be the same on all of them.
-    """
+    """The ranks of a group, or of the default one; one rank without `torch.distributed`. `doing` must be the same on all."""
     if not dist.is_available() or not dist.is_initialized():
         return Ranks(0, 1, None, prefix="", doing=doing, deadline=deadline)
     chosen = group if group is not None else dist.distributed_c10d._get_default_group()
@@ -173,25 +170,25 @@ class Ranks:
         published.
         """
         missed = local.filename or "" if isinstance(local, NoSuchPath) else None
-        said = self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local), missed
+        head = self._doing, "" if isinstance(local, bytes) else _cause_of(local), _problems(local), missed
         content = local if isinstance(local, bytes) else b""
         cause = local if isinstance(local, BaseException) else None
         try:
-            gathered = self._gather(said, content)
+            gathered = self._gather(head, content)
         except RankLost as error:
             if self.first:
                 self._answer([_failure({rank: str(error) for rank in error.ranks})] * self.size)
             raise
         answers: list[bytes] | None = None
         if gathered is not None:
-            causes, contents, problems, absent = self._judged([(said, content), *gathered])
+            causes, contents, problems, absent = self._judged([(head, content), *gathered])
             try:
                 failed = [_failure(causes, problems, absent)] * self.size if causes else None
                 answers = failed or [b"+" + answer for answer in decide(contents)]
             except DurabilityUncertain as error:
-                cause, answers = error, [b"?" + _said(error).encode("utf-8", "replace")] * self.size
+                cause, answers = error, [b"?" + _cause_of(error).encode("utf-8", "replace")] * self.size
             except Exception as error:
-                cause, answers = error, [_failure({0: _said(error)}, _problems(error))] * self.size
+                cause, answers = error, [_failure({0: _cause_of(error)}, _problems(error))] * self.size
         answer = self._answer(answers)
         if answer[:1] == b"+":
             return answer[1:]
@@ -233,13 +230,13 @@ class Ranks:
                 problems = None if problems is None or refused is None else problems | dict.fromkeys(refused)
         return causes, contents, None if problems is None else list(problems), absent[0] if len(absent) == self.size else None
 
-    def _gather(self, said: Head, content: bytes) -> list[Message] | None:
+    def _gather(self, head: Head, content: bytes) -> list[Message] | None:
         """On the first rank the messages of the others; None on the others. Raises `RankLost` for a rank that is gone."""
         self._step += 1
         keys = {rank: f"{self._prefix}/{self._step}/{rank}" for rank in range(1, self.size)}
         if not self.first:
-            head = json.dumps(said).encode("utf-8", "replace")
-            self._put(keys[self.rank], len(head).to_bytes(8, "little") + head + content)
+            raw = json.dumps(head).encode("utf-8", "replace")
+            self._put(keys[self.rank], len(raw).to_bytes(8, "little") + raw + content)
             return None
         found = self._collect(keys) if keys else {}
         return [_read_message(found[rank]) for rank in keys]
@@ -369,7 +366,7 @@ def _take(store: Store, key: str) -> bytes:
     return content
 
 
-def _said(error: BaseException) -> str:
+def _cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

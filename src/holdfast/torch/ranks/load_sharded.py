@@ -265,16 +265,16 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
 def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -> list[bytes]:
     """On the first rank: does it all fit, which names does nobody want, and who reads what."""
     with gc_paused():
-        told = [read_document(RANK_MATCH, message) for message in messages]
+        matches = [read_document(RANK_MATCH, message) for message in messages]
     used: dict[bytes, np.ndarray] = {}
-    for one in told:
+    for one in matches:
         bits = np.frombuffer(one.used, np.uint8)
         used[one.checkpoint] = bits | used.get(one.checkpoint, bits)
     all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
-    fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in told)
-    shares = spread([one.offers for one in told], replicated, remote=remote)
+    fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in matches)
+    shares = spread([one.offers for one in matches], replicated, remote=remote)
     verdicts = {seen: write_document(VERDICT, Verdict(fits, bits.tobytes(), shares)) for seen, bits in used.items()}
-    return [verdicts[one.checkpoint] for one in told]
+    return [verdicts[one.checkpoint] for one in matches]
 
 
 def _bits(names: Names) -> bytes:
@@ -335,14 +335,14 @@ def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:
     ]
 
 
-def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, remote: bool) -> dict[str, int]:
+def spread(offered: Sequence[Sequence[Offer]], how: Replicated, *, remote: bool) -> dict[str, int]:
     """The rank that reads each tensor for all: the largest first, by the rank that has least to read. `remote`: not on one disk."""
-    common = set(told[0]).intersection(*told[1:]) if how != "read" and len(told) > 1 else set[Offer]()
+    common = set(offered[0]).intersection(*offered[1:]) if how != "read" and len(offered) > 1 else set[Offer]()
     if how == "auto":
         common = {offer for offer in common if remote or offer.device != "cpu"}
-        if sum(offer.nbytes for offer in common) * (len(told) - 1) < WORTH_NBYTES:
+        if sum(offer.nbytes for offer in common) * (len(offered) - 1) < WORTH_NBYTES:
             common = set()
-    load = [0] * len(told)
+    load = [0] * len(offered)
     shares: dict[str, int] = {}
     for offer in sorted(common, key=lambda offer: (-offer.nbytes, offer.name)):
         owner = load.index(min(load))

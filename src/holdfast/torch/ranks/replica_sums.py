@@ -35,7 +35,6 @@ ALONE_NBYTES = 16 << 20
 SMALL_NBYTES = 8 * ROW
 """Bytes of a piece that is hashed as it is."""
 
-
 SMALL_ROW_NBYTES, TOGETHER = 64 << 10, 512
 """Bytes of a tensor that is read together with others, and how many are at a time."""
 
@@ -44,13 +43,16 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
     """The sums of all tensors of which this rank has all elements, in memory or on a GPU, by name."""
     host: dict[str, LazyTensor] = {}
     gpu: dict[str, torch.Tensor] = {}
-    told: dict[str, tuple[int | bytes]] = {}
-    small, others = _small_rows(table), table.names
+    sums_by_name: dict[str, tuple[int | bytes]] = {}
+    # Rows that are all of their storages, and short, are read together, from wherever they are.
+    short = [kind.whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
+    small = [row for row, kind in enumerate(table.kind) if table.storage[row] != ODD and short[kind]]
+    others = table.names
     if small:
         for first in range(0, len(small), TOGETHER):
             rows = small[first : first + TOGETHER]
-            told |= {table.names[row]: (crc,) for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)}
-        others = [name for name in others if name not in told]
+            sums_by_name |= {table.names[row]: (crc,) for row, crc in zip(rows, crc32_each(table.read(rows)), strict=True)}
+        others = [name for name in others if name not in sums_by_name]
     for name in others:
         tensor = table[name]
         if not tensor.size or tensor.traits.meta or sum(chunk.box.count for chunk in tensor.chunks) != tensor.size:
@@ -62,18 +64,12 @@ def replica_sums(table: Table, *, threads: int) -> bytes:
             host[name] = tensor
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
     crcs = tensor_crcs(list(host.values()), threads=threads if some else 1, expand=True)
-    told |= {name: (crc,) for name, crc in zip(host, crcs, strict=True)}
-    told |= {name: (hashlib.blake2b(sums, digest_size=16).digest(),) for name, sums in _fetched(gpu)}
-    return write_document(SUMS, told)
+    sums_by_name |= {name: (crc,) for name, crc in zip(host, crcs, strict=True)}
+    sums_by_name |= {name: (hashlib.blake2b(sums, digest_size=16).digest(),) for name, sums in _fetched(gpu)}
+    return write_document(SUMS, sums_by_name)
 
 
-def _small_rows(table: Table) -> list[int]:
-    short = [kind.whole and 0 < kind.nbytes <= SMALL_ROW_NBYTES for kind in table.kinds]
-    kind, storage = table.kind, table.storage
-    return [row for row in range(len(table)) if storage[row] != ODD and short[kind[row]]]
-
-
-def octet_sums(byte_rows: torch.Tensor) -> torch.Tensor:
+def byte_sums(byte_rows: torch.Tensor) -> torch.Tensor:
     """The weighted sums of a row of bytes, on its device: one for every `ROW` words; what is left over follows as it is."""
     body = byte_rows.numel() // SMALL_NBYTES * SMALL_NBYTES
     if not body:
@@ -89,7 +85,7 @@ def octet_sums(byte_rows: torch.Tensor) -> torch.Tensor:
 def _on_gpu(tensor: LazyTensor, source: GpuSource) -> torch.Tensor:
     return torch.cat(
         [
-            octet_sums(byte_rows)
+            byte_sums(byte_rows)
             for byte_rows in source.byte_rows([piece.tensor for piece in contiguous_blocks(tensor, BLOCK_NBYTES)])
         ]
     )

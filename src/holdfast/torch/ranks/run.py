@@ -30,7 +30,7 @@ from holdfast.runs.run import Run as PlainRun
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.view import read_step
 from holdfast.saving.state import Stateful
-from holdfast.seals.document import stamp
+from holdfast.seals.document import stamp as stamp_now
 from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of, together
@@ -105,7 +105,7 @@ class Run(PlainRun):
             raise
         took = time.perf_counter() - began
         saved = self._after(request, done)
-        self._note(saved, stalled_s=time.perf_counter() - began, took_s=took)
+        self._record_times(saved, stalled_s=time.perf_counter() - began, took_s=took)
         return saved
 
     @validated(step=lambda value, name: read_step(value))
@@ -122,7 +122,7 @@ class Run(PlainRun):
         def after(done: SavedShards) -> None:
             took = time.perf_counter() - began
             saved = self._after(request, done)
-            self._note(saved, stalled_s=stalled[0] if stalled else took, took_s=took)
+            self._record_times(saved, stalled_s=stalled[0] if stalled else took, took_s=took)
 
         try:
             self._handle = begin_requested(
@@ -292,7 +292,7 @@ class Run(PlainRun):
 
     def _request(self, step: int, options: RankStepOptions) -> SaveRequest:
         with self._folder.asking():
-            says = stamp(step, options["metrics"], self._ran())
+            stamp = stamp_now(step, options["metrics"], self._ran())
 
         def begin(nbytes: int) -> tuple[bool, str | None]:
             with self._folder.asking():
@@ -301,7 +301,7 @@ class Run(PlainRun):
                 last = self._new_nbytes
                 expected = nbytes if last is None else min(nbytes, last + last // 8)
                 _, replaced, base = self._place(step, overwrite=bool(options["overwrite"]))
-                self._make_room(expected, Coming(step, says.saved, says.metrics, says.ran))
+                self._make_room(expected, Coming(step, stamp.saved, stamp.metrics, stamp.ran))
             self._base = None if base is None else os.path.basename(base)
             return replaced, self._base
 
@@ -309,7 +309,7 @@ class Run(PlainRun):
             self._linked_nbytes = nbytes
 
         # Of the stamps of all ranks, the first one's is kept.
-        metadata = self._folder.with_stamp(options["metadata"], says)
+        metadata = self._folder.with_stamp(options["metadata"], stamp)
         return pick(
             SaveRequest,
             {**options, "metadata": metadata},
@@ -318,22 +318,22 @@ class Run(PlainRun):
             durable=self.durable,
             hashes=self.share,
             step=AsStep(
-                says, begin, partial(join, self._folder.path), partial(self._folder.attributes, says), self._folder.check, linked
+                stamp, begin, partial(join, self._folder.path), partial(self._folder.attributes, stamp), self._folder.check, linked
             ),
         )
 
     def _after(self, request: SaveRequest, done: SavedShards) -> Step:
         """After a step is published, the first rank lets the rules delete. On others its files may not be seen yet."""
         assert request.step is not None  # `_request` sets it
-        says = request.step.stamp
-        made = Step(says.step, request.path, says.saved, says.metrics, done.nbytes, step_name(says.step), ran=says.ran)
+        stamp = request.step.stamp
+        made = Step(stamp.step, request.path, stamp.saved, stamp.metrics, done.nbytes, step_name(stamp.step), ran=stamp.ran)
         if self._lock is None:
-            return self._folder.get(says.step) or made
+            return self._folder.get(stamp.step) or made
         # One look for the step and for the rules.
         steps = self._folder.steps() if self.keep else None
-        found = self._folder.get(says.step) if steps is None else next((one for one in steps if one.step == says.step), None)
+        found = self._folder.get(stamp.step) if steps is None else next((one for one in steps if one.step == stamp.step), None)
         saved = found or made
-        self._sure.discard(says.step)
+        self._sure.discard(stamp.step)
         self._new_nbytes = saved.nbytes - self._linked_nbytes if self.share else None
         self._exports.add(saved)
         shares = self._new_nbytes is not None and self._new_nbytes < saved.nbytes

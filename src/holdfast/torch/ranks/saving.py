@@ -63,11 +63,11 @@ from holdfast.torch.ranks.group import Ranks
 from holdfast.torch.ranks.replica_sums import replica_sums
 from holdfast.torch.ranks.staging import Staged, little_in_common
 
-THREADS_BEHIND, BLOCK_BEHIND = 4, 16 << 20
+BACKGROUND_THREADS, BACKGROUND_BLOCK = 4, 16 << 20
 """Threads that write while the caller goes on, and what each writes at a time. For one file four are as fast as sixteen; and every
 block takes the interpreter lock a few times, which the caller's own thread needs to feed its GPU."""
 
-THREADS_A_FILE, THREADS_A_FILE_BEHIND, FILE_NBYTES = 4, 2, 256 << 20
+THREADS_A_FILE, BACKGROUND_THREADS_A_FILE, FILE_NBYTES = 4, 2, 256 << 20
 """Threads for which a rank writes one more file at once, now and behind the caller, and what a file should have at least. The
 kernel lets one thread at a time write to a file: beside it others can sum, and no more."""
 
@@ -384,9 +384,9 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     wanted = parse_wanted(request.sparse)
     if copies is not None:
         copies.wait()
-        threads = request.threads or min(threads, THREADS_BEHIND)
+        threads = request.threads or min(threads, BACKGROUND_THREADS)
     pack = None if wanted is None else partial(choose, wanted=wanted, threads=threads)
-    block = None if copies is None else BLOCK_BEHIND
+    block = None if copies is None else BACKGROUND_BLOCK
     hashes, reuse = None, NOTHING
     into = planned.target
     assert into is not None  # or it has failed
@@ -396,7 +396,7 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     notes += reuse.notes
     # One file for every few threads, each with enough in it.
     # Of an object several parts are on their way at once, and each takes memory.
-    each = THREADS_A_FILE if copies is None else THREADS_A_FILE_BEHIND
+    each = THREADS_A_FILE if copies is None else BACKGROUND_THREADS_A_FILE
     count = 1 if into.save else max(1, min(threads // each, planned.part.nbytes // FILE_NBYTES))
     shares, how = spread(planned.part.boxes, count, reuse), Storing(pack, hashes, reuse)
     files = planned.job.format.sharded.files(planned.part, shares, how, into.save)

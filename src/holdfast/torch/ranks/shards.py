@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -43,23 +43,8 @@ class Shards(Value, frozen=True, eq=False):
     parts: tuple[LocalPart, ...]
 
 
-class Checkpointable(Protocol):
-    """torch's protocol for objects that hold shards."""
-
-    def __create_chunk_list__(self) -> Sequence[object]: ...
-
-    def __get_tensor_shard__(self, index: object) -> torch.Tensor: ...
-
-
-class Marked(Protocol):
-    """A tensor that says what it is a part of. Its sequences have one entry for each part that it holds."""
-
-    global_shape: Sequence[int]
-    global_offsets: Sequence[Sequence[int]]
-    """Where each part begins in the whole."""
-    local_offsets: Sequence[Sequence[int]]
-    """Where each part begins in this tensor."""
-    local_sizes: Sequence[Sequence[int]]
+MARKS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""Attributes of a marked tensor. The last three have one entry for each part that it holds."""
 
 
 @cache
@@ -82,22 +67,19 @@ def is_sharded(value: object) -> bool:
 
 
 def shards_of(value: object, name: str) -> Shards:
-    """The parts of a sharded tensor that this rank has; none on a rank that is not in its mesh.
-
-    An object that speaks the protocol is asked for its shards by the name that the tensor has in the state.
-    """
+    """The parts of a sharded tensor that this rank has. `name` is that of the tensor in the state: the protocol asks for it."""
     dtensor, sharded = _classes()
     if isinstance(value, dtensor):
         return _of_dtensor(cast(torch.Tensor, value), name)
     if isinstance(value, sharded):
         return _of_sharded_tensor(cast(torch.Tensor, value))
     if _speaks(value):
-        return _of_protocol(cast(Checkpointable, value), value, name)
-    return _of_marked(cast(Marked, value), cast(torch.Tensor, value))
+        return _of_protocol(value, name)
+    return _of_marked(value)
 
 
 def _is_marked(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in Marked.__annotations__)
+    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in MARKS)
 
 
 def _speaks(value: object) -> bool:
@@ -113,7 +95,7 @@ def _of_dtensor(value: torch.Tensor, name: str) -> Shards:
     if any(isinstance(p, dtensor_module().Partial) for p in placements):
         raise Unsupported(f"a DTensor with placements {tuple(placements)}: its sum has not been made; redistribute it first")
     if _speaks(local):
-        inner = _of_protocol(cast(Checkpointable, local), local, name)
+        inner = _of_protocol(local, name)
         return Shards(shape, inner.dtype, inner.parts)
     if mesh.get_coordinate() is None:
         return Shards(shape, tensor.dtype, ())
@@ -133,29 +115,29 @@ def _of_sharded_tensor(value: torch.Tensor) -> Shards:
     return Shards(tuple(whole.size), whole.tensor_properties.dtype, parts)
 
 
-def _of_protocol(value: Checkpointable, tensor: object, name: str) -> Shards:
+def _of_protocol(value: Any, name: str) -> Shards:  # noqa: ANN401  # whatever has the two methods
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     parts = []
-    for number, chunk in enumerate(cast("Sequence[Any]", value.__create_chunk_list__())):
+    for number, chunk in enumerate(value.__create_chunk_list__()):
         offsets, sizes = chunk.offsets, chunk.sizes
         if 0 in sizes:
             continue
         parts.append(_part(offsets, value.__get_tensor_shard__(MetadataIndex(name, offsets, number))))
-    shape = tuple(getattr(tensor, "shape", ()))
-    dtype = parts[0].tensor.dtype if parts else getattr(tensor, "dtype", torch.float32)
+    shape = tuple(getattr(value, "shape", ()))
+    dtype = parts[0].tensor.dtype if parts else getattr(value, "dtype", torch.float32)
     return Shards(shape, dtype, tuple(parts))
 
 
-def _of_marked(marked: Marked, tensor: torch.Tensor) -> Shards:
-    shape, counts = tuple(marked.global_shape), [len(marked.global_offsets), len(marked.local_offsets), len(marked.local_sizes)]
+def _of_marked(tensor: Any) -> Shards:  # noqa: ANN401  # a tensor with the attributes of `MARKS`
+    shape, counts = tuple(tensor.global_shape), [len(tensor.global_offsets), len(tensor.local_offsets), len(tensor.local_sizes)]
     if len(set(counts)) > 1:
         raise BadPlacement(
             "global_offsets, local_offsets and local_sizes of a tensor have one entry for each part, and so the same length",
             found=counts,
         )
     parts, local = [], tensor.detach()
-    for start, own, sizes in zip(marked.global_offsets, marked.local_offsets, marked.local_sizes, strict=True):
+    for start, own, sizes in zip(tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True):
         for what, offsets, whole in (("global", start, shape), ("local", own, tuple(tensor.shape))):
             ranks = {len(offsets), len(sizes), len(whole)}
             if len(ranks) > 1 or any(a < 0 or n < 0 or a + n > m for a, n, m in zip(offsets, sizes, whole, strict=True)):

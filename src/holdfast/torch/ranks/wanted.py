@@ -146,8 +146,8 @@ class Matching:
 
     def _enter(self, value: Stateful, at: Path, *, found: list[Leaf]) -> Unrolled[None]:
         under = dotted((*at, ""))
-        named = plainly_named(value, ask=_ask, there=lambda name: under + name in self._names)
-        inner = _ask(named)
+        named = plainly_named(value, ask=_state_dict, there=lambda name: under + name in self._names)
+        inner = _state_dict(named)
         if isinstance(value, torch.optim.Optimizer):
             make_state(value, inner, self._names.checkpoint, under=self._names.prefix + under)
         self._wanted.stateful.append((at, named, inner))
@@ -163,8 +163,8 @@ class Matching:
         elif isinstance(inner, Mapping):
             self._around.add(id(inner))
             others = {key: item for key, item in inner.items() if type(item) not in PLAIN}
-            asked = dict.fromkeys(stateful_keys(others))
-            for key in asked:
+            objects = dict.fromkeys(stateful_keys(others))
+            for key in objects:
                 yield self._walk(inner[key], (*at, _step(key)), found=found)
             under = dotted((*at, "")) if len(others) < len(inner) else ""
             for key, item in inner.items():
@@ -173,7 +173,7 @@ class Matching:
                     name = f"{under}{step}"
                     parts = shards_of(item, name) if is_sharded(item) else None
                     found.append(Leaf((*at, step), name, item, None, parts))
-                elif key not in asked:
+                elif key not in objects:
                     setter = _setter(inner, key) if hasattr(inner, "__setitem__") else None
                     yield self._walk(item, (*at, _step(key)), found=found, put=setter)
             self._around.remove(id(inner))
@@ -229,19 +229,19 @@ class Matching:
             above = leaf.name[:end]
             node = self._names.value(above, leaf.path[:i])
             sizes |= {size for key in (node if isinstance(node, Mapping) else ()) if (size := size_in(key)) is not None}
-            told = self._of_others().get(above, ())
-            sizes |= {size for size, _ in told}
-            for name in (name for size, name in told if size != self._size):
+            others = self._of_others().get(above, ())
+            sizes |= {size for size, _ in others}
+            for name in (name for size, name in others if size != self._size):
                 self._names.take(name)
         sizes.discard(self._size)
         if not sizes:
             self._wanted.missing.append(leaf.name)
             return
-        said = f"the checkpoint has one for each of {' or '.join(map(str, sorted(sizes)))} ranks, and these are {self._size}"
+        message = f"the checkpoint has one for each of {' or '.join(map(str, sorted(sizes)))} ranks, and these are {self._size}"
         if self._strict and self._per_rank != "keep":
-            self._wanted.mismatched[leaf.name] = f"{said}; pass per_rank='keep' to keep what the state has"
+            self._wanted.mismatched[leaf.name] = f"{message}; pass per_rank='keep' to keep what the state has"
         else:
-            self._wanted.notes.append(f"{leaf.name}: {said}; what the state has was kept")
+            self._wanted.notes.append(f"{leaf.name}: {message}; what the state has was kept")
 
     def _of_others(self) -> dict[str, list[tuple[int, str]]]:
         """The tensors that the checkpoint has once for each rank: by what comes before the rank, how many ranks, and the name."""
@@ -321,7 +321,7 @@ def _by_rank(value: object) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(size_in(key) is not None for key in value)
 
 
-def _ask(value: Stateful) -> object:
+def _state_dict(value: Stateful) -> object:
     """The state dict of an object, with a module's own tensors in it, so that handing it back costs nothing."""
     plain = isinstance(value, nn.Module) and "state_dict" not in vars(value) and type(value).state_dict is nn.Module.state_dict
     return value.state_dict(keep_vars=True) if plain else value.state_dict()  # type: ignore[call-arg]  # a module, as was asked
