@@ -48,7 +48,7 @@ def any_number(s: State) -> None:
     raw = s.line().strip().rstrip(b"L")
     if raw in (b"00", b"01"):
         s.stack.append(raw == b"01")
-    elif len(raw) <= DIGITS and raw.lstrip(b"-").isdigit():
+    elif len(raw) <= DIGITS and raw.removeprefix(b"-").isdigit():
         s.stack.append(int(raw))
     else:
         s.stack.append(Unread())
