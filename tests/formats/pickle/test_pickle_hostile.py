@@ -16,6 +16,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated
 from holdfast.formats.pickle.machine import interpret, interpret_whole
 from holdfast.formats.pickle.plain import PlainTable
+from holdfast.formats.pickle.recording import record
 
 P2 = b"\x80\x02"
 SYSTEM = b"cos\nsystem\n"
@@ -360,3 +361,10 @@ def test_memory_for_each_byte(name, unit):
     tracemalloc.stop()
     assert len(found.value) == 20_000 // len(unit)
     assert peak < 300 * len(stream)
+
+
+@pytest.mark.parametrize("number", [b"--1", b"-", b"+1", b"0x10", b"1_000", b"1" * 41])
+@pytest.mark.parametrize("opcode", [b"I", b"L", b"F"])
+def test_a_scan_goes_on_behind_numbers_that_no_writer_spells(opcode, number):
+    found = record(opcode + number + b"\ncos\nsystem\n.", limits=Limits())
+    assert ("os", "system") in found.table.seen

@@ -7,11 +7,11 @@
 3. PROTO may be missing, and stands nowhere but at the start. STOP leaves exactly one value and no MARK.
 4. Cost is linear in the stream: the stack and the memo hold references, marks are counted, a memo index is at most the number of
    opcodes so far + 1, integers are short, and whatever costs more than its bytes goes through `Spending`.
-5. A table that is `tolerant` (a scan's) goes on where CPython does and others are refused: the oddity is noted, not raised.
+5. A table that is `tolerant` (a scan's) goes on where CPython does and others are refused: the oddity is recorded, not raised.
 6. An object that only BUILD finishes is replaced where it stands and where it is remembered; a reference to it inside of its
    own state stays an `Opaque`.
 
-Nesting is not limited here, because nothing here follows it: whoever walks the value counts (`Limits.depth`).
+Nesting is not limited here, because nothing here follows it: a walk over the value counts it (`Limits.depth`).
 
 Speed: a checkpoint of 100,000 tensors is 3.2 million opcodes, and takes 1.0 to 1.4 seconds. The opcodes that make it up are a chain
 of comparisons, the most frequent first, on local variables; all others are functions in `rare`. The byte of each opcode stands as a
@@ -42,7 +42,7 @@ PROTOCOL = 5
 
 
 class Interpreted(Value, frozen=True):
-    """What one pickle holds."""
+    """The content of one pickle."""
 
     value: object
     """The object: plain data, what the table built, and `Opaque` for the rest. It may be deep, shared and cyclic."""

@@ -3,8 +3,8 @@
 Each takes the `State`, whose `pos` stands behind the opcode. What is not listed here or in the machine's loop is refused.
 
 A scan must see what comes behind an oddity, because a loader would run it. So with a tolerant table every opcode does at least what
-either of CPython's two unpicklers (in C, and in Python, which joblib and dill use) does. What no writer does is noted, and refused
-only where both of them stop. Still nothing is imported or called.
+either of CPython's two unpicklers (in C, and in Python, which joblib and dill use) does. What no writer does is recorded, and
+refused only where both of them stop. Still nothing is imported or called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DIGITS = 40
 """Longer numbers are not worth knowing to a scan, and `int` of them is quadratic."""
 
 SHOWN = 8
-"""Arguments of one call with keywords that a scan keeps."""
+"""Arguments of one call with keywords that a scan stores."""
 
 
 class Unread:
@@ -48,7 +48,7 @@ def any_number(s: State) -> None:
     raw = s.line().strip().rstrip(b"L")
     if raw in (b"00", b"01"):
         s.stack.append(raw == b"01")
-    elif len(raw) <= DIGITS and raw.lstrip(b"-").isdigit():
+    elif len(raw) <= DIGITS and raw.removeprefix(b"-").isdigit():
         s.stack.append(int(raw))
     else:
         s.stack.append(Unread())

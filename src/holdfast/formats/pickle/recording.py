@@ -12,7 +12,7 @@ What is popped again, or stands before a break, is recorded like anything else. 
 of a global are stored, and the results of all others are one shared object.
 
 A joblib file has the elements of its arrays between the opcodes. `pickle.load` and `joblib.load` read such a file differently, so
-whoever wants to know what it does records it twice, with `joblib=True` once.
+a scan records it twice, once with `joblib=True`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Seen(Struct, eq=False):
 
 
 class Made(Opaque):
-    """What would have come out of a call."""
+    """The result that a call would have had."""
 
     __slots__ = ("root",)
 
@@ -123,7 +123,7 @@ class RecordingTable(ReducerTable):
         self.unread: list[Seen] = []
         """Loaders whose argument is not in the file as it stands."""
         self.items: list[dict[object, object]] = []
-        """What a distributed checkpoint says of its items: `relative_path`, `offset`, `length`."""
+        """The items of a distributed checkpoint: `relative_path`, `offset`, `length`."""
         self._followed: dict[int, object] = {}
         self._encoded: dict[int, tuple[object, bytes]] = {}
         self._array: object = None
@@ -135,7 +135,7 @@ class RecordingTable(ReducerTable):
         super().begin(limits, nbytes)
         self.spending = Loose(limits, nbytes)
 
-    # What the machine asks for.
+    # Called by the machine.
 
     def note(self, oddity: str) -> None:
         if len(self.notes) < NOTES and oddity not in self.notes:
@@ -339,7 +339,7 @@ def _item_nbytes(dtype: object, depth: int) -> int | None:
 
 
 class RecordedStream(Value, frozen=True):
-    """What one stream would do, as far as it could be read."""
+    """The record of one stream, as far as it could be read."""
 
     table: RecordingTable
     value: object
@@ -359,7 +359,7 @@ class RecordedStream(Value, frozen=True):
 
 
 def record(data: bytes, *, limits: Limits, joblib: bool = False) -> RecordedStream:
-    """Read a stream. Raises nothing: what broke it off is in the answer."""
+    """Read a stream. Raises nothing: an error is in the result."""
     table = RecordingTable(joblib=joblib)
     try:
         done = interpret(data, table, limits=limits, stream="pickle", max_nbytes=limits.pickle_nbytes)
@@ -384,12 +384,12 @@ LENGTHS = {ord("B"): 4, ord("X"): 4, ord("T"): 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
 
 
 def read_ahead(read: Read, nbytes: int, limits: Limits, *, joblib: bool = False) -> RecordedStream:
-    """The pickle that begins these bytes. Raises nothing about the pickle: what broke it off is in the answer.
+    """Record the pickle that begins these bytes. Raises nothing about the pickle: an error is in the result.
 
-    What is no pickle fails in its first bytes, so a few are read, and more only while the stream asks for more than there are.
+    Data that is no pickle fails in its first bytes, so a few are read, and more only while the stream needs more than there are.
     """
     size = min(FIRST_NBYTES, nbytes)
-    # One byte more than a pickle may have, so that one that is cut by the limit is told from one that ends.
+    # One byte more than a pickle may have: so a pickle that the limit cuts differs from one that ends.
     most = min(limits.pickle_nbytes + 1, nbytes)
     while True:
         data = read(0, size)
@@ -418,9 +418,9 @@ def _too_long(found: RecordedStream, limits: Limits) -> RecordedStream:
 
 
 def _passing_over(read: Read, limits: Limits, found: RecordedStream) -> RecordedStream:
-    """What does not say that it is a pickle and begins with a text longer than any pickle may be: look behind that text.
+    """Look behind a first text that is longer than any pickle may be, in data without PROTO.
 
-    The elements of a tensor begin like this once in a thousand times, and have nothing behind it.
+    The elements of a tensor begin like this once in a thousand times, and have nothing behind that text.
     """
     data, skipped = read(0, FIRST_NBYTES), 0
     for _ in range(ELISIONS):

@@ -1,4 +1,4 @@
-"""What one stream may cost beyond a fixed price an opcode.
+"""The budget of one stream beyond a fixed price an opcode.
 
 Two opcodes, five bytes, can name a value of any size that is already in the memo, so every operation whose price depends on the
 size of its argument is counted here:
@@ -53,7 +53,7 @@ SMALL = 1024
 """Integers this near to zero, or to the range that a counter would have filled, spread over a hash table."""
 
 SECRET = (str, bytes, bool, Global, PurePath)
-"""What hashes with a secret of this process (or has two values)."""
+"""Types that hash with a secret of this process (or have two values)."""
 
 NODE_PROBES = 256
 """Looking at one value inside a key costs about as much as this many steps in a hash table."""

@@ -1,4 +1,4 @@
-"""What the interpreter works on: the stream and its place in it, the stack, the marks, the memo.
+"""The state of the interpreter: the stream and the position in it, the stack, the marks, the memo.
 
 A MARK puts the stack aside and starts an empty one, so that an opcode that takes too much finds an empty list and nothing
 beneath it. The memo is a list, because writers number its entries 0, 1, 2, …; entries out of that order go to a dict.
@@ -14,7 +14,7 @@ from holdfast.formats.pickle.table import Pending, ReducerTable
 from holdfast.formats.pickle.tensor_templates import NEVER, Stub, settle
 
 NAME_NBYTES = 1024
-"""The longest module or name of a global. Names are compared and hashed at every mention, so they are kept short."""
+"""The longest module or name of a global. Names are compared and hashed at every mention, so they are short."""
 
 
 class Settled(Exception):
@@ -31,13 +31,13 @@ class State:
 
     def __init__(self, data: bytes, table: ReducerTable, limits: Limits, *, stream: str, start: int, end: int) -> None:
         self.data, self.table, self.limits, self.stream, self.start, self.end = data, table, limits, stream, start, end
-        """Where the stream must have stopped: the end of the data, or the end of what the limit allows."""
+        """The last position for the end of the stream: the end of the data, or of what the limit allows."""
         self.limit = end
         """The end of the frame at work, or `end` between frames."""
         self.framed = False
         self.pos = start
         self.at = start
-        """Where the opcode at work begins."""
+        """The position of the current opcode."""
         self.count = 0
         """Opcodes so far."""
         self.stack: list[object] = []
@@ -49,7 +49,7 @@ class State:
         self.settled = False
         """Whether the memo holds every value, and the machine works alone."""
         self.opener: object = NEVER
-        """What the memo holds where a tensor may begin that is taken by its bytes."""
+        """The value in the memo with which a tensor begins that templates may take."""
         self.watched: dict[int, tuple[Pending, list[int]]] = {}
         """Unfinished objects, by identity, with the memo entries that hold them."""
 
@@ -143,7 +143,7 @@ class State:
             self.watch(value, index)
 
     def get(self, index: int) -> object:
-        """What was remembered under `index`."""
+        """The value that was remembered under `index`."""
         if 0 <= index < len(self.memo):
             if type(self.memo[index]) is Stub:
                 self.settle()

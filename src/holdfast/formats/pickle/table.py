@@ -4,7 +4,7 @@ The table decides by exact `(module, name)` pairs and never imports:
 
 1. A global with a row in `values` is that value (`torch.float32`). Any other global is a `Global`, which is two strings.
 2. Calling a `Global` with a row in `calls` runs our own function of that row, with this table and the arguments that the stream
-   built. NEWOBJ, OBJ and INST look in `news`. A row may return `NotImplemented`: then the call is kept, unbuilt.
+   built. NEWOBJ, OBJ and INST look in `news`. A row may return `NotImplemented`: then the call becomes an `Opaque`.
 3. Every other call becomes an `Opaque`. BUILD sets its state, APPENDS its items, SETITEMS its entries.
 4. What was not built is listed by `foreign`, with how it was used and where it was first mentioned.
 
@@ -79,7 +79,7 @@ METADATA = "_metadata"
 """The one attribute that a pickle sets on an OrderedDict: the versions in torch's `state_dict()`."""
 
 ATTRIBUTES = "_attributes"
-"""Where the state of an OrderedDict is stored when it holds anything else. Names from the file never become attributes."""
+"""The attribute for the state of an OrderedDict that holds anything else. Names from the file never become attributes."""
 
 
 class Pending(Opaque):
@@ -88,7 +88,7 @@ class Pending(Opaque):
     __slots__ = ()
 
     def finish(self, state: object) -> object:
-        """The finished object, or `self` where it is better kept as it is. Raises `PickleError` for a state that lies."""
+        """The finished object, or `self` where it stays as it is. Raises `PickleError` for a state that is wrong."""
         self.state = state
         return self
 
@@ -113,7 +113,7 @@ class ReducerTable:
 
     def __init__(self) -> None:
         self.offset = 0
-        """Byte of the opcode at work; the machine sets it before it asks."""
+        """Byte of the current opcode; the machine sets it before it calls."""
         self.reached = 0
         """Byte of the opcode that needed more bytes than there are, where one did."""
         self.begin(DEFAULTS, 0)
@@ -135,10 +135,10 @@ class ReducerTable:
             Foreign(m.what, tuple(sorted({"mention", *m.uses})), m.offset, stream) for m in self._mentions.values() if m.uses
         )
 
-    # What the machine asks for.
+    # Called by the machine.
 
     def templates(self, state: State) -> Templates:
-        """What takes many opcodes of a stream at once."""
+        """The templates that take many opcodes of a stream at once."""
         return TensorTemplates(state)
 
     def declare(self, protocol: int) -> None:
@@ -148,7 +148,7 @@ class ReducerTable:
         """Record something that no writer does. Only a tolerant table is called."""
 
     def string(self, raw: bytes) -> str | bytes:
-        """What a Python 2 `str` becomes (STRING, BINSTRING, SHORT_BINSTRING)."""
+        """The value of a Python 2 `str` (STRING, BINSTRING, SHORT_BINSTRING)."""
         return python2_string(raw)
 
     def raw(self, text: str) -> bytes:
@@ -156,7 +156,7 @@ class ReducerTable:
         return text.encode("utf-8", "surrogatepass")
 
     def find(self, module: str, name: str) -> object:
-        """What GLOBAL, STACK_GLOBAL and INST name."""
+        """The value of a global (GLOBAL, STACK_GLOBAL, INST)."""
         place = modern(module, name)
         if place in self.values:
             return self.values[place]
@@ -167,7 +167,7 @@ class ReducerTable:
         return mention.what
 
     def kind(self, claim: TensorArguments) -> object:
-        """What makes tensors of one kind, checked as `persistent` and `call` check each of them; None to leave them to those."""
+        """The maker of tensors of one kind, checked as `persistent` and `call` check each; None to leave them to those."""
         return None
 
     def tensors(self, makers: Sequence[object], keys: Sequence[str]) -> Sequence[object]:
@@ -219,7 +219,7 @@ class ReducerTable:
             obj.state = state
             return obj
         if isinstance(obj, Global):
-            # Attributes for a class or a module itself: kept as data, beside the name.
+            # Attributes for a class or a module itself: stored as data, beside the name.
             self.used(obj, "build")
             return Opaque(obj, state=state)
         if type(obj) is OrderedDict and isinstance(state, dict):

@@ -9,13 +9,13 @@ Of a hundred thousand tensors most are of a dozen kinds. In all of one kind the 
 memo numbers, which count on. So a tail is a number itself, and has to be `base + entries · step`: one comparison of long integers.
 
 1. A kind is learned from a tensor behind the first few, by an expression (`_pattern`) that knows what torch writes and nothing
-   else, and by the table, which is asked whether such arguments may be (`ReducerTable.kind`). Which kind follows which is noted.
+   else, and by the table, which checks the arguments (`ReducerTable.kind`). Which kind follows which is recorded.
 2. Tensors that follow each other are one run, with what is pushed between and behind them: texts, which are keys, and what the
    memo has, which are keys and tied tensors. The table makes all tensors together, and they are taken up to the first that is not
    as expected. That one is left to the machine, at the byte where it stands: so are all errors.
 3. The opcodes that are taken are those that the machine would have taken, counted as it counts them, and paid for as it pays.
-4. The memo gets the key, the tensor, and between them `Stub`s for what nobody ever asks for again: the persistent id, size, stride,
-   hooks, arguments. If someone does, or an entry is written a second time, all of them are made, and the machine goes on alone.
+4. The memo gets the key, the tensor, and between them `Stub`s for what is hardly ever used again: the persistent id, size, stride,
+   hooks, arguments. If a stream uses one, or writes an entry a second time, all of them are made, and the machine goes on alone.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from holdfast.formats.pickle.state import State
 
 NEVER = object()
-"""What no memo holds."""
+"""A value that is in no memo."""
 
 MOST_KINDS = 1024
 """Kinds that are remembered. A model has some dozens; a file with more of them is left to the machine."""
 
 MOST_TENSORS = 1024
-"""In one run."""
+"""Tensors in one run."""
 
 MACHINE_TENSORS = 2
-"""Those that the machine reads, behind the first, before a kind is learned. To learn a kind takes as long as to read some tensors,
-and an object of a kilobyte has few."""
+"""Tensors that the machine reads, behind the first, before a kind is learned. To learn a kind takes as long as to read some
+tensors, and an object of a kilobyte has few."""
 
 REDUCES = 2
 """Containers that a tensor is paid for: its hooks, and itself."""
@@ -58,7 +58,7 @@ LENGTHS = rb"(\)|\(?%b{1,64}[\x85\x86\x87t])(?:(?<=\))|(?<!\))%b)" % (INT, PUT)
 """A tuple of integers, and its PUT. The empty one has none."""
 
 LOCATION = rb"X(.)\0\0\0([a-z0-9:]{1,32}?)%b" % PUT
-"""Where the storage was: torch writes `cuda:0` anew for each tensor, and `cpu` once."""
+"""The device of the storage: torch writes `cuda:0` anew for each tensor, and `cpu` once."""
 
 
 @cache
@@ -84,19 +84,19 @@ PUTS = (5, 6, 10, 11, 13, 14, 17, 18, 20, 21, 24, 25, 26, 27, 28, 29)
 
 
 class TensorArguments(NamedTuple):
-    """What a tensor says of itself, apart from its key. Only its form is checked."""
+    """The arguments of a tensor, apart from its key. Only their form is checked."""
 
     storage: object
     """The class of its storage: whatever the table gave for that global."""
     location: str
     elements: int
-    """Of the storage."""
+    """The number of elements of the storage."""
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     grad: bool
     hooks: object
-    """What is called for its hooks."""
+    """The global that is called for its hooks."""
     own_location: bool = False
     """Whether the location is written for each of them, and has a place in the memo."""
 
@@ -129,15 +129,15 @@ class TensorTemplate:
 
     def __init__(self, head: bytes, tail: tuple[int, int, int], arguments: TensorArguments, *, make: object, opcodes: int) -> None:
         self.heads = {head + bytes((n, 0, 0, 0)): n for n in range(1, 20)}
-        """What stands before the key, with the length of the key."""
+        """The bytes before the key, with the length of the key."""
         self.head_nbytes = len(head) + 4
         self.base, self.step, self.tail_nbytes = tail
-        """What stands behind the key, as a number, is `base` and the entries of the memo so far times `step`."""
+        """The bytes behind the key, as a number, are `base` and the entries of the memo so far times `step`."""
         self.arguments, self.make, self.opcodes = arguments, make, opcodes
         """`make` is the table's: what makes them; None where they are left to the machine."""
         self.stubs = tuple([Stub(self, at) for at in range(1, 1 + arguments.values)])
         self.blank = (None, *self.stubs, None)
-        """What the memo gets, without the key and the tensor."""
+        """The entries of the memo, without the key and the tensor."""
         self.entries = 2 + len(self.stubs)
         self.following = self
         """The kind that came behind this one last."""
@@ -149,28 +149,28 @@ START = TensorTemplate(b"", (0, 0, 0), NOTHING, make=None, opcodes=0)
 
 
 class Templates(Protocol):
-    """What takes many opcodes at once, where their bytes are known."""
+    """Takes many opcodes at once, where their bytes are known."""
 
     @property
     def made(self) -> Sequence[object]:
-        """What was taken last, as it goes to the stack."""
+        """The values that were taken last, as they go to the stack."""
 
     @property
     def opcodes(self) -> int:
-        """How many opcodes that took."""
+        """The number of their opcodes."""
 
     @property
     def repeated(self) -> object:
-        """The class of what the memo may give again where `take` is asked as well."""
+        """The class of values for which `take` is called where the memo gives one again."""
 
     def take(self, pos: int, limit: int, value: object = None) -> int:
-        """Where that ends which begins behind the opener at `pos`, or behind a `value` that the memo gave again.
+        """Take what begins behind the opener at `pos`, or behind a `value` that the memo gave again; give where it ends.
 
-        0, and nothing done, where the machine shall read it.
+        0, and nothing done, where it is left to the machine.
         """
 
     def end(self) -> None:
-        """Let go of what was learned."""
+        """Forget what was learned."""
 
 
 class TensorRun:
@@ -182,13 +182,13 @@ class TensorRun:
         self.kinds: list[TensorTemplate] = []
         self.raw_keys: list[bytes] = []
         self.keys: Sequence[str] = ()
-        """Of their storages, in the stream and as texts."""
+        """The keys of their storages, in the stream and as texts."""
         self.places: list[tuple[int, int, int]] = []
-        """Of each tensor: how many values of the run are before it on the stack and in the memo, and where its opener begins."""
+        """For each tensor: how many values of the run are before it on the stack and in the memo, and where its opener begins."""
         self.out, self.memo, self.end = out, list[object](), end
-        """What goes to the stack and to the memo, None in the place of tensors and keys; and where the run ends."""
+        """The values for the stack and for the memo, None in the place of tensors and keys; and where the run ends."""
         self.again: list[tuple[int, int]] = []
-        """What the memo has of this run and the stack gets again: the place of each in `out` and in `memo`."""
+        """Values of this run that the memo gives again: the place of each in `out` and in `memo`."""
 
     def cut(self, count: int) -> None:
         """Leave out what begins with the opener of a tensor."""
@@ -212,7 +212,7 @@ class TensorRun:
 class TensorTemplates:
     """Looks at what follows the opener, and takes as many ordinary tensors as there are."""
 
-    __slots__ = ("_expected", "_kinds", "_left", "_most", "_opener", "_said", "_state", "made", "opcodes", "repeated")
+    __slots__ = ("_arguments_of", "_expected", "_kinds", "_left", "_most", "_opener", "_state", "made", "opcodes", "repeated")
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -222,22 +222,20 @@ class TensorTemplates:
         """Tensors that are looked for next."""
         self._expected = START
         self._kinds: dict[tuple[bytes, int, int], TensorTemplate] = {}
-        self._said: dict[tuple[bytes | None, ...], tuple[TensorArguments, object, int]] = {}
-        """What is known of tensors by the bytes that say it: arguments, what makes them, and the number of opcodes."""
+        self._arguments_of: dict[tuple[bytes | None, ...], tuple[TensorArguments, object, int]] = {}
+        """Arguments of tensors, what makes these, and the number of their opcodes, by the bytes of the arguments."""
         self._opener = b""
         """The GET of the opener."""
         self.made: Sequence[object] = ()
         """The tensors that were taken last, with what is pushed between and behind them."""
         self.opcodes = 0
-        """How many they had."""
         self.repeated: object = NEVER
-        """The class of tensors that were taken: where the memo gives one again, `take` is asked what is behind it."""
+        """The class of tensors that were taken: where the memo gives one again, `take` looks at what is behind it."""
 
     def take(self, pos: int, limit: int, value: object = None) -> int:
-        """Where the ordinary tensors end that begin behind the opener at `pos`, with what is pushed between and behind them.
+        """Take the ordinary tensors behind the opener at `pos`, with what is pushed between and behind them; give where they end.
 
-        With a tensor as `value`, which the memo gave again: where that ends which begins behind it. 0, and nothing done, where
-        there is none.
+        With a tensor as `value`, which the memo gave again, take what begins behind it. 0, and nothing done, where there is none.
         """
         if self._left:
             self._left -= 1
@@ -269,7 +267,7 @@ class TensorTemplates:
         return run.end
 
     def _scan(self, run: TensorRun, pos: int, limit: int) -> None:
-        """Find the tensors of a run. At `pos` the first one stands behind its opener; 0 where something is pushed before it."""
+        """Find the tensors of a run. The first begins at `pos`, behind its opener; 0 where something is pushed before it."""
         state, opener, kind, number = self._state, self._opener, self._expected, int.from_bytes
         data, known = state.data, state.memo
         first = entries = len(known)
@@ -352,7 +350,7 @@ class TensorTemplates:
         for kind in self._kinds.values():
             kind.following, kind.stubs, kind.blank, kind.make = START, (), (), None
         self._kinds.clear()
-        self._said.clear()
+        self._arguments_of.clear()
 
     def _made(self, run: TensorRun) -> Sequence[object]:
         """The tensors of a run, up to the first that is left to the machine."""
@@ -386,16 +384,16 @@ class TensorTemplates:
     def _kind(self, found: re.Match[bytes], head: bytes, tail: tuple[int, int, int]) -> TensorTemplate:
         """The kind of tensors like this one. Where only memo numbers became longer, what they say is known."""
         values = found.group(*VALUES, LOCATION_TEXT)
-        if values not in self._said:
-            self._said[values] = self._arguments(*values)
-        given, make, opcodes = self._said[values]
+        if values not in self._arguments_of:
+            self._arguments_of[values] = self._arguments(*values)
+        given, make, opcodes = self._arguments_of[values]
         return TensorTemplate(head, tail, given, make=make, opcodes=opcodes)
 
     def _arguments(
         self, storage: bytes, kind: bytes, location: bytes, elements: bytes, offset: bytes, size_of: bytes, stride_of: bytes,
         grad: bytes, hooks: bytes, own: bytes | None,
     ) -> tuple[TensorArguments, object, int]:  # fmt: skip
-        """What tensors of a kind say of themselves, what makes them, and how many opcodes each has."""
+        """The arguments of tensors of a kind, what makes them, and how many opcodes each has."""
         size, stride = _tuple(size_of), _tuple(stride_of)
         named, place = self._got(storage), self._got(location) if own is None else own.decode()
         if type(named) is not str or named != "storage" or type(place) is not str or size is None or stride is None:
@@ -407,13 +405,13 @@ class TensorTemplates:
         return given, self._state.table.kind(given), FIXED_OPCODES + (own is not None) + sum(tuples)
 
     def _got(self, raw: bytes) -> object:
-        """What a GET gives; a `Stub` where nothing was made for it."""
+        """The value that a GET gives; a `Stub` where none was made."""
         index, memo = int.from_bytes(raw[1:], "little"), self._state.memo
         return memo[index] if index < len(memo) else NEVER
 
 
 UNKNOWN = Stub(START, 0)
-"""Found where the memo has nothing in that place; what is in no place in order is asked of the state."""
+"""Stands for an entry that the list of the memo does not have: `State.get` looks further."""
 
 MISSING = (None,)
 
@@ -437,7 +435,7 @@ def settle(state: State) -> bool:
 
 
 def _values(state: State, given: TensorArguments, key: str) -> list[object]:
-    """What the machine would have put into the memo between the key and the tensor."""
+    """The values that the machine would have put into the memo between the key and the tensor."""
     hooks: OrderedDict[object, object] = OrderedDict()
     identity = ("storage", given.storage, key, given.location, given.elements)
     args = (state.table.persistent(identity), given.offset, given.size, given.stride, given.grad, hooks)

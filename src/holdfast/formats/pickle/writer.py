@@ -1,11 +1,11 @@
 """`PickleWriter`: plain values to a pickle of protocol 2, byte for byte as CPython's own pickler writes them.
 
 1. Each type has a row, a function that appends opcodes. What has no row is a problem, with its path; writing goes on, so that all
-   problems are found. Nothing is asked how it would like to be pickled, so nothing of the caller's runs.
+   problems are found. No method of a value is called, so no code of the caller runs.
 2. Every value that can be shared is remembered (BINPUT) behind its opcodes, and met again it is a reference (BINGET): containers
    that are shared stay shared. Lists and dicts are remembered before they are filled, so they may contain themselves.
 3. As in CPython, sameness is identity: the same object twice is one, two equal texts are two. Globals and dtypes go by their value,
-   since there is one of each. A value that the writer makes itself only takes a number: nobody can meet it again.
+   since there is one of each. A value that the writer makes itself only takes a number: it does not come again.
 4. Protocol 2 has no opcodes for bytes, sets and the like: they are calls of their types, under the names of Python 2.
 
 One deviation: CPython writes empty bytes as `bytes()`, which torch refuses to load with `weights_only=True`; they are written like
@@ -176,9 +176,9 @@ class PickleWriter:
         self.limits = limits or DEFAULTS
         self.out: list[bytes] = [b"\x80\x02"]
         self.problems: list[str] = []
-        """What has no form in this pickle, each with its path."""
+        """Values that this pickle cannot hold, each with its path."""
         self.notes: list[str] = []
-        """What a reader may stumble over."""
+        """Notes for people about the file."""
         self.mentioned: dict[Global, Sequence[object]] = {}
         """Every global that the pickle names, and the path where it does first."""
         self.count = 0
@@ -438,7 +438,7 @@ class PickleWriter:
             self.out.append(b"b")
 
     def attributes(self, value: dict[object, object]) -> None:
-        """What stands in the attributes of a container."""
+        """Write the attributes of a container."""
         self._dict(value)
 
     def _default_dict(self, value: defaultdict[object, object]) -> None:

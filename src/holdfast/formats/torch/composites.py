@@ -1,7 +1,7 @@
 """Tensors that are made of plain ones: sparse, quantised, nested and jagged.
 
-A `CompositeKind` is all that is known of one kind without torch: the calls by which a pickle says it, what its parts must satisfy,
-and how it is written. What torch makes of the parts, and how it gives them, is in torch/tensors/composites.py, under the same name.
+A `CompositeKind` is all that is known of one kind without torch: the calls in a pickle that make it, what its parts must satisfy,
+and how it is written. How torch joins the parts, and takes a tensor apart, is in torch/tensors/composites.py, under the same name.
 
     sparse      torch._utils._rebuild_sparse_tensor(layout, (indices…, values, Size[, is_coalesced]))
     quantised   torch._utils._rebuild_qtensor(storage, offset, size, stride, quantiser, requires_grad, OrderedDict())
@@ -44,7 +44,7 @@ Parts = Mapping[str, Any]
 
 
 class Apart(NamedTuple):
-    """What a composite is made of."""
+    """The parts of a composite tensor."""
 
     shape: tuple[int, ...]
     parts: Parts
@@ -57,7 +57,7 @@ class CompositeKind(Value, frozen=True, eq=False):
     name: str
     title: str
     reducers: Mapping[Name, Row]
-    """The calls by which pickles say it; each asks `Builder.composite`."""
+    """The calls in pickles that make such a tensor, through `Builder.composite`."""
     check: Callable[[Apart], None]
     """Raises `MetadataError` where parts and attributes are not those of this kind, or do not fit each other."""
     write: Callable[[TorchPickle, Composite], None]
@@ -177,7 +177,7 @@ def quantized(table: BuildingTable, args: Args) -> object:
     else:
         parts |= tensors(table, {"scales": rest[0], "zero_points": rest[1]}, "a per-channel quantiser")
         zeros = DTYPES.given(parts["zero_points"].dtype)
-        # torch writes per_channel_affine for both kinds and tells them apart by the dtype of the zero points (2.13).
+        # torch writes per_channel_affine for both kinds. The dtype of the zero points makes the difference (2.13).
         floating = scheme == "per_channel_affine" and zeros is not None and zeros.kind == "float"
         attributes = {"qscheme": "per_channel_affine_float_qparams" if floating else scheme, "axis": rest[2]}
     whole = Apart(parts["int_repr"].shape, parts, attributes)
@@ -208,7 +208,7 @@ def write_quantized(writer: TorchPickle, whole: Composite) -> None:
     writer.name(UTILS, "_rebuild_qtensor")
     writer.out.append(b"(")
     writer.view(parts["int_repr"])
-    # torch says per_channel_affine for both kinds, and knows them by the dtype of the zero points (2.13).
+    # torch writes per_channel_affine for both kinds. The dtype of the zero points makes the difference (2.13).
     scheme = str(attributes["qscheme"]).removesuffix("_float_qparams")
     if "scale" in attributes:
         writer.name("torch", scheme)

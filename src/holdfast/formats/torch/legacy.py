@@ -49,7 +49,7 @@ def read_legacy(source: Source, key: str) -> SavedFile:
     stream = read_stream(source, key)
     if stream.end != source.store.size(key):
         raise FormatError(f"{source.store.size(key) - stream.end:,} bytes after the last storage", offset=stream.end)
-    storages = FoundStorages(source, lambda asked: stream.places[asked.key], lengths=(6,))
+    storages = FoundStorages(source, lambda storage_id: stream.places[storage_id.key], lengths=(6,))
 
     def persistent(pid: object) -> object:
         return pid[1] if _is_module(pid) else storages.persistent(pid)  # type: ignore[index]  # _is_module checked it
@@ -85,7 +85,7 @@ class LegacyStream(Value, frozen=True):
 
 
 def read_stream(source: Source, key: str, start: int = 0) -> LegacyStream:
-    """The pickles around the object, and the storages that it asks for, of a stream that begins at a byte of its file."""
+    """Read the pickles around the object, and find its storages. The stream begins at byte `start` of its file."""
     window = Window(source, key, begin=start)
     magic, at = window.stream(0, ReducerTable(), "pickle 1")
     if magic.value != MAGIC:
@@ -143,9 +143,9 @@ class StorageIds(ReducerTable):
             what = pid[1]  # type: ignore[index]  # _is_module checked it
             self.modules.add(str(what))
             return what
-        asked = parse_storage_id(pid, (6,))
-        self.storages.setdefault(asked.key, asked)
-        return asked
+        storage_id = parse_storage_id(pid, (6,))
+        self.storages.setdefault(storage_id.key, storage_id)
+        return storage_id
 
 
 def _is_module(pid: object) -> bool:
@@ -156,7 +156,7 @@ def _is_module(pid: object) -> bool:
 def locate_storages(
     source: Source, key: str, ids: Mapping[str, StorageId], listed: object, start: int
 ) -> tuple[dict[str, Storage], int]:
-    """Where each storage lies, with the file's own counts checked against the ids; and where the last one ends."""
+    """The places of all storages, with the file's own counts checked against the ids; and where the last one ends."""
     if not isinstance(listed, list) or not all(isinstance(k, str) for k in listed):
         raise PickleError("the list of storage keys is no list of text")
     if len(set(listed)) != len(listed) or set(listed) != set(ids):
@@ -166,20 +166,20 @@ def locate_storages(
     size = home.size(key)
     places = {}
     for name in listed:
-        asked = ids[name]
-        if start + 8 + asked.nbytes > size:
-            missing = f"expected {start + 8 + asked.nbytes - size} more bytes of storage {name!r}"
+        storage_id = ids[name]
+        if start + 8 + storage_id.nbytes > size:
+            missing = f"expected {start + 8 + storage_id.nbytes - size} more bytes of storage {name!r}"
             raise CutShort(f"unexpected EOF, {missing}. The file might be corrupted", offset=size)
         count = int.from_bytes(source.bytes(key, start, start + 8), "little")
-        if count != asked.count:
-            message = f"storage {name!r} has {count:,} elements where it lies and {asked.count:,} where it is used"
-            raise MetadataError(message, offset=start, expected=asked.count, found=count)
-        places[name] = Storage(key, start + 8, asked.nbytes, "little", None, asked.location, f"storage {name}", home=home)
-        start += 8 + asked.nbytes
+        if count != storage_id.count:
+            message = f"storage {name!r} has {count:,} elements where it lies and {storage_id.count:,} where it is used"
+            raise MetadataError(message, offset=start, expected=storage_id.count, found=count)
+        places[name] = Storage(key, start + 8, storage_id.nbytes, "little", None, storage_id.location, f"storage {name}", home=home)
+        start += 8 + storage_id.nbytes
     return places, start
 
 
-BLOCK_NBYTES = 512
+BLOCK_NBYTES, OCTAL = 512, b"01234567"
 MEMBERS = ("storages", "tensors", "pickle")
 SMALL_PICKLE_NBYTES = 4096
 """The pickles between the numbers hold a count or three short texts."""
@@ -209,7 +209,7 @@ def read_torch_tar(source: Source, key: str) -> SavedFile:
     extended headers (which can rename or resize what follows) and paths are refused.
     """
     places: dict[str, Storage] = {}
-    storages = FoundStorages(source, lambda asked: places[asked.key])
+    storages = FoundStorages(source, lambda storage_id: places[storage_id.key])
     known, (start, stop) = read_tar(source, key, places, storages=storages, builder=LazyBuilder(source))
 
     def persistent(pid: object) -> object:
@@ -261,7 +261,10 @@ def read_members(source: Source, key: str, at: int = 0) -> dict[str, tuple[int, 
             raise FormatError(message, offset=at)
         if name in members:
             raise FormatError(f"the tar has two members called {name!r}", offset=at)
-        nbytes = _octal(head[124:136], at)
+        octal = head[124:136].strip(b" \0")
+        if not octal or octal.strip(OCTAL):
+            raise FormatError("a tar header whose size is no octal number", offset=at)
+        nbytes = int(octal, 8)
         start = at + BLOCK_NBYTES
         if start + nbytes > size:
             raise Truncated(f"the file ends inside {name!r}", offset=size)
@@ -270,16 +273,6 @@ def read_members(source: Source, key: str, at: int = 0) -> dict[str, tuple[int, 
     if source.bytes(key, at, size).strip(b"\0") if size - at <= 1 << 20 else True:
         raise FormatError("bytes after the end of the tar", offset=at)
     return members
-
-
-OCTAL = b"01234567"
-
-
-def _octal(field: bytes, at: int) -> int:
-    text = field.strip(b" \0")
-    if not text or text.strip(OCTAL):
-        raise FormatError("a tar header whose size is no octal number", offset=at)
-    return int(text, 8)
 
 
 def _checksum_ok(head: bytes) -> bool:
@@ -370,10 +363,11 @@ def _storages(cursor: Cursor, places: dict[str, Storage], storages: Storages[W])
         (count,) = cursor.ints(1)
         if not 0 <= count < MAX_ELEMENTS:
             raise MetadataError("a storage with a negative number of elements", found=count, offset=cursor.at)
-        asked = StorageId(dtype, str(name), location if isinstance(location, str) else "", count)
-        at, home = cursor.skip(asked.nbytes), cursor.source.store
-        places[asked.key] = Storage(cursor.key, at, asked.nbytes, "little", None, asked.location, f"storage {name}", home=home)
-        found[name] = storages.whole(asked), count
+        device = location if isinstance(location, str) else ""
+        storage_id = StorageId(dtype, str(name), device, count)
+        at, nbytes, home = cursor.skip(storage_id.nbytes), storage_id.nbytes, cursor.source.store
+        places[storage_id.key] = Storage(cursor.key, at, nbytes, "little", None, device, f"storage {name}", home=home)
+        found[name] = storages.whole(storage_id), count
     views = cursor.pickle()
     if not isinstance(views, list):
         raise PickleError("the list of storage views is no list", found=type(views).__name__)

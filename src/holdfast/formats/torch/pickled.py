@@ -13,7 +13,7 @@ Which storages a torch file gets: tensors that share bytes share a record `data/
 3. What a torch tensor cannot be (several chunks, reversed axes, steps of a fraction of an element) is written in C order, as a
    record of its own.
 
-Offsets and lengths are known when all tensors were seen: `place` gives the record, `close` tells it where it begins and ends.
+Offsets and lengths are known when all tensors were seen: `place` gives the record, `close` sets where it begins and ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from holdfast.formats.torch.composites import UTILS
 
 BYTES = DTYPES.storage("ByteStorage")
 UNTYPED = "ByteStorage"
-"""What torch takes an untyped storage for when it looks for two dtypes over one storage."""
+"""The class that an untyped storage counts as, when torch looks for two dtypes over one storage."""
 
 
 class StorageRecord(Struct, eq=False):
@@ -154,7 +154,7 @@ class StorageRecords:
                 record.low, record.high = low, max(record.high, stop)
             record.step = max(record.step, bits)
             return record, start, strides
-        # A packed storage is kept whole: torch pads rows of quint4x2 to bytes, so its last elements lie behind where they should.
+        # A packed storage is written whole: torch pads rows of quint4x2 to bytes, so its last elements lie further behind.
         trimmed = odd or (self._trim and not dtype.packed)
         low, high = (start, stop) if trimmed else (0, storage.nbytes * 8)
         record = StorageRecord(number, tensor, ".".join(map(str, path)), low, high, max(bits, 8), odd)
@@ -222,7 +222,7 @@ class Template(Value, frozen=True, eq=False):
 
 
 REMEMBER, RECORD_KEY = object(), object()
-"""Where the memo takes the next number; where the key of the record stands."""
+"""Marks in opcodes: here the memo takes the next number; here is the key of the record."""
 
 STORAGE = "storage"
 

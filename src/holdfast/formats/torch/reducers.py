@@ -1,4 +1,4 @@
-"""The calls of torch's pickles: the one place that knows what each is given, whoever builds.
+"""The calls of torch's pickles: the one place that knows the arguments of each, for both builders.
 
     pickle                                       a reducer, by its exact name              a builder
     _rebuild_tensor_v2(storage, 3, (2,), …)  →   how many? a bool? inside of 64 bits?  →   `view`: a lazy tensor, or torch's own
@@ -38,15 +38,15 @@ Claim = tuple[object, object, object]
 
 
 class Builder(Protocol):
-    """What makes the objects of one pickle. What it is given has the form that torch writes; what it means is its own to check."""
+    """Makes the objects of one pickle. Arguments have the form that torch writes; the builder checks what they mean."""
 
     @property
     def storage_class(self) -> type:
-        """Of what a persistent id becomes."""
+        """The class of storages: what a persistent id becomes."""
 
     @property
     def tensor_class(self) -> type:
-        """Of every plain tensor that it makes."""
+        """The class of every plain tensor that it makes."""
 
     @property
     def fewest(self) -> int:
@@ -56,7 +56,7 @@ class Builder(Protocol):
         """Get ready for a stream."""
 
     def unbuilt(self, what: Name, args: Args, why: str) -> object:
-        """What a call becomes whose arguments are no storage or tensor."""
+        """The result of a call whose arguments are no storage or tensor."""
 
     def dtype(self, value: object) -> object:
         """A dtype of the stream, if it is one."""
@@ -98,7 +98,7 @@ class Builder(Protocol):
         """Raise where a tensor cannot be made by a function and be of a class."""
 
     def as_class(self, made: object, kind: object, state: object) -> object:
-        """What a function made, as one of a class, with its attributes."""
+        """The result of a function as an object of a class, with its attributes."""
 
 
 # Plain tensors.
@@ -225,7 +225,7 @@ def wrapper(table: BuildingTable, args: Args) -> object:
 
 
 def graph_module(name: str) -> Row:
-    """(attributes, source text, …): a `torch.fx.GraphModule`, kept like any module and never compiled"""
+    """(attributes, source text, …): a `torch.fx.GraphModule`, described like any module and never compiled"""
     what = Global("torch.fx.graph_module", name)
 
     def row(table: BuildingTable, args: Args) -> object:
@@ -240,7 +240,7 @@ def graph_module(name: str) -> Row:
 
 
 def lengths_of(args: Args) -> tuple[int, ...]:
-    """What a `torch.Size` is made of."""
+    """The lengths in a `torch.Size`."""
     return checked_ints(arity(args, 1, 1, "torch.Size")[0], "size")
 
 
@@ -260,7 +260,7 @@ def device(table: BuildingTable, args: Args) -> object:
 
 
 def layout_name(args: Args) -> str:
-    """The name of a layout that a pickle asks for, without `torch.`"""
+    """The name of a layout, without `torch.`"""
     (name,) = arity(args, 1, 1, "_get_layout")
     if not isinstance(name, str) or not name.startswith("torch.") or name[6:] not in LAYOUTS:
         raise PickleError("an unknown layout", found=brief(name))

@@ -1,8 +1,8 @@
 """Persistent ids, by which torch's pickles point at storages, and the storages behind them.
 
 A storage is a 1-D `LazyTensor`, so that a bare storage in a checkpoint is readable like anything else. In an archive every record
-is a storage of one set of columns (`RecordStorages`), and a tensor is a row over one, whoever reads it: the interpreter, opcode by
-opcode, or a template, many together.
+is a storage of one set of columns (`RecordStorages`). A tensor is a row over one, whether the interpreter reads it opcode by
+opcode, or a template reads many together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def storage_dtype(what: object) -> DType | None:
 
 
 class StorageId(Value, frozen=True):
-    """One parsed persistent id."""
+    """A parsed persistent id."""
 
     dtype: DType
     key: str
@@ -113,22 +113,22 @@ class Storages(Generic[W]):
 
     def persistent(self, pid: object) -> W:
         """The storage behind a persistent id."""
-        asked = parse_storage_id(pid, self.lengths, self.dtype_of)
-        first = self.known.get(asked.key, asked)
+        storage_id = parse_storage_id(pid, self.lengths, self.dtype_of)
+        first = self.known.get(storage_id.key, storage_id)
         # torch saves an empty storage under as many dtypes as it was used with.
-        if (first.count or asked.count) and (first.dtype is not asked.dtype or first.count != asked.count):
-            one, other = f"{first.count:,} × {first.dtype}", f"{asked.count:,} × {asked.dtype}"
-            message = f"storage {asked.key!r} is {one} in one place and {other} in another"
-            raise MetadataError(message, expected=(first.dtype.name, first.count), found=(asked.dtype.name, asked.count))
-        place = asked.key, asked.dtype.name
+        if (first.count or storage_id.count) and (first.dtype is not storage_id.dtype or first.count != storage_id.count):
+            one, other = f"{first.count:,} × {first.dtype}", f"{storage_id.count:,} × {storage_id.dtype}"
+            message = f"storage {storage_id.key!r} is {one} in one place and {other} in another"
+            raise MetadataError(message, expected=(first.dtype.name, first.count), found=(storage_id.dtype.name, storage_id.count))
+        place = storage_id.key, storage_id.dtype.name
         whole = self._wholes.get(place)
         if whole is None:
-            whole = self._wholes[place] = self.whole(asked)
-            self.known[asked.key] = first
-        return whole if asked.view is None else self.part(whole, *asked.view)
+            whole = self._wholes[place] = self.whole(storage_id)
+            self.known[storage_id.key] = first
+        return whole if storage_id.view is None else self.part(whole, *storage_id.view)
 
-    def whole(self, asked: StorageId) -> W:
-        """A storage that was not asked for before. Raises where it is not what the id says."""
+    def whole(self, storage_id: StorageId) -> W:
+        """Make a storage that was not used before. Raises where it is not what the id says."""
         raise NotImplementedError
 
     def part(self, whole: W, key: str, start: int, count: int) -> W:
@@ -147,11 +147,11 @@ class DescribedStorages(Storages[LazyTensor]):
         return whole[start : start + count]
 
 
-def check_nbytes(asked: StorageId, nbytes: int) -> None:
-    """Raise where a storage has other than the bytes that its id says."""
-    if nbytes != asked.nbytes:
-        message = f"storage {asked.key!r} claims {asked.nbytes:,} bytes and its record has {nbytes:,}"
-        raise MetadataError(message, expected=nbytes, found=asked.nbytes)
+def check_nbytes(storage_id: StorageId, nbytes: int) -> None:
+    """Raise where the length of a storage is not the one that its id says."""
+    if nbytes != storage_id.nbytes:
+        message = f"storage {storage_id.key!r} claims {storage_id.nbytes:,} bytes and its record has {nbytes:,}"
+        raise MetadataError(message, expected=nbytes, found=storage_id.nbytes)
 
 
 class FoundStorages(DescribedStorages):
@@ -161,10 +161,10 @@ class FoundStorages(DescribedStorages):
         super().__init__(source, lengths)
         self._find = find
 
-    def whole(self, asked: StorageId) -> LazyTensor:
-        storage = self._find(asked)
-        check_nbytes(asked, storage.nbytes)
-        return LazyTensor.contiguous("", asked.dtype, (asked.count,), storage, self.source)
+    def whole(self, storage_id: StorageId) -> LazyTensor:
+        storage = self._find(storage_id)
+        check_nbytes(storage_id, storage.nbytes)
+        return LazyTensor.contiguous("", storage_id.dtype, (storage_id.count,), storage, self.source)
 
 
 class RecordStorages(FileStorages):
@@ -205,50 +205,50 @@ class ArchiveStorages(DescribedStorages):
         self._storages, self._folder, self._byteorder = storages, folder, byteorder
         _, packed, _, methods, *_ = storages.archive.records.columns
         self._records = storages.archive.below(folder), storages.archive.records.rows, packed, methods
-        """What the names of records in the folder begin with, and where they lie."""
+        """The prefix of the names of records in the folder, the row of each name, and columns by rows."""
 
-    def whole(self, asked: StorageId) -> LazyTensor:
+    def whole(self, storage_id: StorageId) -> LazyTensor:
         below, rows, packed, methods = self._records
-        name, dtype = below + asked.key, asked.dtype
+        name, dtype = below + storage_id.key, storage_id.dtype
         if name not in rows:
-            raise MetadataError(f"the pickle points at {self._folder}{asked.key}, which is not in the archive")
+            raise MetadataError(f"the pickle points at {self._folder}{storage_id.key}, which is not in the archive")
         row = rows[name]
         if methods[row] != STORED:
             raise ZipError(f"the storage {name!r} is compressed", offset=self._storages.archive.records[name].header)
-        check_nbytes(asked, packed[row])
-        kind = strided_kind(dtype, (asked.count,), (dtype.bits,), packed[row], PLAIN, self._byteorder, asked.location)
+        check_nbytes(storage_id, packed[row])
+        kind = strided_kind(dtype, (storage_id.count,), (dtype.bits,), packed[row], PLAIN, self._byteorder, storage_id.location)
         return self._storages.view(row, kind, "")
 
     def kind(self, claim: TensorArguments) -> RecordKind | None:
         """A kind of ordinary tensors; None where they are left to `persistent`."""
         try:
-            asked = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), self.lengths)
+            storage_id = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), self.lengths)
             shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, self.source.limits)
         except HoldfastError:
             return None
-        dtype, bits = asked.dtype, asked.dtype.bits
-        if last < 0 or dtype.packed or last >= asked.count:
+        dtype, bits = storage_id.dtype, storage_id.dtype.bits
+        if last < 0 or dtype.packed or last >= storage_id.count:
             return None
         strides, traits = tuple(step * bits for step in steps), view_traits(claim.grad, False, False)
-        kind = strided_kind(dtype, shape, strides, asked.nbytes, traits, self._byteorder, claim.location)
-        return RecordKind(asked, kind, begin * bits) if kind.nbytes < BEYOND else None
+        kind = strided_kind(dtype, shape, strides, storage_id.nbytes, traits, self._byteorder, claim.location)
+        return RecordKind(storage_id, kind, begin * bits) if kind.nbytes < BEYOND else None
 
     def tensors(self, kinds: Sequence[RecordKind], keys: Sequence[str]) -> list[LazyTensor]:
-        """Ordinary tensors of these kinds. They end before the first whose storage is not what its kind says."""
+        """Ordinary tensors of these kinds, up to the first whose storage is not what its kind says."""
         known, source, storages = self.known, self.source, self._storages
         below, rows, packed, methods = self._records
         made: list[LazyTensor] = []
         # No function is called for a tensor: this is done for each of a million, and for runs of two.
         for record, key in zip(kinds, keys, strict=False):
-            name, kind, asked = below + key, record.kind, record.storage
+            name, kind, storage_id = below + key, record.kind, record.storage
             if name not in rows:
                 break
             row = rows[name]
             if packed[row] != kind.storage_nbytes or methods[row] != STORED:
                 break
             if key not in known:
-                known[key] = asked
-            elif known[key].dtype is not asked.dtype or known[key].count != asked.count:
+                known[key] = storage_id
+            elif known[key].dtype is not storage_id.dtype or known[key].count != storage_id.count:
                 break
             made += (LazyTensor("", kind.dtype, kind.shape, (), source, kind.traits, FileRow(storages, row, kind, record.offset)),)
         return made

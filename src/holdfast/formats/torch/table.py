@@ -30,7 +30,7 @@ OWN_CLASSES = (Global("torch", "Tensor"), Global("torch._tensor", "Tensor"))
 
 
 class LazyBuilder:
-    """Makes values of ours. What torch never writes is kept as a record where an honest file may have it."""
+    """Makes lazy tensors and small records. What torch never writes is a record, where an honest file may have it."""
 
     storage_class = tensor_class = LazyTensor
     fewest = 4

@@ -1,4 +1,4 @@
-"""What a plain tensor claims over its storage, checked with exact integers before anything is built or allocated."""
+"""The claims of a plain tensor over its storage, checked with exact integers before anything is built or allocated."""
 
 from __future__ import annotations
 
@@ -105,8 +105,9 @@ def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: obj
     if where is None or storage.ndim != 1 or where[1] != (storage.dtype.bits,):
         # A tensor in the place of a storage: its size says nothing about the bytes that are there.
         raise MetadataError("a tensor over something that is no storage", found=type(storage).__name__)
-    room = storage.size * storage.dtype.bits
-    if (last + 1) * dtype.bits > room and not _fits_bytes(last, dtype, storage):
+    room, needed = storage.size * storage.dtype.bits, (last + 1) * dtype.bits
+    # Packed quantised types count their storage in bytes and their elements in fractions of one (torch 2.13, quint4x2).
+    if needed > room and not (dtype.packed and needed <= storage.size * 8):
         raise beyond(last, room // dtype.bits)
     at, strides = where[0] + begin * dtype.bits, tuple(s * dtype.bits for s in steps)
     if last < 0:
@@ -118,11 +119,6 @@ def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: obj
         return LazyTensor("", dtype, shape, (), storage.source, traits, FileRow(row.storages, row.number, kind, at))
     chunk = Chunk(Box.whole(shape), storage.chunks[0].storage, at, strides)
     return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
-
-
-def _fits_bytes(last: int, dtype: DType, storage: LazyTensor) -> bool:
-    """Packed quantised types count their storage in bytes and their elements in fractions of one (torch 2.13, quint4x2)."""
-    return dtype.packed and (last + 1) * dtype.bits <= storage.size * 8
 
 
 def brief(value: object) -> str:

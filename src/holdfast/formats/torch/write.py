@@ -76,9 +76,9 @@ def fold_names(names: tuple[str | tuple[str, int], ...]) -> int:
 
 
 def mistaken_crc(head: bytes) -> int | None:
-    """What torch's writer takes for a checksum at the beginning of a payload.
+    """The bytes at the beginning of a payload that torch's writer mistakes for a checksum.
 
-    It finds the checksums in its own output, behind the signature of a data descriptor, and looks at payloads as well.
+    torch finds the checksums in its own output, behind the signature of a data descriptor, and looks at payloads as well.
 
     >>> mistaken_crc(b"PK\\7\\x08\\1\\0\\0\\0..."), mistaken_crc(b"PK\\7\\x08\\1\\0\\0"), mistaken_crc(bytes(8))
     (1, None, None)
@@ -213,7 +213,7 @@ def pickled_rows(state: State) -> PickledRows:
     storage, kinds = table.storage, table.kinds
     classes = [kind.dtype.storage or UNTYPED for kind in kinds]
     alone = {at for at, kind in enumerate(kinds) if not (kind.whole and kind.nbytes and is_usual(kind))}
-    # A record has one dtype, and all that is written by itself asks for its own: lazy tensors say who shares it.
+    # A record has one dtype, and a tensor that is written by itself needs one of its own: lazy tensors know which share it.
     shared = {number for kind, number in zip(table.kind, storage, strict=True) if kind in alone} if alone else set[int]()
     if len({*storage}) < len(storage):
         seen: dict[int, str] = {}
@@ -417,4 +417,4 @@ LOADED = frozenset(
         *(Global("torch.serialization", "_get_layout"), Global("torch.storage", "UntypedStorage")),
     ]
 )
-"""What torch 2.13 builds with `weights_only=True`, of all that a pickle of ours may name."""
+"""The globals that torch 2.13 builds with `weights_only=True`, of all that a pickle of ours may name."""

@@ -99,7 +99,7 @@ class TorchPickle(PickleWriter):
         self._made: list[Template | None] = [None] * len(self._kinds)
         """For each kind, the template of tensors with new records, once there is one and keys have two digits."""
         self._open: list[tuple[int, StorageRecord, int, int]] = []
-        """Where in `out` a count and an offset are left open; the record, the first bit, the bits of an element."""
+        """Positions in `out` where a count and an offset are left open; the record, the first bit, the bits of an element."""
 
     @staticmethod
     @cache
@@ -117,7 +117,7 @@ class TorchPickle(PickleWriter):
 
     @property
     def sources(self) -> array[int]:
-        """For each record, the number of a storage of the table; `ODD` for what tensors by themselves asked for."""
+        """For each record, the number of a storage of the table; `ODD` for a record of tensors by themselves."""
         found = array("q", self._records)
         for record in self.storages.records:
             found[record.number] = ODD

@@ -36,7 +36,7 @@ TEXT_NBYTES = 64
 """The longest of the small text records is the serialization id with 40 digits."""
 
 VERSIONS = range(1, 11)
-"""What torch's reader accepts; `torch.save` writes 3."""
+"""The versions that torch's reader accepts; `torch.save` writes 3."""
 
 PICKLE, STORAGES = "data.pkl", "data/"
 
@@ -212,18 +212,18 @@ class Payloads:
             raise FormatError(f"the record {record.name!r} holds a zip without {PICKLE}", offset=record.start)
         byteorder = PickleReader(self._source, self._key, archive).byteorder
         content = record_bytes(self._source, self._key, pickled, self._source.limits.pickle_nbytes)
-        storages = FoundStorages(self._source, lambda asked: self._storage(asked, archive, record, byteorder=byteorder))
+        storages = FoundStorages(self._source, lambda storage_id: self._storage(storage_id, archive, record, byteorder=byteorder))
         return self._interpret(content, TorchTable(self._source, storages.persistent), f"{record.name}: {PICKLE}")
 
-    def _storage(self, asked: StorageId, archive: Archive, record: ZipRecord, *, byteorder: str) -> Storage:
-        stored = archive.get(STORAGES + asked.key)
-        label = f"{record.name}: {STORAGES}{asked.key}"
+    def _storage(self, storage_id: StorageId, archive: Archive, record: ZipRecord, *, byteorder: str) -> Storage:
+        stored = archive.get(STORAGES + storage_id.key)
+        label = f"{record.name}: {STORAGES}{storage_id.key}"
         if stored is None:
-            raise MetadataError(f"the pickle in {record.name!r} points at {STORAGES}{asked.key[:64]}, which is not there")
+            raise MetadataError(f"the pickle in {record.name!r} points at {STORAGES}{storage_id.key[:64]}, which is not there")
         if not stored.stored:
             raise ZipError(f"the storage {label!r} is compressed", offset=stored.header)
         place = self._key, stored.start, stored.nbytes
-        return Storage(*place, byteorder, stored.crc32, asked.location, label, home=self._source.store)
+        return Storage(*place, byteorder, stored.crc32, storage_id.location, label, home=self._source.store)
 
     def _bare(self, record: ZipRecord) -> object:
         """A pickle without storages."""

@@ -1,4 +1,4 @@
-"""Where the fields of a zip archive lie, what its end and its central directory say, and what is found in one (`Archive`).
+"""The fields of a zip archive, the reader of its end and of its central directory, and the records that it has (`Archive`).
 
     start                                                                                   stop
     │ record 0 │ record 1 │ … │ central directory │ zip64 end │ zip64 locator │ end record │
@@ -61,7 +61,7 @@ COMMON = [
     ("needed", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"), ("date", "<u2"), ("crc", "<u4"), ("packed", "<u4"),
     ("size", "<u4"), ("name_nbytes", "<u2"), ("extra_nbytes", "<u2"),
 ]  # fmt: skip
-"""What a local header and an entry of the directory both say."""
+"""The fields that a local header and an entry of the directory have in common."""
 
 LOCAL = np.dtype([("signature", "<u4"), *COMMON])
 """A local header, 30 bytes."""
@@ -128,7 +128,7 @@ LOCAL_BLOCKS = CENTRAL_BLOCKS.copy()
 LOCAL_BLOCKS[PADDING] = True
 
 MAX_BLOCKS = 8
-"""In one extra field. No writer comes near; it bounds the rounds of `find_zip64`."""
+"""Blocks in one extra field. No writer comes near; it bounds the rounds of `find_zip64`."""
 
 BLOCK = np.dtype([("id", "<u2"), ("nbytes", "<u2")])
 
@@ -224,7 +224,7 @@ def unsafe(text: str) -> bool:
 
 
 def _problem(raw: bytes, *, utf8: bool) -> str | None:
-    """What is wrong with one name, if anything is."""
+    """The message for a name that is refused; None for a good one."""
     shown = repr(raw[:SHOWN])
     if b"\0" in raw:
         return f"a NUL in the name {shown}, where some readers end it"
@@ -238,7 +238,7 @@ def _problem(raw: bytes, *, utf8: bool) -> str | None:
 
 
 COMMENT_REACH = MAX16 + END.size
-"""How far before the end of a file an end record can be, if a comment follows it."""
+"""The greatest distance of an end record from the end of a file, if a comment follows it."""
 
 
 def read_tail(source: Source, key: str, *, start: int, stop: int) -> tuple[int, int, int]:
@@ -312,12 +312,12 @@ def _read_wide(raw: bytes, claims: tuple[int, int, int, int], *, key: str, posit
 
 def _no_end(source: Source, key: str, start: int, *, stop: int) -> ZipError | Truncated:
     """Why the last 22 bytes are no end record: the two reasons ask for different things to be done."""
-    near = max(start, stop - COMMENT_REACH)
-    found = source.bytes(key, near, stop).rfind(b"PK\5\6")
-    if found < 0 or near + found > stop - END.size:  # none, or one that is cut
+    begin = max(start, stop - COMMENT_REACH)
+    found = source.bytes(key, begin, stop).rfind(b"PK\5\6")
+    if found < 0 or begin + found > stop - END.size:  # none, or one that is cut
         message = "zip archive: there is no whole end record; the file was cut short or never finished, get or save it again"
         return Truncated(message, file=key, offset=stop)
-    return refused("a comment or other bytes after the end record", key=key, offset=near + found)
+    return refused("a comment or other bytes after the end record", key=key, offset=begin + found)
 
 
 NEWEST = 63
@@ -351,7 +351,7 @@ class Entries(Value, frozen=True):
     sizes: Ints
     """Bytes of content: more than `packed` where deflated."""
     offsets: Ints
-    """Where each local header is, counted from the archive's start."""
+    """The offset of each local header, counted from the archive's start."""
 
 
 def read_entries(raw: bytes, count: int, directory: int, *, key: str, start: int, fold_case: bool = True) -> Entries:
@@ -363,13 +363,25 @@ def read_entries(raw: bytes, count: int, directory: int, *, key: str, start: int
     places.require(fields["signature"] == ENTRY_SIGNATURE, "no entry where one should be in the directory")
     sizes, packed, offsets = _resolve(raw, positions, fields, places=places)
     flags, methods = fields["flags"].astype(np.int64), fields["method"].astype(np.int64)
-    _check_kinds(fields, flags, methods, places=places)
-    _check_sizes(fields["crc"], methods, sizes, packed=packed, places=places)
+    places.require(fields["disk"] == 0, "a record on another disk")
+    places.require(fields["comment_nbytes"] == 0, "a record with a comment")
+    places.require(fields["needed"] <= NEWEST, f"a record that needs a zip version above {NEWEST}")
+    places.require((methods == STORED) | (methods == DEFLATED), "a record that is neither stored nor deflated")
+    allowed = DESCRIBED | UTF8 | np.where(methods == DEFLATED, DEFLATE_OPTIONS, 0)
+    places.require(flags & ~allowed == 0, "a record with flags for encryption or other features")
+    stored = methods == STORED
+    places.require(~stored | (sizes == packed), "a stored record of two different sizes")
+    possible = stored | ((packed > 0) & (sizes // DEFLATE_RATIO <= packed) & (sizes < 1 << 63))
+    places.require(possible, "a deflated record that claims more than its bytes can hold")
+    places.require((sizes > 0) | (fields["crc"] == 0), "an empty record with a checksum")
     inside = (packed <= directory) & (offsets <= directory)
     places.require(inside, "a record outside of the archive")
     names = decode_names(raw_names, flags.tolist(), places, fold_case=fold_case)
     folders = np.array([name[-1:] == "/" for name in names], np.bool_)
-    _check_attributes(fields["attributes"], folders, places)
+    kinds = fields["attributes"] >> 16 & KINDS
+    plain = (kinds == 0) | (kinds == np.where(folders, FOLDER, PLAIN))
+    places.require(plain, "a record that is a link, a device or otherwise no plain file")
+    places.require(folders | (fields["attributes"] & FOLDER_ATTRIBUTE == 0), "a file marked as a folder")
     places.require(~folders | ((sizes == 0) & (methods == STORED)), "a folder that has content")
     order = np.argsort(offsets, kind="stable")
     rows = order.tolist()
@@ -378,7 +390,7 @@ def read_entries(raw: bytes, count: int, directory: int, *, key: str, start: int
 
 
 def _walk(raw: bytes, count: int, *, key: str, place: int) -> tuple[Ints, list[bytes]]:
-    """Where each entry begins, and its name."""
+    """The start and the name of each entry."""
     head, last = ENTRY.itemsize, len(raw) - ENTRY.itemsize
     known: dict[bytes, tuple[int, ...]] = {}
     """Lengths by their bytes: entries have a few."""
@@ -422,33 +434,6 @@ def _resolve(raw: bytes, positions: Ints, fields: np.ndarray, *, places: FieldOf
     return size, packed, offset
 
 
-def _check_kinds(fields: np.ndarray, flags: Ints, methods: Ints, *, places: FieldOffsets) -> None:
-    """Flags, methods and the fields that must be empty."""
-    places.require(fields["disk"] == 0, "a record on another disk")
-    places.require(fields["comment_nbytes"] == 0, "a record with a comment")
-    places.require(fields["needed"] <= NEWEST, f"a record that needs a zip version above {NEWEST}")
-    places.require((methods == STORED) | (methods == DEFLATED), "a record that is neither stored nor deflated")
-    allowed = DESCRIBED | UTF8 | np.where(methods == DEFLATED, DEFLATE_OPTIONS, 0)
-    places.require(flags & ~allowed == 0, "a record with flags for encryption or other features")
-
-
-def _check_sizes(crcs: np.ndarray, methods: Ints, sizes: Sizes, *, packed: Sizes, places: FieldOffsets) -> None:
-    """A stored record is as long as its content; a deflated one cannot claim more than deflate can hold."""
-    stored = methods == STORED
-    places.require(~stored | (sizes == packed), "a stored record of two different sizes")
-    possible = stored | ((packed > 0) & (sizes // DEFLATE_RATIO <= packed) & (sizes < 1 << 63))
-    places.require(possible, "a deflated record that claims more than its bytes can hold")
-    places.require((sizes > 0) | (crcs == 0), "an empty record with a checksum")
-
-
-def _check_attributes(attributes: np.ndarray, folders: Bools, places: FieldOffsets) -> None:
-    """Only plain files, and folders under a folder's name."""
-    kinds = attributes >> 16 & KINDS
-    plain = (kinds == 0) | (kinds == np.where(folders, FOLDER, PLAIN))
-    places.require(plain, "a record that is a link, a device or otherwise no plain file")
-    places.require(folders | (attributes & FOLDER_ATTRIBUTE == 0), "a file marked as a folder")
-
-
 class ZipRecord(Value, frozen=True, gc=False):
     """One record of a zip archive: a name, and the place of its bytes in the file."""
 
@@ -466,7 +451,7 @@ class ZipRecord(Value, frozen=True, gc=False):
     method: int
     """0 stored, 8 deflated."""
     header: int
-    """Where the record's local header is in the file."""
+    """The offset of the local header in the file."""
     content_nbytes: int
     """Bytes of content, as the directory claims: equal to `nbytes` for a stored record."""
 
@@ -488,7 +473,7 @@ Place = tuple[int, int, int | None, bool]
 class Records(Mapping[str, ZipRecord]):
     """The records of an archive under their names, in the order of the file.
 
-    A record is made when it is asked for: a million of them as columns take a quarter of the memory. The numbers in a column are
+    A `ZipRecord` is made when it is used: a million of them as columns take a quarter of the memory. The numbers in a column are
     integers of Python's. A checksum that the writer left out is `NO_CRC`.
     """
 
@@ -509,7 +494,7 @@ class Records(Mapping[str, ZipRecord]):
         return rows
 
     def fold(self) -> None:
-        """Store the names as one text until one is asked for: that takes a tenth of the memory."""
+        """Store the names as one text until one is needed: that takes a tenth of the memory."""
         rows, count = self._known, len(self.columns[0])
         if rows is None or len(rows) != count or not all(map(eq, rows.values(), range(count))):
             return
@@ -548,8 +533,8 @@ class Records(Mapping[str, ZipRecord]):
         order = np.argsort(starts, kind="stable")
         others = np.ones(len(rows), np.bool_)
         if len(order):
-            near = order[np.minimum(np.searchsorted(starts[order], own), len(order) - 1)]
-            others = (starts[near] != own) | (nbytes[near] != lengths)
+            closest = order[np.minimum(np.searchsorted(starts[order], own), len(order) - 1)]
+            others = (starts[closest] != own) | (nbytes[closest] != lengths)
         return map(self.__getitem__, compress(self.rows, others.tolist()))
 
     def __contains__(self, name: object) -> bool:

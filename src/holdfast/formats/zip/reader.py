@@ -5,7 +5,7 @@
     3. records    headers in joined reads   each agrees with the directory, end to end
 
 No payload is read, beyond small ones that lie between two headers. No checksum of a payload is verified here:
-`Record.crc32` is for whoever reads it. Time and memory are linear in the directory and the headers; nothing is
+`ZipRecord.crc32` is for the reader of the payload. Time and memory are linear in the directory and the headers; nothing is
 allocated for a count before the bytes for it were seen.
 
 Refused, with the byte where it was seen: other than one end record at the very end, several disks, zip64 records that
@@ -65,16 +65,16 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
     size, limits = stop - start, source.limits
     if not TAIL <= size < MAX32 or limits.zip_directory_nbytes < WHOLE_NBYTES:
         return None
-    near = size if size <= WHOLE_NBYTES else TAIL_NBYTES
-    last = source.bytes(key, stop - near, stop)
-    *_, count, nbytes, directory = layout.END64.unpack_from(last, near - TAIL)
+    read_nbytes = size if size <= WHOLE_NBYTES else TAIL_NBYTES
+    last = source.bytes(key, stop - read_nbytes, stop)
+    *_, count, nbytes, directory = layout.END64.unpack_from(last, read_nbytes - TAIL)
     if directory + nbytes + TAIL != size or count > limits.zip_records or nbytes > limits.zip_directory_nbytes:
         return None
     if not count or not last.endswith(tail(count, directory, nbytes)):
         return None
-    if near < nbytes + TAIL:
+    if read_nbytes < nbytes + TAIL:
         last = source.bytes(key, stop - TAIL - nbytes, stop)
-    found = _Canonical(source, key, start, last if near == size else b"")
+    found = _Canonical(source, key, start, last if read_nbytes == size else b"")
     return found.archive() if found.walk(last[-TAIL - nbytes : -TAIL], count, directory) else None
 
 
@@ -310,13 +310,13 @@ def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice
             # Past 2^63 these wrap to negative numbers, which equal nothing that they are compared with.
             values[column, there] = gather(raw, bodies[there] + 8 * column, layout.VALUE)["value"].astype(np.int64)
         saturated = (fields["size"] == MAX32) & (fields["packed"] == MAX32)
-        told = (values[0] == sizes) & (values[1] == packed)
-        untold = described & (values[0] == 0) & (values[1] == 0)
-        standard = saturated & (nbytes == 16) & (told | untold)
-        large, far = sizes >= MAX32, offsets >= MAX32
-        torch = zeros & (described | (sizes == 0)) & (nbytes > 0) & (nbytes == 16 * large + 8 * far)
-        torch &= ~large | ((values[0] == sizes) & (values[1] == 0))
-        torch &= ~far | (np.where(large, values[2], values[0]) == offsets)
+        stated = (values[0] == sizes) & (values[1] == packed)
+        zeroed = described & (values[0] == 0) & (values[1] == 0)
+        standard = saturated & (nbytes == 16) & (stated | zeroed)
+        long_size, long_offset = sizes >= MAX32, offsets >= MAX32
+        torch = zeros & (described | (sizes == 0)) & (nbytes > 0) & (nbytes == 16 * long_size + 8 * long_offset)
+        torch &= ~long_size | ((values[0] == sizes) & (values[1] == 0))
+        torch &= ~long_offset | (np.where(long_size, values[2], values[0]) == offsets)
         good |= wide & (standard | torch)
     good &= (fields["crc"] == crcs) | (described & (fields["crc"] == 0))
     return good

@@ -23,7 +23,7 @@ each other are laid out by arithmetic on columns of lengths (`_Stretch`):
 1. Every payload begins at a multiple of the alignment, and every header where the descriptor before it ends.
 2. Headers of names with as many digits are the same but for the number and the padding. Entries of the directory are made when
    the checksums are known, and packed by one call of C each.
-3. A few megabytes of them are one `Gathered` segment. When it is written, its pieces are asked for together, summed, and joined
+3. A few megabytes of them are one `Gathered` segment. When it is written, its pieces are read together, summed, and joined
    with headers and descriptors. A longer record, or one that is read by itself, stays where it lies.
 """
 
@@ -49,12 +49,12 @@ from holdfast.formats.zip import layout as fields
 from holdfast.formats.zip.layout import DESCRIBED, DESCRIPTOR_SIGNATURE, LOCAL_SIGNATURE, MAX16, MAX32, UTF8
 
 Payload = bytes | Data | Memory | Hole | Late
-"""What a record holds. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
+"""The content of a record. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
 
 A `Late` one is known when the checksums of all records before it are; it stands last."""
 
 CRC_BEGIN, CRC_END = 16, 20
-"""Where the checksum lies in an entry of the directory."""
+"""The position of the checksum in an entry of the directory."""
 
 AT_ONCE = 8 * blocks.BATCH
 """Records that are laid out at a time."""
@@ -102,7 +102,7 @@ class RecordFolder(Value, frozen=True, eq=False):
 
 
 Records = Sequence[tuple[str, Payload] | RecordFolder]
-"""What an archive holds, in this order."""
+"""The records of an archive, in their order."""
 
 MAX_ALIGNMENT = MAX16 - 31
 """The padding is an extra field, whose length has 16 bits; 4 bytes of it begin the block and 28 may be a zip64 block.
@@ -114,7 +114,7 @@ SHORT_ENTRY = struct.Struct("<16s3IH12sI")
 """An entry in few fields: how it begins (`FILLED`, `EMPTY`), checksum, sizes, length of the name, that of its zip64 block, zeros,
 offset."""
 FILLED, EMPTY = (struct.pack("<I6H", fields.ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0) for flags in (UTF8 | DESCRIBED, UTF8))
-"""What an entry begins with, of a record with content and without."""
+"""The first bytes of an entry, for a record with content and without."""
 NO_BLOCK = bytes(12)
 """The end of an entry but for its offset: no extra field, no comment, no disk, no attributes."""
 FIXED = HEADER.size + 4
@@ -207,7 +207,7 @@ class _Forward:
         self.entries: list[bytes | str | _Stretch | None] = []
         """The directory, as `Ending` has it."""
         self.directory = 0
-        """Bytes of the entries so far."""
+        """Bytes of the entries so wide."""
         self.count = 0
         self.late: tuple[Late, bool] | None = None
 
@@ -241,9 +241,9 @@ class _Forward:
         wide = nbytes >= MAX32 or at >= MAX32
         block, again, size, place, extra = b"", b"", nbytes, at, NO_BLOCK
         if wide:
-            large, far = nbytes >= MAX32, at >= MAX32
-            block = _zip64([nbytes, 0] * large + [at] * far)
-            again = _zip64([nbytes, nbytes] * large + [at] * far)
+            long_size, long_offset = nbytes >= MAX32, at >= MAX32
+            block = _zip64([nbytes, 0] * long_size + [at] * long_offset)
+            again = _zip64([nbytes, nbytes] * long_size + [at] * long_offset)
             size, place, extra = min(nbytes, MAX32), min(at, MAX32), len(again).to_bytes(12, "little")
             at += len(block)
         begin = at + FIXED + length
@@ -312,7 +312,7 @@ class _Forward:
 
     def _literal(self, data: bytes) -> None:
         if self.segments and isinstance(self.segments[-1], Literal):
-            data = self.segments.pop().data + data  # type: ignore[union-attr]  # a Literal, as was just asked
+            data = self.segments.pop().data + data  # type: ignore[union-attr]  # a Literal, as the line before says
         if data:
             self.segments.append(Literal(data))
 
@@ -327,12 +327,12 @@ def by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 class _Stretch(Value, frozen=True, eq=False):
-    """Small records that follow each other, laid out: all of them below 4 GiB, or all above (`far`)."""
+    """Small records that follow each other, laid out: all of them below 4 GiB, or all above (`wide`)."""
 
     records: RecordFolder
     first: int
     """The number of the first record."""
-    far: bool
+    wide: bool
     """Whether the offsets of headers need 64 bits: they have a zip64 block, and 64-bit sizes behind the payload."""
     before: bytes
     """The bytes before the number in each name."""
@@ -351,11 +351,11 @@ class _Stretch(Value, frozen=True, eq=False):
 
     @classmethod
     def lay_out(cls, records: RecordFolder, first: int, stop: int, archive: _Forward) -> _Stretch:
-        """Lay out records behind what an archive has so far: as many as one stretch takes."""
-        at, alignment, far = archive.at, archive.alignment, archive.at >= MAX32
+        """Lay out records behind what an archive has so wide: as many as one stretch takes."""
+        at, alignment, wide = archive.at, archive.alignment, archive.at >= MAX32
         before = archive.prefix + records.folder.encode("utf-8") + b"/"
         nbytes: list[int] = records.content.nbytes[first : min(stop, first + AT_ONCE)].tolist()
-        tails = (LONG_DESCRIPTOR if far else SHORT_DESCRIPTOR).size
+        tails = (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).size
         # From a payload to the byte after its descriptor. Each begins at a multiple of the alignment, so what is padded behind it
         # depends on its length alone.
         spans = {length: length and length + tails for length in {*nbytes}}
@@ -363,7 +363,7 @@ class _Stretch(Value, frozen=True, eq=False):
         stops: list[int] = []
         ranges: list[tuple[int, int, int]] = []
         for low, high, digits in by_digits(first, first + len(nbytes)):
-            fixed = FIXED + len(before) + digits + (FAR_BLOCK.size if far else 0)
+            fixed = FIXED + len(before) + digits + (OFFSET_BLOCK.size if wide else 0)
             padded = {length: -(span + fixed) % alignment for length, span in spans.items()}
             ways = {length: span + fixed + padded[length] for length, span in spans.items()}
             ranges.append((low - first, high - first, digits))
@@ -373,12 +373,12 @@ class _Stretch(Value, frozen=True, eq=False):
             stops += map(add, starts, map(spans.__getitem__, own))
             at = stops[-1]
         headers = [archive.at, *stops[:-1]]
-        if not far and headers[-1] >= MAX32:
-            near = bisect_left(headers, MAX32)
-            nbytes, headers, pads, stops = nbytes[:near], headers[:near], pads[:near], stops[:near]
-            ranges = [(low, min(high, near), digits) for low, high, digits in ranges if low < near]
+        if not wide and headers[-1] >= MAX32:
+            count = bisect_left(headers, MAX32)
+            nbytes, headers, pads, stops = nbytes[:count], headers[:count], pads[:count], stops[:count]
+            ranges = [(low, min(high, count), digits) for low, high, digits in ranges if low < count]
         columns = array("q", nbytes), 0 not in nbytes, array("q", headers), pads, array("q", stops)
-        return cls(records, first, far, before, ranges, *columns, archive.crc)
+        return cls(records, first, wide, before, ranges, *columns, archive.crc)
 
     @property
     def entries_nbytes(self) -> int:
@@ -389,7 +389,7 @@ class _Stretch(Value, frozen=True, eq=False):
     @property
     def block_nbytes(self) -> int:
         """The length of the zip64 block of each."""
-        return FAR_BLOCK.size if self.far else 0
+        return OFFSET_BLOCK.size if self.wide else 0
 
     def segments(self) -> Iterator[Gathered]:
         """Segments of a few megabytes each, or of `BATCH` records."""
@@ -415,13 +415,13 @@ class _Stretch(Value, frozen=True, eq=False):
     def _numbers(self, low: int, high: int) -> Sequence[int] | list[bytes]:
         """The values for `_place` in the names of some: numbers, or bytes where zip64 blocks follow the names."""
         numbers = range(self.first + low, self.first + high)
-        if not self.far:
+        if not self.wide:
             return numbers
-        return [*map(add, map(b"%d".__mod__, numbers), map(FAR_BLOCK.pack, repeat(1), repeat(8), self.headers[low:high]))]
+        return [*map(add, map(b"%d".__mod__, numbers), map(OFFSET_BLOCK.pack, repeat(1), repeat(8), self.headers[low:high]))]
 
     @property
     def _place(self) -> bytes:
-        return b"%b" if self.far else b"%d"
+        return b"%b" if self.wide else b"%d"
 
     def entries(self, crcs: Mapping[str, int]) -> Iterator[bytes]:
         """The entries of all in the directory, many at a time."""
@@ -437,7 +437,7 @@ class _Stretch(Value, frozen=True, eq=False):
                     sums = map(crcs.get, self._names(low, high), repeat(0)) if self.crc else sums
                 made = map(
                     pack, begins, sums, nbytes, nbytes, repeat(len(self.before) + digits),
-                    repeat(self.block_nbytes.to_bytes(2, "little")), repeat(MAX32) if self.far else self.headers[low:high],
+                    repeat(self.block_nbytes.to_bytes(2, "little")), repeat(MAX32) if self.wide else self.headers[low:high],
                     repeat(self.before), map(mod, repeat(self._place), self._numbers(low, high)),
                 )  # fmt: skip
                 yield b"".join(made)
@@ -451,7 +451,7 @@ class _Stretch(Value, frozen=True, eq=False):
         else:
             pieces = self.records.content.read(range(self.first + low, self.first + high))
         crcs = crc32_each(pieces) if self.crc else [0] * len(pieces)
-        pack = (LONG_DESCRIPTOR if self.far else SHORT_DESCRIPTOR).pack
+        pack = (LONG_DESCRIPTOR if self.wide else SHORT_DESCRIPTOR).pack
         joined: list[bytes | memoryview] = [b""] * (3 * len(pieces))
         joined[0::3] = heads = self._heads(low, high)
         joined[1::3] = pieces
@@ -485,7 +485,7 @@ class _Stretch(Value, frozen=True, eq=False):
         return found | {MISTAKEN_KEY: 0} if found else found
 
 
-FAR_BLOCK = struct.Struct("<HHQ")
+OFFSET_BLOCK = struct.Struct("<HHQ")
 """The zip64 block of a short record above 4 GiB."""
 
 
