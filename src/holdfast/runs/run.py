@@ -66,15 +66,9 @@ from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
 from holdfast.runs.view import RunView, read_step
 from holdfast.saving.base import NoBase
 from holdfast.saving.formats import Options
-<<<<<<< HEAD
 from holdfast.saving.planned import Planned, Saved, Writing
-from holdfast.seals.document import Stamp, stamp
-=======
-from holdfast.saving.planned import Planned, Saved
-from holdfast.saving.writing import Writing
 from holdfast.seals.document import Stamp
 from holdfast.seals.document import stamp as stamp_now
->>>>>>> torch2
 from holdfast.stores.place import join
 
 if TYPE_CHECKING:
