@@ -21,9 +21,8 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.reports.live import ADDRESS, Live
+from holdfast.reports.live import ADDRESS, Live, tile
 from holdfast.reports.report import ReportRequest, prepared
-from holdfast.reports.tiles import tile
 from tests.reports.pages import data_of, names_of
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.reports import shards as module
-from holdfast.reports.shards import HEADER, JOINED, TENSOR, UNREACHED, _Held, joined, mesh_of, stretches_of
+from holdfast.reports.shards import HEADER, JOINED, TENSOR, UNREACHED, joined, mesh_of, stretches_of
 from tests.conftest import GOLDEN
 
 FILES = sorted(path for path in (GOLDEN / "files").iterdir() if not path.name.startswith("."))
@@ -32,7 +32,7 @@ def test_the_strips_of_a_file_are_all_of_it(path):
         assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise(strips))
 
 
-HELD = st.tuples(st.integers(0, 20_000), st.integers(1, 9000), st.integers(0, 9)).map(lambda t: _Held(t[0], t[0] + t[1], t[2]))
+HELD = st.tuples(st.integers(0, 20_000), st.integers(1, 9000), st.integers(0, 9)).map(lambda t: (t[0], t[0] + t[1], t[2]))
 
 
 @given(st.lists(HELD, max_size=30), st.integers(2, 12))

@@ -79,7 +79,6 @@ def say(text: str) -> None:
 
 
 def written_lines(done: Saved, more: str) -> Iterable[Line]:
-    """A line of what was written, and its notes."""
     from holdfast.core.text import clip, escape, nbytes, plural
 
     yield [

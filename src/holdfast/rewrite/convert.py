@@ -91,7 +91,6 @@ def convert(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: 
 
 
 def plan_conversion(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions) -> Planned[Conversion]:
-    """Lay out a conversion."""
     edits = pick(Edits, options, casts=casts_of(options["dtype"]))
     lay_out = partial(
         lay_out_conversion, selection=pick(Selection, options), edits=edits, options=layout_of(options), limits=options["limits"]
@@ -205,7 +204,6 @@ def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict
 
 
 def plan_edit(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions) -> Planned[Conversion]:
-    """Lay out an edit."""
     edits = pick(Edits, options, casts=casts_of(options["dtype"]))
     metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if not edits and not metadata:

@@ -291,7 +291,6 @@ def replace_weights(
 
 
 def plan_replacement(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: ReplaceOptions) -> Planned[Saved]:
-    """Lay out the archive with other weights."""
     limits = options["limits"]
     if dst is not None and not options["in_place"]:
         check_archive_name(place_of(dst))

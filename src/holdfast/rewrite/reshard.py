@@ -146,7 +146,6 @@ def reshard(
 def plan_reshard(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], rules: Sequence[PlacementRule | str], options: ReshardOptions
 ) -> Planned[Saved]:
-    """Lay out a checkpoint for a mesh."""
     mesh = options["mesh"]
     grid = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
     parsed = [parse_rule(rule) if isinstance(rule, str) else rule for rule in rules]

@@ -152,7 +152,6 @@ def plan_saving(
     writing: Writing,
     limits: Limits | None,
 ) -> Planned[Saved]:
-    """Lay out a save to a path that is not begun."""
     described = tabulate_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
     check_shares(target, found, base, hashes)

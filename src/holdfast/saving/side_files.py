@@ -52,10 +52,8 @@ SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".py", ".tikto
 
 PLAIN_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 
-MOST_NBYTES = 256 << 20
-"""The largest tokenizers take tens of megabytes; what is larger than this is data."""
-
-CONFIG_NBYTES = 16 << 20
+MOST_NBYTES, CONFIG_NBYTES = 256 << 20, 16 << 20
+"""The longest file that is copied, and the longest config that is parsed. The largest tokenizers take tens of megabytes."""
 
 PICKLE, ZIP = b"\x80", b"PK\x03\x04"
 """How a pickle of protocol 2 or later begins, and an archive, such as one of `torch.save`."""
@@ -91,8 +89,6 @@ def is_model(source: Checkpoint, copy_config: CopyConfig = True) -> bool:
 
 
 class SideFiles(Value, frozen=True):
-    """Files to be written beside the weights."""
-
     files: Mapping[str, Source]
     """The source of each file, by its name."""
     elsewhere: bool = False
