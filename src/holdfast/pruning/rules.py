@@ -221,7 +221,8 @@ def _left_alone(name: str, tensor: LazyTensor, rule: PruningRule) -> str:
 
 def assign(state: State, rules: Sequence[PruningRule], problems: list[str], notes: list[str]) -> list[Job]:
     """The tensors that rules apply to, in the order of names. Notes say what N:M leaves alone."""
-    whole = _parts(state)
+    wholes = state.leaves.composites()
+    whole = {identity(part, stored_alias=True): one.kind for one in wholes for part in one.parts.values()}
     meant = [matcher(rule.pattern) for rule in rules]
     matched = [0] * len(rules)
     decided = [0] * len(rules)
@@ -293,11 +294,6 @@ def _asides(alone: Sequence[tuple[str, PruningRule, str]]) -> list[str]:
             parts.append(f"{len(names):,} {why} ({shown}{more})")
         notes.append(f"'{rule_text}' is for matrices and leaves other tensors alone: {'; '.join(parts)}")
     return notes
-
-
-def _parts(state: State) -> dict[View, str]:
-    wholes = state.leaves.composites()
-    return {identity(part, stored_alias=True): whole.kind for whole in wholes for part in whole.parts.values()}
 
 
 def _unfit(tensor: LazyTensor, rule: PruningRule, part_of: str | None) -> str:

@@ -80,13 +80,9 @@ def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
 
 
 def _measure(
-    about: tuple[str, str, str, str],
-    states: list[int],
-    contents: list[Content | None],
-    *,
-    of: Callable[[Content], float | None],
+    about: tuple[str, str, str, str], states: list[int], contents: list[Content | None], *, of: Callable[[Content], float | None],
     same: float,
-) -> Document:
+) -> Document:  # fmt: skip
     key, label, text, scale = about
     values = [
         rounded(of(content)) if content is not None else same if state in (SAME, MOVED) else None

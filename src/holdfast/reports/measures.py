@@ -102,13 +102,9 @@ def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
 
 
 def measure(
-    tensors: Sequence[LazyTensor],
-    share: float | None = None,
-    *,
-    groups: int | None = None,
-    threads: int | None = None,
+    tensors: Sequence[LazyTensor], share: float | None = None, *, groups: int | None = None, threads: int | None = None,
     progress: Progress | None = None,
-) -> Measured:
+) -> Measured:  # fmt: skip
     """Look at the numbers of all tensors. `groups` of rows and columns have norms, unless there is a sample."""
     read = _different(tensors)
     chosen = list(read)

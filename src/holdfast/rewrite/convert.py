@@ -99,15 +99,9 @@ def plan_conversion(src: Openable | Checkpoint, dst: str | os.PathLike[str], opt
 
 
 def lay_out_conversion(
-    source: Checkpoint,
-    where: Destination,
-    *,
-    selection: Selection | None = None,
-    edits: Edits,
-    metadata: Mapping[str, str | None] | None = None,
-    options: Options,
-    limits: Limits | None = None,
-) -> Planned[Conversion]:
+    source: Checkpoint, where: Destination, *, selection: Selection | None = None, edits: Edits,
+    metadata: Mapping[str, str | None] | None = None, options: Options, limits: Limits | None = None,
+) -> Planned[Conversion]:  # fmt: skip
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
     target = where.path
     options = where.options(options)

@@ -125,12 +125,9 @@ def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, 
 
 @validated(rules=rules_of(PlacementRule))
 def reshard(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str],
-    *,
-    rules: Sequence[str | PlacementRule] = (),
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], *, rules: Sequence[str | PlacementRule] = (),
     **options: Unpack[ReshardOptions],
-) -> Saved:
+) -> Saved:  # fmt: skip
     """Write a checkpoint as a native directory with one data file for each rank of a mesh; streams, in bounded memory.
 
     `mesh` is `{"dp": 2, "tp": 4}` or "dp=2,tp=4", a rule is text like "*.weight: tp=0" (`PlacementRule`). Without rules, the axes

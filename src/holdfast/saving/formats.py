@@ -244,11 +244,6 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
     return replace(plan, notes=(*rejoined.notes, *plan.notes)) if rejoined is not None and rejoined.notes else plan
 
 
-def _pack(path: str, options: Options) -> object:
-    wanted = parse_wanted(options.sparse)
-    return None if wanted is None else partial(choose, wanted=wanted)
-
-
 LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
     "name": lambda path, options: archive_name(path),  # of the folder in an archive
     "save": lambda path, options: save_name(path),
@@ -257,7 +252,7 @@ LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
     "keep_tree": lambda path, options: options.keep_tree,
     "index": lambda path, options: options.index,
     "stem": lambda path, options: options.stem,
-    "pack": _pack,
+    "pack": lambda path, options: None if (wanted := parse_wanted(options.sparse)) is None else partial(choose, wanted=wanted),
     "hashes": lambda path, options: None if options.base is None else options.base.hashes,
     "take_over": lambda path, options: None if options.base is None else options.base.take_over,
 }

@@ -254,15 +254,9 @@ class Destination(Value, frozen=True):
 
 
 def rewritten(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None,
-    lay_out: Callable[[Checkpoint, Destination], Planned[R]],
-    asked: Mapping[str, Any],
-    *,
-    elsewhere: bool = False,
-    directory: bool | None = None,
-    programs: bool = False,
-) -> Planned[R]:
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, lay_out: Callable[[Checkpoint, Destination], Planned[R]],
+    asked: Mapping[str, Any], *, elsewhere: bool = False, directory: bool | None = None, programs: bool = False,
+) -> Planned[R]:  # fmt: skip
     """The plan of a verb that makes a checkpoint of a checkpoint: `lay_out` gets the open source, and where to write.
 
     The plan closes the source. Beside what was laid out, a directory has the files that lie beside the weights of the source
@@ -392,17 +386,10 @@ FILES_REPLACED = Writing(overwrite=None)
 
 
 def write_plan(
-    plan: SavePlan,
-    path: str,
-    writing: Writing = FILES_REPLACED,
-    *,
-    progress: Progress | None = None,
-    before_commit: Callable[[], None] | None = None,
-    files: Files | None = None,
-    rehearsed: bool = True,
-    copied: Callable[[LinkedFile], None] | None = None,
-    renews: Renewal = NOTHING,
-) -> Mapping[str, int]:
+    plan: SavePlan, path: str, writing: Writing = FILES_REPLACED, *, progress: Progress | None = None,
+    before_commit: Callable[[], None] | None = None, files: Files | None = None, rehearsed: bool = True,
+    copied: Callable[[LinkedFile], None] | None = None, renews: Renewal = NOTHING,
+) -> Mapping[str, int]:  # fmt: skip
     """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written.
 
     First the reader opens the plan (`formats.check_opens`): what would not open again is refused with `CannotHold` while

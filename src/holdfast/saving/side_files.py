@@ -152,7 +152,9 @@ def _edited(origin: Source, dtype: str, changes: dict[str, str]) -> bytes:
         raise Unsupported(f"it has {size:,} bytes")
     raw = origin.bytes(CONFIG, 0, size)
     made = _with_dtype(parse(raw, origin.limits, file=CONFIG), dtype, "", changes)
-    return (json.dumps(made, indent=_indent(raw), ensure_ascii=False) + "\n").encode("utf-8")
+    rest = raw.partition(b"\n")[2]
+    indent = len(rest) - len(rest.lstrip(b" ")) or None
+    return (json.dumps(made, indent=indent, ensure_ascii=False) + "\n").encode("utf-8")
 
 
 def find_side_files(
@@ -310,11 +312,6 @@ def _with_dtype(document: object, dtype: str, at: str, changes: dict[str, str]) 
         elif key.endswith("_config") and key != "quantization_config":
             made[key] = _with_dtype(value, dtype, f"{at}{key}.", changes)
     return made
-
-
-def _indent(raw: bytes) -> int | None:
-    first = raw.partition(b"\n")[2]
-    return len(first) - len(first.lstrip(b" ")) or None
 
 
 def _some(names: Sequence[str]) -> str:
