@@ -41,8 +41,8 @@ def test_strips_have_no_gap(held, most):
     assert strips[0][0] == 0
     assert strips[-1][1] == 30_000
     assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise(strips))
-    for one in held:
-        assert all(kind == TENSOR for start, stop, kind, _ in strips if start < one.stop and one.start < stop)
+    for first, end, _ in held:
+        assert all(kind == TENSOR for start, stop, kind, _ in strips if start < end and first < stop)
     fewer = list(joined(strips, most))
     assert (fewer[0][0], fewer[-1][1]) == (0, 30_000)
     assert all(a[1] == b[0] for a, b in itertools.pairwise(fewer))
