@@ -24,10 +24,9 @@ from holdfast.engine import scan
 from holdfast.engine.files import ViewTable
 from holdfast.engine.scan import blocks
 from holdfast.errors import CannotHold, LimitExceeded, NoSuchTensor, Unsupported
-from holdfast.inspect.compare_values import ValueChange, compare_values
+from holdfast.inspect.compare_values import ContainerKind, ValueChange, compare_values
 from holdfast.inspect.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
 from holdfast.inspect.side import Side
-from holdfast.inspect.structure import ContainerKind
 from holdfast.numeric import compare
 from holdfast.numeric.compare import Tally, tally
 from holdfast.rewrite.save import save

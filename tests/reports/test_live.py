@@ -21,9 +21,8 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.reports.live import ADDRESS, Live
+from holdfast.reports.live import ADDRESS, Live, tile
 from holdfast.reports.report import ReportRequest, prepared
-from holdfast.reports.tiles import tile
 from tests.reports.pages import data_of, names_of
 
 
@@ -235,7 +234,7 @@ def until(ready):
 
 def test_a_mistake_of_ours_is_told(model, capfd, monkeypatch):
     with serving(model) as (live, _):
-        monkeypatch.setattr(live, "page", lambda: 1 / 0)
+        monkeypatch.setattr(live, "trusts", lambda *_: 1 / 0)
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             get(live, f"/?token={live.token}")
         assert until(lambda: not answering())

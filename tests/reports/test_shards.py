@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.reports import shards as module
-from holdfast.reports.shards import HEADER, JOINED, TENSOR, UNREACHED, _Held, joined, mesh_of, stretches_of
+from holdfast.reports.shards import HEADER, JOINED, TENSOR, UNREACHED, joined, mesh_of, stretches_of
 from tests.conftest import GOLDEN
 
 FILES = sorted(path for path in (GOLDEN / "files").iterdir() if not path.name.startswith("."))
@@ -32,7 +32,7 @@ def test_the_strips_of_a_file_are_all_of_it(path):
         assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise(strips))
 
 
-HELD = st.tuples(st.integers(0, 20_000), st.integers(1, 9000), st.integers(0, 9)).map(lambda t: _Held(t[0], t[0] + t[1], t[2]))
+HELD = st.tuples(st.integers(0, 20_000), st.integers(1, 9000), st.integers(0, 9)).map(lambda t: (t[0], t[0] + t[1], t[2]))
 
 
 @given(st.lists(HELD, max_size=30), st.integers(2, 12))
@@ -41,8 +41,8 @@ def test_strips_have_no_gap(held, most):
     assert strips[0][0] == 0
     assert strips[-1][1] == 30_000
     assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise(strips))
-    for one in held:
-        assert all(kind == TENSOR for start, stop, kind, _ in strips if start < one.stop and one.start < stop)
+    for first, end, _ in held:
+        assert all(kind == TENSOR for start, stop, kind, _ in strips if start < end and first < stop)
     fewer = list(joined(strips, most))
     assert (fewer[0][0], fewer[-1][1]) == (0, 30_000)
     assert all(a[1] == b[0] for a, b in itertools.pairwise(fewer))

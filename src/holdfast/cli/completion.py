@@ -34,7 +34,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def script(shell: str) -> str:
-    """The script for a shell."""
     import shtab
 
     from holdfast.cli.main import parser

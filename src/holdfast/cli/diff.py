@@ -14,7 +14,7 @@ from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, plural
 from holdfast.inspect.brief import brief
-from holdfast.inspect.compare_values import Absent, ValueChange
+from holdfast.inspect.compare_values import Absent, ContainerKind, ValueChange
 from holdfast.inspect.diff import Comparison, Diff, TensorChange
 from holdfast.inspect.open import opened
 from holdfast.inspect.side import chosen_sides
@@ -97,7 +97,9 @@ def diff_lines(
     names = [width(escape(clip(name))) for section in shown for _, _, name, _ in section]
     room = min(max(names, default=0), NAME_WIDTH)
     for section, part in zip(sections, shown, strict=True):
-        columns = _widths([cells for *_, cells in part])
+        rows = [cells for *_, cells in part]
+        most = max(map(len, rows), default=0)
+        columns = [max((width(row[i]) for row in rows if i < len(row)), default=0) for i in range(most)]
         for mark, style, name, cells in part:
             text = escape(clip(name))
             gap = " " * max(room - width(text), 0)
@@ -110,11 +112,6 @@ def diff_lines(
     for note in found.notes:
         yield [(f"note: {escape(note)}", "note")]
     yield [(totals(found), "title")]
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    most = max((len(row) for row in rows), default=0)
-    return [max((width(row[i]) for row in rows if i < len(row)), default=0) for i in range(most)]
 
 
 def totals(found: Diff) -> str:
@@ -179,8 +176,6 @@ def _value(change: ValueChange) -> tuple[str, str, str, list[str]]:
 
 
 def _text(value: object) -> str:
-    from holdfast.inspect.structure import ContainerKind
-
     return escape(str(value) if isinstance(value, ContainerKind) else brief(value))
 
 

@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse ends --help, --version and wrong usage this way
         return stop.code if isinstance(stop.code, int) else 2
     except BrokenPipeError:
-        return _pipe_closed()
+        # The reader of our output went away, as `head` does. Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, as the shell reports it for other tools
     except KeyboardInterrupt:
         sys.stderr.write("holdfast: interrupted\n")
         return 130
@@ -53,13 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = _sentences(error, sys.argv[1:] if arguments is None else arguments)
         print_lines(([(escape(clip(line, 2000)), "")] for line in lines), file=sys.stderr)
         return 2
-
-
-def _pipe_closed() -> int:
-    """The exit code where the reader of our output went away, as `head` does."""
-    # Python would complain when it flushes at exit: give it nothing to flush into.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141  # 128 + SIGPIPE, as the shell reports it for other tools
 
 
 def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:

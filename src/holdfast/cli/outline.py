@@ -13,11 +13,10 @@ Folding shows 32 layers of the same structure once:
     layers.1.weight  f32 [4, 4]      →
     …
 
-From the leaves up, every node gets a signature: its kind, its dtype and shape, and the labels and signatures of its
-children, numbered through one table so that comparing two subtrees is comparing two integers. Siblings whose labels
-differ in one number only and whose signatures are equal are merged. What a merge cannot keep (plain values that
-differ) is shown as differing, never as the first one's. A group with one child is joined with it: `a` → `b` → `c` is
-one line `a.b.c`.
+From the leaves up, every node gets a signature: its kind, its dtype and shape, and the labels and signatures of its children,
+numbered through one table so that comparing two subtrees is comparing two integers. Siblings whose labels differ in one number
+only and whose signatures are equal are merged. Plain values that differ are shown as differing. A group with one child is joined
+with it: `a` → `b` → `c` is one line `a.b.c`.
 """
 
 from __future__ import annotations
@@ -83,8 +82,6 @@ class LeafNode(Struct):
 
 
 class Branch(Struct):
-    """Something with things inside."""
-
     label: str
     name: str
     kind: str
@@ -126,11 +123,8 @@ def branches(root: Branch) -> Iterator[Branch]:
 
 
 def leaves(root: Branch) -> Iterator[LeafNode]:
-    return (node for _, node in walk(root, _below) if isinstance(node, LeafNode))
-
-
-def _below(node: Node) -> Iterable[tuple[int, Node]] | None:
-    return enumerate(node.children) if isinstance(node, Branch) else None
+    below = walk(root, lambda node: enumerate(node.children) if isinstance(node, Branch) else None)
+    return (node for _, node in below if isinstance(node, LeafNode))
 
 
 def _inner(branch: Branch) -> Iterable[tuple[str, Branch]] | None:
@@ -150,7 +144,6 @@ def arrange(root: Branch) -> None:
 
 
 def total(root: Branch) -> None:
-    """Fill in the totals of a branch and of everything below."""
 
     def add_up(branch: Branch, _: object) -> None:
         branch.tensors = branch.elements = branch.nbytes = 0
@@ -205,14 +198,13 @@ class _Outlining(Struct):
 
     def _object(self, value: Opaque, label: str, name: str) -> Branch:
         if module_contents(value) is None:
-            return Branch(label, name, "object", _class_of(value))
+            return Branch(label, name, "object", brief(value.what, 80))
         settings = itertools.chain.from_iterable(itertools.islice(state.items(), SETTINGS) for state in value.states())
         sizes = [f"{k}={brief(v, 20)}" for k, v in settings if isinstance(k, str) and not k.startswith("_") and _is_size(v)]
         shown = f"({', '.join(sizes[:4])})" if sizes else ""
-        return Branch(label, name, "module", _class_of(value).removeprefix("torch.nn.modules.") + shown)
+        return Branch(label, name, "module", brief(value.what, 80).removeprefix("torch.nn.modules.") + shown)
 
     def fill(self, branch: Branch, value: object, *, depth: int) -> Unrolled[None]:
-        """Add the content of a value."""
         if isinstance(value, Opaque):
             return self._fill_object(branch, value, depth=depth)
         if isinstance(value, Mapping):
@@ -292,10 +284,6 @@ def _is_size(value: object) -> bool:
     if isinstance(value, tuple):
         return 0 < len(value) <= 8 and all(type(v) is int for v in value)
     return type(value) is int
-
-
-def _class_of(value: Opaque) -> str:
-    return brief(value.what, 80)
 
 
 def _label(key: object) -> str:

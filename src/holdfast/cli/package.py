@@ -26,12 +26,8 @@ examples:
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "models",
-        metavar="NAME=PATH | DST",
-        nargs="+",
-        help="a name and a checkpoint of any format; last of all, where to write (DST)",
-    )
+    models = "a name and a checkpoint of any format; last of all, where to write (DST)"
+    verb.add_argument("models", metavar="NAME=PATH | DST", nargs="+", help=models)
     in_place = "with --replace: write it in place of the archive, atomically"
     verb.add_argument("--in-place", action="store_true", help=in_place)
     archive = "put the weights into this archive; NAME= is its model, if it has several"

@@ -31,15 +31,10 @@ def add_places(verb: argparse.ArgumentParser, record: type, *, without: Collecti
 
 
 def carry_out(
-    planned: Planned[R],
-    title: str,
-    options: argparse.Namespace,
-    *,
-    fields: Callable[[R], Mapping[str, object]],
-    more: Callable[[R, float], str] = lambda done, seconds: "",
-    lines: Callable[[R, float], Iterable[Line]] | None = None,
+    planned: Planned[R], title: str, options: argparse.Namespace, *, fields: Callable[[R], Mapping[str, object]],
+    more: Callable[[R, float], str] = lambda done, seconds: "", lines: Callable[[R, float], Iterable[Line]] | None = None,
     begin: float | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Write what was planned under a bar and report it; or only report what would be written. Returns the exit code.
 
     `fields` begin the document of `--json`. `more` ends the line of what was written; `lines` are printed where that line is not
@@ -79,7 +74,6 @@ def say(text: str) -> None:
 
 
 def written_lines(done: Saved, more: str) -> Iterable[Line]:
-    """A line of what was written, and its notes."""
     from holdfast.core.text import clip, escape, nbytes, plural
 
     yield [

@@ -34,10 +34,13 @@ def bar(title: str, total: int | None = None, *, quiet: bool = False) -> Iterato
     `total` is in bytes; None where nobody knows, which leaves out the time left.
     """
     if quiet or not _on_terminal():
-        yield lambda nbytes: None
+        yield _nothing
         return
     with Bar(title, total) as drawn:
         yield drawn
+
+
+def _nothing(nbytes: int) -> None: ...
 
 
 def _on_terminal() -> bool:
@@ -83,15 +86,8 @@ class Bar:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
         self._drawn = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=Console(file=sys.stderr),
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
+            TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+            TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
         self._task = self._drawn.add_task(self._title, total=self._total)
         self._drawn.start()

@@ -66,7 +66,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Line]:
-    """A line a tensor, and a line of what was written."""
     from holdfast.core.order import in_order
     from holdfast.core.text import clip, count, escape, nbytes, plural
 

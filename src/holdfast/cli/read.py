@@ -100,7 +100,6 @@ def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[
 
 
 def show_values(values: Sequence[LeafNode]) -> Iterator[Line]:
-    """Each value under a line with its name and type."""
     from holdfast.inspect.brief import brief
 
     for position, leaf in enumerate(values):
@@ -175,8 +174,7 @@ def write_tensors(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], path: 
 EDGE, THRESHOLD = 3, 1000
 """Items at each end of a dimension that numpy shows of a large array, and elements above which an array is large."""
 
-LONGEST_VALUE = 10_000
-"""Characters of a value that are printed."""
+LONGEST_VALUE = 10_000  # characters
 
 CORNERS = 256
 """Corners that are read to show a summary: eight long dimensions. More only ever comes from an expanded view."""

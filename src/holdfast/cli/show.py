@@ -9,20 +9,9 @@ Columns hold for the lines that are shown. An outline of more than `LINES` lines
 does not fit at any depth is cut, and the last line says how much is missing and how to see it.
 
 `--json` prints the whole description as one JSON document. The schema is in docs/cli.md; it only ever grows. The document is ASCII,
-so hostile names are exact and harmless at once. Numbers that JSON lacks (NaN, infinities, complex) are given as text.
-
-`--ranks` draws which file holds which part of each tensor. Tensors that are cut in the same way are drawn once:
-
-    layers.0.weight  f32 [8, 6]        ┌────────────────┐
-                                       │AAAAAAAABBBBBBBB│
-                                       │CCCCCCCCDDDDDDDD│
-                                       └────────────────┘
-    A data-00001-of-00004.safetensors  12.0 MiB  …
-
-`--sparsity` reads every tensor and says where its zeros are:
-
-    layers.0.mlp.weight  bf16  [4096, 4096]   50.00%  2:4
-    layers.1.mlp.weight  bf16  [4096, 4096]   90.01%  blocks of 16x16  3 dead rows
+so hostile names are exact and harmless at once. Numbers that JSON lacks (NaN, infinities, complex) are given as text. `--ranks`
+draws which file holds which part of each tensor; tensors that are cut in the same way are drawn once. `--sparsity` reads every
+tensor and says where its zeros are.
 """
 
 from __future__ import annotations
@@ -76,8 +65,6 @@ PIECES = ("├─ ", "└─ ", "│  ", "   ")
 
 
 class OutlineRow(Value, frozen=True):
-    """One line before its columns are aligned."""
-
     lead: str
     name: Line
     dtype: str = ""
@@ -355,11 +342,8 @@ def _levels(root: Branch) -> list[int]:
     return counts
 
 
-LONGEST = 1024
-"""Characters of the name that a link points at."""
-
-LISTED = 1000
-"""Items of a plain list that are given in full; of a longer one, the text in short and the count."""
+LONGEST, LISTED = 1024, 1000
+"""Characters of the name that a link points at, and items of a plain list that are given in full."""
 
 
 def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, object]:
@@ -462,7 +446,6 @@ class _Values:
 
 
 def _is_exact(value: object) -> bool:
-    """Whether JSON can hold a value exactly."""
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or type(value) in (bool, int, str)

@@ -60,7 +60,10 @@ def run(options: argparse.Namespace) -> int:
         with bar("Reading", total, quiet=options.quiet or options.json) as progress:
             found = measure(tensors, bins=options.bins, threads=options.threads, progress=progress)
         if options.json:
-            print_json({"schema": 1, "path": checkpoint.path, "tensors": [_document(row) for row in found]})
+            names = "name dtype shape size mean std norm nans infinities zeros histogram minimum maximum"
+            rows = [fields_of(row, names) for row in found]
+            rows = [row | {"min": row.pop("minimum"), "max": row.pop("maximum")} for row in rows]
+            print_json({"schema": 1, "path": checkpoint.path, "tensors": rows})
         else:
             print_lines(
                 lines(
@@ -95,8 +98,3 @@ def draw(counts: Sequence[int], bars: str = BARS) -> str:
     """
     top = max(counts, default=0)
     return "".join(bars[0] if not n else bars[max(1, n * (len(bars) - 1) // top)] for n in counts)
-
-
-def _document(row: TensorStats) -> dict[str, object]:
-    numbers = dict(zip(("min", "max"), fields_of(row, "minimum maximum").values(), strict=True))
-    return fields_of(row, "name dtype shape size mean std norm nans infinities zeros histogram") | numbers

@@ -62,14 +62,15 @@ STYLES = {
 
 
 def plain(line: Line) -> str:
-    """The text of a line, without spaces at its end."""
     return "".join(text for text, _ in line).rstrip()
 
 
 def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
     """Write lines to standard output, or to `file`."""
     out = sys.stdout if file is None else file
-    render = _coloured if _takes_colours(out) else plain
+    # A terminal that knows colours, and no NO_COLOR (https://no-color.org).
+    colours = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    render = _coloured if colours else plain
     columns = line_width(out)
     for line in lines:
         for piece in [line] if columns is None else broken(line, columns):
@@ -187,7 +188,3 @@ def guides() -> tuple[str, str, str, str]:
 
 def _coloured(line: Line) -> str:
     return "".join(f"\x1b[{code}m{text}\x1b[0m" if text and (code := STYLES.get(style)) else text for text, style in line)
-
-
-def _takes_colours(out: TextIO) -> bool:
-    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"

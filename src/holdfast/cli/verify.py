@@ -13,7 +13,7 @@ from holdfast.cli.seal import seal_fields, sealed_words
 from holdfast.cli.text import Line, fields_of, print_json, print_lines
 from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, nbytes, plural
-from holdfast.inspect.verify import Damage, Problem, VerifyReport, verify
+from holdfast.inspect.verify import Damage, VerifyReport, verify
 from holdfast.seals.check import is_sealed
 
 DESCRIPTION = """\
@@ -98,7 +98,10 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         line.append((f"  {sealed_words(report.seal)}", "dim"))
     yield line
     for problem in report.problems:
-        yield from _problem_lines(problem, report.path)
+        where = "" if problem.file == report.path else f"{problem.file}: "
+        yield [("  damaged  " if problem.damaged else "  error    ", "error"), (escape(clip(where + problem.message, 600)), "")]
+        if problem.tensors:
+            yield [("           ", ""), (_names(problem.tensors), "dim")]
     damaged = in_order(report.damaged, lambda damage: (*damage.tensors, damage.label)[0])
     shown = damaged if everything else damaged[:SHOWN]
     for damage in shown:
@@ -114,13 +117,6 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         size = nbytes(report.unchecked_nbytes) + (f" of {nbytes(whole)}" if report.checked_nbytes else "")
         text = f"  no checksums are recorded for {amount}, {size}: read without error, but the content cannot be verified"
         yield [(text, "note")]
-
-
-def _problem_lines(problem: Problem, path: str) -> Iterator[Line]:
-    where = "" if problem.file == path else f"{problem.file}: "
-    yield [("  damaged  " if problem.damaged else "  error    ", "error"), (escape(clip(where + problem.message, 600)), "")]
-    if problem.tensors:
-        yield [("           ", ""), (_names(problem.tensors), "dim")]
 
 
 def _damage_lines(damage: Damage, path: str) -> Iterator[Line]:

@@ -18,11 +18,8 @@ from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Global, Opaque
 from holdfast.core.tensor import Composite, LazyTensor
 
-ITEMS = 6
-"""Items of one container that are shown."""
-
-LEVELS = 3
-"""Containers inside containers that are entered."""
+ITEMS, LEVELS = 6, 3
+"""Items of one container that are shown, and containers inside containers that are entered."""
 
 SCALARS = (
     *(bool, int, float, complex, str, bytes, bytearray, type(None), np.generic, np.dtype, DType, Device, Global),
@@ -43,10 +40,7 @@ def printable(text: str, limit: int = 120) -> str:
 
 
 def root_global(opaque: Opaque) -> Global | None:
-    """The global at the bottom of `what`: in `getattr(os, "system")("ls")` that is `getattr`.
-
-    A loop, as chains may be long.
-    """
+    """The global at the bottom of `what`: in `getattr(os, "system")("ls")` that is `getattr`. A loop, as chains may be long."""
     what = opaque.what
     seen = 0
     while isinstance(what, Opaque):

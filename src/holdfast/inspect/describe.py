@@ -59,7 +59,8 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
     paths: dict[str, Path] = {}
     places: dict[MetadataIndex, StorageInfo] = {}
     for name, tensor in checkpoint.items():
-        tensors[name] = _tensor(tensor)
+        chunks = [ChunkStorageMetadata.of(chunk.box) for chunk in tensor.chunks]
+        tensors[name] = TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), tensor.shape, chunks)
         paths[name] = (name,)
         for i, chunk in enumerate(tensor.chunks):
             index = MetadataIndex(name, chunk.box.start, i)
@@ -84,11 +85,6 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
             raise LimitExceeded("the names of the values take many times the characters that are stored", found=len(tensors))
         tensors[name], paths[name] = BytesStorageMetadata(), path
     return Metadata(tensors, paths, places, StorageMeta(checkpoint.path))
-
-
-def _tensor(tensor: LazyTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata.of(chunk.box) for chunk in tensor.chunks]
-    return TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), tensor.shape, chunks)
 
 
 def _leaves(tree: object) -> Iterator[tuple[Path, object]]:
@@ -121,7 +117,6 @@ def _leaves(tree: object) -> Iterator[tuple[Path, object]]:
 
 
 def _worth_entering(tree: object) -> set[int]:
-    """The identities of the containers whose content is listed."""
     parents: dict[int, list[int]] = {}
     kinds: dict[int, object] = {}
     filled: list[int] = []  # containers with a tensor directly inside

@@ -13,10 +13,8 @@ not for a file that knows names and nothing else, which a nested state is often 
 
 A part of both may be compared, and `a` under other names (`inspect/side.py`): `filter`, `tensors_only`, `rename`.
 
-How the elements of pairs of tensors differ: what is not the same byte for byte is read and counted, in bounded memory.
-
-Of most tensors that two checkpoints have, the bytes in both files are those of an array (`DensePairs`). Whether they are the same
-is asked of columns, a million at a time, without making a tensor. All others are compared as pairs of tensors.
+Of most tensors that two checkpoints have, the bytes in both files are those of an array (`DensePairs`). These are compared by
+columns, a million at a time, without making a tensor. All others are compared as pairs of tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ import numpy as np
 from holdfast.core.arguments import one_of, pairs
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.dense import DenseRows, read_tensors
+from holdfast.core.dense import read_tensors
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
@@ -57,10 +55,9 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import HoldfastError, located
 from holdfast.formats import format_of
-from holdfast.inspect.compare_values import ABSENT, TreeTensor, ValueChange, compare_metadata, compare_trees
+from holdfast.inspect.compare_values import ABSENT, ContainerKind, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
-from holdfast.inspect.structure import ContainerKind
 from holdfast.numeric.compare import Content, Tally, compare_arrays
 
 SMALL_NBYTES, TOGETHER = 16 << 10, 256
@@ -112,7 +109,6 @@ class DensePairs(Value, frozen=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both sides."""
         return 2 * int(self.a.nbytes.sum())
 
     def recorded_same(self) -> Bools:
@@ -148,13 +144,11 @@ def dense_pairs(a: Table, b: Table, rows: tuple[Sequence[int], Sequence[int]], n
             own, theirs = np.asarray(left.numbers, np.int64), np.asarray(right.numbers, np.int64)
             numbers, first, second = np.intersect1d(own, theirs, assume_unique=True, return_indices=True)
             wanted = alike[numbers]
-            (one, crcs), (two, sums) = (_ranges(side, at[wanted]) for side, at in ((left, first), (right, second)))
-            found.append(DensePairs(names, numbers[wanted], one, two, (source.store, other.store), (crcs, sums)))
+            sides = (left, first[wanted]), (right, second[wanted])
+            one, two = (Ranges(side.keys, side.files[at], side.starts[at], side.nbytes[at]) for side, at in sides)
+            crcs = left.crcs[first[wanted]], right.crcs[second[wanted]]
+            found.append(DensePairs(names, numbers[wanted], one, two, (source.store, other.store), crcs))
     return found
-
-
-def _ranges(dense: DenseRows, at: Ints) -> tuple[Ranges, Ints]:
-    return Ranges(dense.keys, dense.files[at], dense.starts[at], dense.nbytes[at]), dense.crcs[at]
 
 
 class Counting:
@@ -166,7 +160,6 @@ class Counting:
         self.tallies = [Tally() for _ in pairs]
 
     def block(self, number: int, start: int, stop: int) -> None:
-        """Count elements [start, stop) of a pair."""
         a, b = self._pairs[number]
         with located(tensor=a.name):
             found = compare_block(a, b, start, stop)
@@ -177,7 +170,6 @@ class Counting:
             self._progress(a.dtype.nbytes(a.size * share // count) + b.dtype.nbytes(b.size * share // count))
 
     def together(self, numbers: Sequence[int]) -> None:
-        """Count all elements of pairs that are small."""
         pairs = [self._pairs[number] for number in numbers]
         try:
             arrays = read_tensors([tensor for pair in pairs for tensor in pair])
@@ -197,14 +189,11 @@ def elements_of(tensor: LazyTensor) -> int:
     return tensor.size * (2 if canonical(tensor.dtype, tensor.shape)[0] is not tensor.dtype else 1)
 
 
-COMPARISONS = 20_000
-"""Pairs of names that are compared as text, in all: about a second."""
-
 BATCH = 4096
 """Tensors that are made at a time of those that are not the same."""
 
-NAME_LIMIT = 160
-"""Characters of a name that are compared: its end, which says most."""
+COMPARISONS, NAME_LIMIT = 20_000, 160
+"""Pairs of names that are compared as text, in all (about a second), and characters of each: its end, which says most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +307,6 @@ class Diff(Shown):
 
     @property
     def equal(self) -> bool:
-        """Whether there is no difference at all."""
         return not (self.added or self.removed or self.renamed or self.changed or self.values)
 
     @property
@@ -405,7 +393,6 @@ class Comparison:
         self.nbytes += sum(dense.nbytes for dense in self._dense)
 
     def run(self, progress: Progress | None = None) -> Diff:
-        """Read what has to be read, and give the differences."""
         changes, same = dict(self._changes), self._same
         for name, pair, content in self._contents(progress):
             if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
@@ -424,17 +411,11 @@ class Comparison:
             values += compare_metadata(texts[0], texts[1])
         order = self._a.tensors.rows if changes else {}
         return Diff(
-            self._a.path,
-            self._b.path,
-            tuple(name for name in self._added if name not in come),
-            tuple(name for name in self._removed if name not in gone),
-            renamed,
-            tuple(changes[name] for name in sorted(changes, key=lambda name: order.get(name, len(order)))),
-            values,
-            same,
-            self._by_checksum,
-            (*self._trees.notes(), *notes),
-        )
+            self._a.path, self._b.path, tuple(name for name in self._added if name not in come),
+            tuple(name for name in self._removed if name not in gone), renamed,
+            tuple(changes[name] for name in sorted(changes, key=lambda name: order.get(name, len(order)))), values, same,
+            self._by_checksum, (*self._trees.notes(), *notes),
+        )  # fmt: skip
 
     def _contents(self, progress: Progress | None) -> Iterator[tuple[str, Pair, Content]]:
         """The difference of each pair that has to be read; not of dense pairs that turn out to be the same."""
@@ -470,15 +451,11 @@ class Comparison:
                 continue
             if not same_view(a, b):
                 known, by_checksum = self._same, self._by_checksum
-                self._plan_pair(self._free_name(one), (a, b))
+                name = f"{one.name} at {one.path!r}"
+                while name in self._a.tensors or name in self._pairs or name in self._changes:
+                    name += "'"
+                self._plan_pair(name, (a, b))
                 self._same, self._by_checksum = known, by_checksum  # counted under its name, if it has one
-
-    def _free_name(self, found: TreeTensor) -> str:
-        """A name for a place that no tensor of `a` has."""
-        name = f"{found.name} at {found.path!r}"
-        while name in self._a.tensors or name in self._pairs or name in self._changes:
-            name += "'"
-        return name
 
     def _moved(self) -> tuple[list[ValueChange], list[str]]:
         """Tensors that both have under one name at two places: as differences, or as a note where one side has names only."""

@@ -187,7 +187,9 @@ def judge(what: Global, uses: Collection[str], *, given: bool = False) -> tuple[
     if full == "builtins.type" and CALLED & set(uses):
         return "dangerous", "makes a class"
     if "result" in uses:
-        return _judge_result(module, what.name)
+        # Whatever comes out of a call that is called itself is nothing that holds data.
+        reason = _module_reason(full)
+        return ("dangerous", reason) if reason else ("suspicious", "what comes out of it would be called")
     if (module, what.name) in _built():
         return "safe", "built as data"
     if full in _KNOWN:
@@ -195,12 +197,6 @@ def judge(what: Global, uses: Collection[str], *, given: bool = False) -> tuple[
     if module.split(".")[0] == "__torch__":
         return "known", "a type of TorchScript, which has no Python module"
     return _judge_foreign(module, what.name, uses, given=given)
-
-
-def _judge_result(module: str, name: str) -> tuple[Severity, str]:
-    """Judge a global whose result is called: whatever that is, it is nothing that holds data."""
-    reason = _module_reason(f"{module}.{name}")
-    return ("dangerous", reason) if reason else ("suspicious", "what comes out of it would be called")
 
 
 def _judge_foreign(module: str, name: str, uses: Collection[str], *, given: bool) -> tuple[Severity, str]:

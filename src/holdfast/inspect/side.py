@@ -76,12 +76,9 @@ def _flat(tree: object, tensors: Table) -> bool:
 
 
 def chosen_sides(
-    checkpoints: Iterable[Checkpoint],
-    *,
-    rename: Renames | Mapping[str, str] = (),
-    filter: str | None = None,
+    checkpoints: Iterable[Checkpoint], *, rename: Renames | Mapping[str, str] = (), filter: str | None = None,
     tensors_only: bool = False,
-) -> tuple[Side, Side]:
+) -> tuple[Side, Side]:  # fmt: skip
     """Both sides: `a` under its new names, then of both what passes the filter, or the tensors alone.
 
     The first checkpoint is closed before the second is opened. Raises `CannotHold` where names cannot be changed so,

@@ -34,9 +34,7 @@ from holdfast.numeric.zeros import ZeroPlaces
 BLOCKS = ((64, 64), (32, 32), (16, 16), (8, 8), (4, 4), (1, 64), (64, 1), (1, 16), (16, 1), (1, 8), (8, 1), (1, 4), (4, 1), (2, 2))
 """Block shapes that are looked for, the largest first."""
 
-TILE_ROWS = 64
-TILE_COLUMNS = 1 << 13
-"""64 rows of as many are half a million elements."""
+TILE_ROWS, TILE_COLUMNS = 64, 1 << 13  # half a million elements
 
 EXPLAINED = 0.95
 """The part of the zeros that a block shape has to explain, and of the groups' places that N:M has to fill."""

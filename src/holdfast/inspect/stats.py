@@ -140,16 +140,8 @@ def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
 def _row(tensor: LazyTensor, found: Moments, counts: Ints | None) -> TensorStats:
     some = found.finite > 0
     return TensorStats(
-        tensor.name,
-        tensor.dtype.name,
-        tensor.shape,
-        found.low if some else None,
-        found.high if some else None,
-        found.mean if some else None,
-        math.sqrt(found.deviations / found.finite) if some else None,
-        math.sqrt(found.squares) if some or not (found.nans or found.infinities) else None,
-        found.nans,
-        found.infinities,
-        found.zeros,
-        () if counts is None else tuple(counts.tolist()),
-    )
+        tensor.name, tensor.dtype.name, tensor.shape, found.low if some else None, found.high if some else None,
+        found.mean if some else None, math.sqrt(found.deviations / found.finite) if some else None,
+        math.sqrt(found.squares) if some or not (found.nans or found.infinities) else None, found.nans, found.infinities,
+        found.zeros, () if counts is None else tuple(counts.tolist()),
+    )  # fmt: skip

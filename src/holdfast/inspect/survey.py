@@ -16,8 +16,6 @@ from holdfast.core.value import Value
 
 
 class Survey(Value, frozen=True):
-    """The tensors of a checkpoint, and how they share storages."""
-
     tensors: Table
     aliases: tuple[Alias, ...]
     ties: Mapping[str, str]

@@ -60,8 +60,6 @@ AT_THE_TOP = ("global_step", "step", "iteration", "trainer.global_step", "train_
 
 
 class TrainerFolder(Value, frozen=True):
-    """The origin of a folder or file."""
-
     writer: str
     """transformers, lightning, deepspeed, accelerate, dcp, …; empty where that is not known."""
     step: int | None
@@ -233,17 +231,13 @@ def _evaluation(log: Sequence[object]) -> tuple[dict[str, float], object]:
     for entry in reversed(log):
         if not isinstance(entry, dict):
             continue
-        found = {name: float(value) for name, value in entry.items() if _is_metric(name, value)}
+        numbers = {name: value for name, value in entry.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+        found = {name: float(n) for name, n in numbers.items() if name.startswith("eval_") and not name.endswith(SPEEDS)}
         if found and (not metrics or entry.get("step") == at):
             metrics, at = {**found, **metrics}, entry.get("step")
         elif found:
             break
     return metrics, at
-
-
-def _is_metric(name: object, value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and isinstance(name, str) and name.startswith("eval_") and not name.endswith(SPEEDS)
 
 
 def _is_step(value: object) -> TypeGuard[int]:

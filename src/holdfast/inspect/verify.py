@@ -211,21 +211,11 @@ class Verification:
     def report(self, path: str) -> VerifyReport:
         order = sorted(self._damaged, key=lambda d: (d.file, d.offset))
         return VerifyReport(
-            path,
-            self._formats[0] if self._formats else "",
-            sum(nbytes for _, nbytes in self._files),
-            tuple(self._files),
-            tuple(self._notes),
-            tuple(order),
-            tuple(self._problems),
-            max(self._checked, sum(self._vouched.values())),
-            tuple(self._unchecked),
-            self._unchecked_nbytes,
-            tuple(self._skipped),
-            self._seal,
-            self._tensors,
+            path, self._formats[0] if self._formats else "", sum(nbytes for _, nbytes in self._files), tuple(self._files),
+            tuple(self._notes), tuple(order), tuple(self._problems), max(self._checked, sum(self._vouched.values())),
+            tuple(self._unchecked), self._unchecked_nbytes, tuple(self._skipped), self._seal, self._tensors,
             own_sums=self._own_sums,
-        )
+        )  # fmt: skip
 
     def sealed(self, path: str, *, whole: bool = False) -> None:
         """Compare a folder, or a file, with its seal, if it has one. `whole` where it is all that is verified."""
@@ -245,7 +235,6 @@ class Verification:
         self._notes += [f"{inside}{name} was not sealed with the others" for name in found.extra]
 
     def directory(self, path: str) -> None:
-        """Verify a directory as one checkpoint, and then the other files in it."""
         failed: HoldfastError | None = None
         done: set[str] = set()
         store = None
@@ -458,7 +447,6 @@ class Verification:
             self._enter(found, number, outcome, found.file(number, path))
 
     def _enter(self, found: CheckpointBytes, number: int, outcome: int | HoldfastError | None, file: str) -> None:
-        """Enter a range that cannot be read, or is not as it was written."""
         names = found.names(number)
         if isinstance(outcome, HoldfastError):
             self._problems.append(Problem(file, outcome.message, type(outcome).__name__, names))
@@ -479,7 +467,6 @@ class CheckpointBytes:
         """Records that are compressed, and their lengths after inflating."""
 
     def keys(self) -> list[str]:
-        """The files that have bytes of tensors."""
         ranges = self.stored.ranges
         used = np.unique(ranges.files[self.stored.in_store(self.source.store)])
         return sorted(ranges.keys[file] for file in used.tolist())
@@ -488,7 +475,6 @@ class CheckpointBytes:
         return place_at(path).file(self.stored.ranges.place(number)[0])
 
     def names(self, number: int) -> tuple[str, ...]:
-        """Every tensor that uses a range."""
         return tuple([self.table.names[row] for row in self.stored.rows_of(number)])
 
     def label(self, number: int) -> str:

@@ -1,12 +1,12 @@
 """Tensors that are pruned when they are read, the masks that did it as packed bits, and what was lost.
 
 As in `computed.py`, these are ordinary lazy tensors over storages that exist nowhere: reading a range of one reads the elements
-behind it, a piece at a time, and applies the mask, so that writing them takes no more memory than writing anything else. What is
-lost is told on the way, so that a report takes no pass of its own.
+behind it, a piece at a time, and applies the mask, so that writing them takes no more memory than writing anything else. Losses are
+measured on the way, so that a report takes no pass of its own.
 
-What pruning takes away is counts and norms, over pieces that add up. A piece is weighed in steps, as float64. Whatever has read a
-range tells a `Tally`; where the ranges cover a tensor, their sum in the order of elements is what the tensor lost, whichever
-thread was quicker. Where the search for a threshold counted how often each value is there, no piece needs to be read.
+A loss is counts and norms, over pieces that add up. A piece is weighed in steps, as float64, and added to a `Tally`; where the
+pieces cover a tensor, their sum in the order of elements is the loss of the tensor, whichever thread was quicker. Where the search
+for a threshold counted how often each value is there, no piece needs to be read.
 """
 
 from __future__ import annotations
@@ -40,18 +40,17 @@ each other's turn at the interpreter."""
 
 
 class Loss(Value, frozen=True):
-    """What pruning some elements takes away."""
+    """The counts and norms of elements that are pruned."""
 
     pruned: int = 0
     """Elements that the mask sets to zero, those included that were zero before."""
     zeros: int = 0
     """Zeros afterwards, of both signs."""
     nonfinite: int = 0
-    """NaN and infinities before."""
     squares: float = 0.0
     """The sum of the squares of all that is finite."""
     lost: float = 0.0
-    """The same of what goes."""
+    """The sum of the squares of what is pruned."""
 
     def __add__(self, other: Loss) -> Loss:
         return Loss(*map(add, astuple(self), astuple(other)))
@@ -65,7 +64,7 @@ class Loss(Value, frozen=True):
 
 
 class Tally:
-    """The losses of ranges of one tensor, told by any thread. A range that is told twice counts once."""
+    """The losses of ranges of one tensor, added by any thread. A range that is added twice counts once."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -80,7 +79,7 @@ class Tally:
         self._parts.clear()
 
     def whole(self) -> Loss | None:
-        """What the tensor loses, if the ranges cover it and do not overlap."""
+        """The loss of the tensor, if the ranges cover it and do not overlap."""
         reach, total = 0, Loss()
         for (start, stop), loss in sorted(self._parts.items(), key=lambda item: item[0]):
             if start != reach:
@@ -90,7 +89,7 @@ class Tally:
 
 
 class Weighed:
-    """Tells a tally what a mask takes away. Blocks begin at multiples of the mask's `align`."""
+    """Adds the losses of a mask to a tally. Blocks begin at multiples of the mask's `align`."""
 
     def __init__(self, mask: Mask, tally: Tally) -> None:
         mask.prepare()
@@ -99,12 +98,11 @@ class Weighed:
     def add(self, start: int, values: np.ndarray) -> None:
         self._tally.add(start, start + len(values), prune_values(values.copy(), self._mask, start, weigh=True))
 
-    def result(self) -> None:
-        """It was told."""
+    def result(self) -> None: ...
 
 
 def loss_of(values: np.ndarray, kept: np.ndarray) -> Loss:
-    """What these values lose.
+    """The loss of these values.
 
     >>> loss_of(np.array([3.0, 0.0, 4.0, np.nan]), np.array([False, True, True, True]))
     Loss(pruned=1, zeros=2, nonfinite=1, squares=25.0, lost=9.0)
@@ -131,7 +129,6 @@ def prune_values(values: np.ndarray, mask: Mask, start: int, *, weigh: bool) -> 
 
 
 def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-    """The range [start, stop), cut at multiples of a step."""
     while start < stop:
         end = min((start // step + 1) * step, stop)
         yield start, end
@@ -139,21 +136,17 @@ def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def loss_of_counts(there: Ints, gone: Ints, order: str) -> Loss:
-    """What goes of values that were counted, each by its key."""
+    """The loss of values that were counted, each by its key."""
     (floats, bits), infinity = ORDERS[order], INFINITY_BITS[order]
     wide = np.arange(infinity, dtype=bits).view(floats).astype(np.float64)
     squares = wide * wide
     return Loss(
-        int(gone.sum()),
-        int(there[0] + gone[1:].sum()),
-        int(there[infinity:].sum()),
-        float((squares * there[:infinity]).sum()),
+        int(gone.sum()), int(there[0] + gone[1:].sum()), int(there[infinity:].sum()), float((squares * there[:infinity]).sum()),
         float((squares * gone[:infinity]).sum()),
-    )
+    )  # fmt: skip
 
 
 def _lost(before: np.ndarray, after: np.ndarray, gone: int) -> Loss:
-    """What was lost of some values when `gone` of them became zero."""
     kind = f"u{before.dtype.itemsize}"
     bits = after.view(kind)
     with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN that is widened, a float64 whose square is none
@@ -171,21 +164,17 @@ def _lost(before: np.ndarray, after: np.ndarray, gone: int) -> Loss:
 
 
 class Content(Value, frozen=True):
-    """What one storage holds."""
-
     tensor: LazyTensor
     mask: Mask
     tally: Tally | None
-    """Told what is lost."""
     packed: bool
-    """The mask itself, a bit an element; not the values."""
+    """Whether it is the mask itself, a bit an element, and not the values."""
 
     @property
     def nbytes(self) -> int:
         return -(-self.tensor.size // 8) if self.packed else self.tensor.nbytes
 
     def read(self, start: int, out: memoryview) -> None:
-        """The bytes from `start` on."""
         width = self.tensor.dtype.bits // 8
         if self.packed:
             first, last, begin = start * 8, min((start + out.nbytes) * 8, self.tensor.size), 0
@@ -196,9 +185,10 @@ class Content(Value, frozen=True):
             return
         at = 0
         for low, high in self._pieces(first, last):
-            made = (
-                np.packbits(self._kept(low, high)[1], bitorder="little") if self.packed else self._values(low, high).view(np.uint8)
-            )
+            values, kept = self._kept(low, high)
+            if not self.packed:
+                zero_out(values, kept)
+            made = np.packbits(kept, bitorder="little") if self.packed else values.view(np.uint8)
             part = made[begin : begin + out.nbytes - at]
             out[at : at + len(part)] = part.data
             at, begin = at + len(part), 0
@@ -208,7 +198,8 @@ class Content(Value, frozen=True):
         for low, high in self._pieces(start, start + len(out)):
             part = out[low - start : high - start]
             if low % self.mask.align or (high % self.mask.align and high != self.tensor.size):
-                part[:] = self._values(low, high)
+                part[:], kept = self._kept(low, high)
+                zero_out(part, kept)
                 continue
             read_flat(self.tensor, low, high, out=part)
             self.mask.prepare()
@@ -220,11 +211,6 @@ class Content(Value, frozen=True):
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Elements [start, stop), in pieces that begin where a tensor's pieces do."""
         return _cut(start, stop, max(select.PIECE_ELEMENTS // 8, 1) * 8)
-
-    def _values(self, start: int, stop: int) -> np.ndarray:
-        values, kept = self._kept(start, stop)
-        zero_out(values, kept)
-        return values
 
     def _kept(self, start: int, stop: int) -> tuple[np.ndarray, Bools]:
         """The elements [start, stop) in C order, and which of them stay."""
@@ -247,7 +233,7 @@ class Masked(Sourced):
         super().__init__("<pruned>")
 
     def tensor(self, original: LazyTensor, mask: Mask, tally: Tally | None = None) -> LazyTensor:
-        """The tensor with its mask applied. It shares its storage with nothing. Reading it tells the tally what is lost."""
+        """The tensor with its mask applied. It shares its storage with nothing. Reading it adds the losses to the tally."""
         key = self._add(Content(original, mask, tally, packed=False))
         storage = Storage(key, 0, original.nbytes, label=original.name, home=self)
         made = LazyTensor.contiguous(original.name, original.dtype, original.shape, storage, self.source)
@@ -260,5 +246,4 @@ class Masked(Sourced):
         return LazyTensor.contiguous(name, BYTES, (count,), Storage(self._add(content), 0, count, home=self), self.source)
 
     def _add(self, content: Content) -> str:
-        entry = VirtualFile(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor))
-        return self.put(entry)
+        return self.put(VirtualFile(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor)))

@@ -1,16 +1,16 @@
-"""Which elements of a tensor stay: masks, what is left of the search for a threshold.
+"""Masks: which elements of a tensor stay.
 
-A mask is a key and an index, a pattern along the last axis, or a bit for each block. It says of any range of elements, in C order,
-what stays (`keep`), and sets the rest to zero (`prune`): in integers of the elements' own width where it can, since booleans are a
-second array of another width. These are the same masks, element for element, as those of `holdfast.torch.sparsity.masks`.
+A mask is a key and an index, a pattern along the last axis, or a bit for each block. Of any range of elements, in C order, it knows
+which stay (`keep`), and sets the rest to zero (`prune`): in integers of the elements' own width where it can, since booleans are a
+second array of another width. The masks are the same, element for element, as those of `holdfast.torch.sparsity.masks`.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from itertools import count
 
 import numpy as np
@@ -31,7 +31,7 @@ HELD_SCORES = 1 << 22
 
 
 def zero_out(values: np.ndarray, kept: Bools) -> int:
-    """Make +0.0 of what is not kept, in its place; how many elements that is. What stays keeps its bits."""
+    """Make +0.0 of elements that are not kept, in their place, and return their number. Elements that stay keep their bits."""
     width = values.dtype.itemsize
     values.view(f"i{width}")[...] &= np.negative(kept.view(np.int8)).astype(f"i{width}", copy=False)
     return len(kept) - int(np.count_nonzero(kept))
@@ -47,10 +47,10 @@ class ThresholdMask(Value, frozen=True, eq=False):
     """Ranges begin at multiples of `align`, and end there or at the end; at multiples of `row` they are quicker."""
 
     def prepare(self) -> None:
-        """Find out what is not known yet, before elements are asked for. It may wait for others: never while `computing`."""
+        """Compute what is not known yet, before `keep` and `prune`. This may wait for other threads: never while `computing`."""
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
-        """What stays of elements that were read, the first of which has the index `start` in C order."""
+        """Which of these elements stay, the first of which has the index `start` in C order."""
         kept = np.empty(len(values), np.bool_)
         before = min(max(self.cut - start, 0), len(values))
         self.keys.reach(values[:before], start, self.key + 1, out=kept[:before])
@@ -58,7 +58,7 @@ class ThresholdMask(Value, frozen=True, eq=False):
         return kept
 
     def prune(self, values: np.ndarray, start: int) -> int:
-        """Make +0.0 of what goes, in its place; how many elements that is. `keep` says the same of each."""
+        """Make +0.0 of elements that do not stay, in their place, and return their number."""
         keys = self.keys
         if not isinstance(keys, Magnitudes) or keys.order != keys.tensor.dtype.name or self.key >= keys.most:
             return zero_out(values, self.keep(values, start))
@@ -67,9 +67,9 @@ class ThresholdMask(Value, frozen=True, eq=False):
 
 
 def zero_below(values: np.ndarray, least: int) -> int:
-    """Make +0.0, in its place, of what has a magnitude below this one, both as integers; how many elements that is.
+    """Make +0.0, in its place, of elements with a magnitude below this one, both as integers, and return their number.
 
-    Without a boolean: what is kept is the sign of a difference, spread over the element.
+    Without a boolean: the sign of a difference, spread over the element, keeps or clears it.
 
     >>> values = np.array([1.0, -2.0, 3.0, -0.0], np.float32)
     >>> zero_below(values, int(np.float32(2).view(np.int32))), values.tolist()
@@ -95,8 +95,8 @@ HELD_NBYTES = 16 << 20
 class RandomMask:
     """The lowest of a random order go.
 
-    Which ones is found out when the tensor is first read, and held, a bit an element, until all of it was: so that keys are made
-    once, and no more is held than the tensors that are being written. Whoever reads it again has the keys made again.
+    The mask is computed when the tensor is first read, and held, a bit an element, until all of the tensor was read: so keys are
+    made once, and no more is held than the tensors that are being written. A second reading makes the keys again.
     """
 
     align = row = 1
@@ -117,7 +117,9 @@ class RandomMask:
     def keep(self, values: np.ndarray, start: int) -> Bools:
         bits, stop = self._bits, start + len(values)
         if bits is None:
-            return self._known().keep(values, start)
+            if self._threshold is None:
+                raise ValueError("a random mask is prepared before it is used")
+            return self._threshold.keep(values, start)
         kept = np.unpackbits(bits[start // 8 : -(-stop // 8)], bitorder="little")[start % 8 :][: len(values)]
         with self._lock:
             self._unread -= len(values)
@@ -128,13 +130,8 @@ class RandomMask:
     def prune(self, values: np.ndarray, start: int) -> int:
         return zero_out(values, self.keep(values, start))
 
-    def _known(self) -> ThresholdMask:
-        if self._threshold is None:
-            raise ValueError("a random mask is prepared before it is used")
-        return self._threshold
-
     def _found(self) -> ThresholdMask:
-        """The threshold, from a pass over all keys in which the bits are found as well."""
+        """The threshold, from a pass over all keys in which the bits are computed as well."""
         if not self._gone:
             return ThresholdMask(self._keys, 0, 0)
         rank, keys, places = 0, np.empty(0, np.uint64), np.empty(0, np.int64)
@@ -154,19 +151,15 @@ class RandomMask:
         return ThresholdMask(self._keys, int(keys[last]), int(places[last]) + 1)
 
     def _parted(self, low: int, high: int) -> list[Parted]:
-        """All keys, in pieces that fill whole bytes with their bits."""
-        ranges = [*pieces(self._keys.count, 8)]
+        ranges = [*pieces(self._keys.count, 8)]  # pieces that fill whole bytes with their bits
         parts: dict[int, Parted] = {}
 
-        def task(at: int) -> Callable[[], None]:
-            def run() -> None:
-                with computing():
-                    part = self._keys.part(*ranges[at], low, high=high)
-                parts[at] = part if self._held else replace(part, bits=np.empty(0, np.uint8))
+        def run(at: int) -> None:
+            with computing():
+                part = self._keys.part(*ranges[at], low, high=high)
+            parts[at] = part if self._held else replace(part, bits=np.empty(0, np.uint8))
 
-            return run
-
-        run_all([task(at) for at in range(len(ranges))], self._threads)
+        run_all([partial(run, at) for at in range(len(ranges))], self._threads)
         return [parts[at] for at in range(len(ranges))]
 
 
@@ -181,12 +174,9 @@ class GroupMask(Value, frozen=True):
     def align(self) -> int:
         return self.m
 
-    @property
-    def row(self) -> int:
-        return self.m
+    row = align
 
-    def prepare(self) -> None:
-        """All is known."""
+    def prepare(self) -> None: ...
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
         return group_keep(magnitude_keys(values, self.order), self.m - self.n, m=self.m)
@@ -195,11 +185,8 @@ class GroupMask(Value, frozen=True):
         return zero_out(values, self.keep(values, start))
 
 
-COMPARED = 16
-"""Groups up to this size are ordered by comparing every pair: quicker than to sort very short rows."""
-
-COMPARED_KEYS = 1 << 18
-"""Keys that are compared at a time, at the most."""
+COMPARED, COMPARED_KEYS = 16, 1 << 18
+"""Groups up to this size are ordered by comparing every pair, which is quicker than sorting short rows; so many keys at once."""
 
 
 def group_keep(keys: np.ndarray, zeros: int, *, m: int) -> Bools:
@@ -231,13 +218,11 @@ def group_keep(keys: np.ndarray, zeros: int, *, m: int) -> Bools:
 
 @lru_cache(maxsize=4)
 def _places(m: int) -> npt.NDArray[np.int8]:
-    """The place of each key in its group: so many go before it if all are equal."""
     return np.resize(np.arange(m, dtype=np.int8), COMPARED_KEYS)
 
 
 @lru_cache(maxsize=COMPARED)
 def _have_one(m: int, apart: int) -> Bools:
-    """Whether the group of each key has one that stands so far behind it."""
     return np.asarray(_places(m) < m - apart)
 
 
@@ -255,8 +240,7 @@ class BlockMask(Value, frozen=True, eq=False):
     def row(self) -> int:
         return self.columns
 
-    def prepare(self) -> None:
-        """All is known."""
+    def prepare(self) -> None: ...
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
         stop = start + len(values)
@@ -299,7 +283,7 @@ Mask = ThresholdMask | RandomMask | GroupMask | BlockMask
 
 
 class BlockChoice:
-    """Which blocks stay: from scores that are held until all are there, or as they come, where the cut is known."""
+    """Chooses the blocks that stay: from scores that are held until all are there, or as they come, where the cut is known."""
 
     def __init__(self, scores: BlockScores, gone: int, known: KeySearch | None) -> None:
         self._scores, self._gone, self._known = scores, gone, known
@@ -341,9 +325,6 @@ def block_masks(
     many = {at: KeySearch([one], gone[at]) for at, one in enumerate(scores) if one.count > HELD_SCORES}
     select([*many.values()], threads=threads, progress=progress)
     return scan(
-        [one.tensor for one in scores],
-        lambda at: BlockChoice(scores[at], gone[at], many.get(at)),
-        lambda at: scores[at].blocks(),
-        threads=threads,
-        progress=progress,
-    )
+        [one.tensor for one in scores], lambda at: BlockChoice(scores[at], gone[at], many.get(at)), lambda at: scores[at].blocks(),
+        threads=threads, progress=progress,
+    )  # fmt: skip

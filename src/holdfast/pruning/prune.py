@@ -3,8 +3,8 @@
 1. Rules are laid over the names. What does not fit is collected, and all of it refused, before anything is read or written.
 2. Passes over the tensors find what goes: a threshold for each tensor, one for all global rules together, a bit for each block
    (`pruning/select.py`). N:M needs none.
-3. The checkpoint is written as in `save`, each block pruned while it is read, and what is lost is measured on the way. A dry run
-   measures it in a pass of its own.
+3. The checkpoint is written as in `save`, each block pruned while it is read, and losses are measured on the way. A dry run
+   measures them in a pass of its own.
 
 Memory is a few blocks a thread, and a bit for each block of block rules. Of equal magnitudes the one with the lowest index goes
 first, and over several tensors those of the tensor whose name sorts first. NaN counts as the largest of all: it goes last, and is
@@ -55,28 +55,21 @@ from holdfast.saving.planned import Destination, Planned, Saved, layout_of, plan
 from holdfast.saving.rows import flat_state, with_odd, with_table
 from holdfast.saving.state import tabulate_state
 
-MASKS = "holdfast.masks"
-"""The metadata of a file of masks: JSON, from the name of each tensor to its shape and rule."""
-
-MASKS_FILE = "masks.safetensors"
-"""Where they are in a directory of pruned weights."""
-
-OPTIONS = Options(keep_tree=True)
+MASKS, MASKS_FILE = "holdfast.masks", "masks.safetensors"
+"""The metadata of a file of masks (JSON, from the name of each tensor to its shape and rule), and the name of that file."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrunedTensor:
     name: str
     rule: str
-    """The pattern and the method that decided."""
+    """The pattern and the method of the rule that decided."""
     dtype: str
     shape: tuple[int, ...]
     pruned: int
     """Elements that the mask sets to zero, those included that were zero before."""
     zeros: int
-    """Zeros afterwards."""
     nonfinite: int
-    """NaN and infinities that were there."""
     norm_lost: float
     """The L2 norm of what went over that of the whole, 0 to 1; over what is finite, and NaN where nothing else is there."""
     also: tuple[str, ...] = ()
@@ -94,16 +87,15 @@ class PrunedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned(Saved):
-    """What a pruning did, or would do."""
+    """The outcome of a pruning."""
 
     source: str
     tensors: tuple[PrunedTensor, ...] = ()
     kept: int = 0
     """Tensors that no rule changed."""
     norm_lost: float = 0.0
-    """Over all pruned tensors together."""
+    """The part of the L2 norm of all pruned tensors that went."""
     masks: str | None = None
-    """The file of masks."""
 
     @property
     def size(self) -> int:
@@ -145,7 +137,7 @@ def plan_prune(
         jobs = _jobs(source, state, rules, masks=masks, notes=notes)
         chosen = "safetensors" if masks == "only" else format_for(target, where.format, options)
         if masks != "only":
-            # The format is asked now: a target that cannot hold the state is refused before anything is read.
+            # The state is laid out now: a target that cannot hold it is refused before anything is read.
             check_sparse(target, chosen, options.sparse)
             directory = plan_save(target, state, chosen, options=replace(options, sparse="never")).directory
             if masks == "beside" and not directory:
@@ -170,7 +162,7 @@ def plan_prune(
 def _jobs(
     source: Checkpoint, state: State, rules: Sequence[str | PruningRule], *, masks: str | None, notes: list[str]
 ) -> list[Job]:
-    """What is to be done to which tensor; notes say what a rule leaves alone. Raises `CannotHold` with all that does not fit."""
+    """The tensors that rules apply to; notes say what a rule leaves alone. Raises `CannotHold` with all that does not fit."""
     problems: list[str] = []
     parsed: list[PruningRule] = []
     for rule in rules:
@@ -190,13 +182,13 @@ def _jobs(
 
 
 class Pruning:
-    """What is pruned: `measure` finds the masks, `plan` lays out what they leave, `report` says what they do."""
+    """The tensors that are pruned: `measure` finds the masks, `plan` lays out what they leave, `report` gives the losses."""
 
     def __init__(self, state: State, jobs: list[Job], masks: str | None, *, options: Options) -> None:
         self._state, self._jobs, self._masks, self._options = state, jobs, masks, options
 
     def measure(self, workers: int, progress: Progress | None) -> None:
-        """Find what goes. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
+        """Find the masks. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
         searches: list[tuple[KeySearch, list[tuple[Job, Magnitudes]]]] = []
         together: list[tuple[Job, float]] = []
         blocks: list[tuple[Job, BlockScores, float]] = []
@@ -229,20 +221,17 @@ class Pruning:
             job.mask = mask
 
     def _weigh(self, workers: int, progress: Progress | None) -> None:
-        """Measure what is lost of all tensors that were not read as a whole while they were written."""
+        """Measure the losses of all tensors that were not read as a whole while they were written."""
         left = [(job, _mask(job)) for job in self._jobs if job.tally.whole() is None]
         for job, _ in left:
             job.tally.clear()
         scan(
-            [job.tensor for job, _ in left],
-            lambda at: Weighed(left[at][1], left[at][0].tally),
-            lambda at: pieces(left[at][0].tensor.size, left[at][1].align),
-            threads=workers,
-            progress=progress,
-        )
+            [job.tensor for job, _ in left], lambda at: Weighed(left[at][1], left[at][0].tally),
+            lambda at: pieces(left[at][0].tensor.size, left[at][1].align), threads=workers, progress=progress,
+        )  # fmt: skip
 
     def report(self, report: Pruned, workers: int, progress: Progress | None) -> Pruned:
-        """What goes, and what is lost with it; after `measure`. Reads what was not read as a whole while it was written."""
+        """The report with the losses; after `measure`. Reads tensors that were not read as a whole while they were written."""
         self._weigh(workers, progress)
         losses = [job.loss for job in self._jobs]
         rows = [
@@ -258,8 +247,8 @@ class Pruning:
         total = sum(losses, Loss())
         kept = len(self._state.tensors) - names
         sick = sum(1 for row in rows if row.nonfinite)
-        said = f"{plural(total.nonfinite, 'element')} of {plural(sick, 'tensor')} are NaN or infinite: norms are of the others"
-        notes = (*report.notes, said) if sick else report.notes
+        note = f"{plural(total.nonfinite, 'element')} of {plural(sick, 'tensor')} are NaN or infinite: norms are of the others"
+        notes = (*report.notes, note) if sick else report.notes
         return replace(report, tensors=tuple(rows), kept=kept, norm_lost=total.norm_lost, notes=notes)
 
     def plan(self, target: str, format: str) -> SavePlan:
@@ -277,9 +266,9 @@ class Pruning:
     def _pruned(self, masked: Masked) -> State:
         table, made = self._state.tensors, dict[int, LazyTensor]()
         for job in self._jobs:
-            # What is packed is read several times, and told to nobody: it is weighed by itself.
-            told = job.open_tally if self._options.sparse == "never" else None
-            new = masked.tensor(job.tensor, _mask(job), told)
+            # A tensor that is packed is read several times, so it is weighed by itself.
+            tally = job.open_tally if self._options.sparse == "never" else None
+            new = masked.tensor(job.tensor, _mask(job), tally)
             for name in job.names:
                 row = table.rows[name]
                 traits = replace(table.kind_of(row).traits, conj=False, neg=False, alias=None)

@@ -9,13 +9,12 @@
 
 The pattern is a glob on dotted names (`core/patterns.py`). The first rule that matches a name decides.
 
-N:M is for matrices that are multiplied with. So a pattern with a wildcard means those where its method is N:M: norms, biases and
-embeddings that it matches are left alone, and a note says which. A name in full means what it says, and so does a pattern that
-speaks of embeddings.
+N:M is for matrices that are multiplied with. So a pattern with a wildcard means these where its method is N:M: norms, biases and
+embeddings that it matches are left alone, and a note says which. A name in full is taken as it is, and so is a pattern that
+names embeddings.
 
-Which rule applies to which tensor (`assign`), and what of that cannot be, is a list of jobs. Everything is found from names,
-dtypes and shapes: nothing is read. Names of one and the same tensor are one job. Problems are collected, so that all of them are
-told at once.
+`assign` makes a job of each tensor that a rule applies to, from names, dtypes and shapes: nothing is read. Names of one and the
+same tensor are one job. Problems are collected, so that all of them are reported at once.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from holdfast.pruning.masks import Mask
 
 
 class Keep(Value, frozen=True):
-    """Leave it as it is."""
+    """The tensor stays as it is."""
 
 
 class Magnitude(Value, frozen=True):
@@ -78,12 +77,12 @@ Method = Keep | Magnitude | Groups | Block | Random | Global
 
 
 class PruningRule(Value, frozen=True):
-    """Names, and what is done to the tensors of these names."""
+    """A pattern of names, and the method for tensors of these names."""
 
     pattern: str
     method: Method
     text: str = ""
-    """The method as it was written."""
+    """The text of the method."""
 
     def __post_init__(self) -> None:
         problem = _problem(self.method)
@@ -157,13 +156,11 @@ def tensor_seed(seed: int, name: str) -> int:
 
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""What can be pruned. Narrower floats are quantised weights: their zeros mean something else beside their scales."""
+"""The dtypes that can be pruned. Narrower floats are quantised weights: their zeros mean something else beside their scales."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One tensor to be pruned."""
-
     tensor: LazyTensor
     names: list[str]
     rule: PruningRule
@@ -175,16 +172,15 @@ class Job:
 
     @property
     def open_tally(self) -> Tally | None:
-        """The tally, if it is to be told what is lost; the search for a threshold may have known."""
+        """The tally, unless the search for a threshold has filled it."""
         return None if self.tally.whole() else self.tally
 
     def counted(self, there: Ints, gone: Ints) -> None:
-        """Tell the tally, by how often each key is there and goes."""
+        """Add the loss to the tally, from how often each key is there and goes."""
         self.tally.add(0, self.tensor.size, loss_of_counts(there, gone, self.tensor.dtype.name))
 
     @property
     def loss(self) -> Loss:
-        """What was lost; none before it is weighed."""
         return self.tally.whole() or Loss()
 
 
@@ -202,17 +198,16 @@ def conflicts(rules: Sequence[PruningRule]) -> list[str]:
 
 
 NO_MATRIX, NO_FLOAT, LOOKED_UP = "of one dimension or none", "of integers or flags", "embeddings"
-"""Why N:M leaves a tensor alone."""
+"""Reasons why N:M leaves a tensor alone."""
 
 TABLES = ("wte", "wpe", "shared")
 """Modules that are tables to look up, beside those with "embed" in their names: of GPT-2 and of T5."""
 
 SHOWN = 3
-"""Tensors that a note names."""
 
 
 def _left_alone(name: str, tensor: LazyTensor, rule: PruningRule) -> str:
-    """Why a rule does not mean a tensor that it matches; empty where it does."""
+    """The reason why a rule leaves a tensor alone that it matches; empty where it does not."""
     if not isinstance(rule.method, Groups) or name == rule.pattern:
         return ""
     if tensor.dtype.kind != "float":
@@ -226,7 +221,8 @@ def _left_alone(name: str, tensor: LazyTensor, rule: PruningRule) -> str:
 
 def assign(state: State, rules: Sequence[PruningRule], problems: list[str], notes: list[str]) -> list[Job]:
     """The tensors that rules apply to, in the order of names. Notes say what N:M leaves alone."""
-    whole = _parts(state)
+    wholes = state.leaves.composites()
+    whole = {identity(part, stored_alias=True): one.kind for one in wholes for part in one.parts.values()}
     meant = [matcher(rule.pattern) for rule in rules]
     matched = [0] * len(rules)
     decided = [0] * len(rules)
@@ -264,7 +260,8 @@ def assign(state: State, rules: Sequence[PruningRule], problems: list[str], note
             held += [(name, tied.rule, held[0][2]) for name in jobs.pop(own).names]
         elif tied is not None:
             left.setdefault(own, held[0][0])
-    notes += _asides([one for held in aside.values() for one in held])
+    every = [one for held in aside.values() for one in held]
+    notes += _asides(every)
     problems += [
         f"{job.names[0]} and {left[own]} are one tensor, and nothing prunes it under the second name; prune both or keep both"
         for own, job in jobs.items()
@@ -274,19 +271,13 @@ def assign(state: State, rules: Sequence[PruningRule], problems: list[str], note
         if not matched[i]:
             near = difflib.get_close_matches(rule.pattern, list(state.tensors)[:10_000], n=2, cutoff=0.4)
             problems.append(f"rule {rule.pattern!r} matches no tensor" + (f"; near: {', '.join(near)}" if near else ""))
-        elif decided[i] and not any(job.rule is rule for job in jobs.values()) and _only_aside(rule, aside.values()):
-            problems.append(
-                f"rule '{rule.pattern}: {rule.text}' finds no matrix: N:M is for weights of two dimensions or more that are no "
-                "embeddings; name a tensor in full to prune it all the same"
-            )
+        elif decided[i] and not any(job.rule is rule for job in jobs.values()) and any(one is rule for _, one, _ in every):
+            problem = "finds no matrix: N:M is for weights of two dimensions or more that are no embeddings"
+            problems.append(f"rule '{rule.pattern}: {rule.text}' {problem}; name a tensor in full to prune it all the same")
         elif not decided[i] and not isinstance(rule.method, Keep) and [r.pattern for r in rules].count(rule.pattern) < 2:
             problems.append(f"rule {rule.pattern!r} decides nothing: rules before it match all of its names")
     problems += _overlaps(state, jobs)
     return list(jobs.values())
-
-
-def _only_aside(rule: PruningRule, aside: Iterable[Sequence[tuple[str, PruningRule, str]]]) -> bool:
-    return any(one is rule for held in aside for _, one, _ in held)
 
 
 def _asides(alone: Sequence[tuple[str, PruningRule, str]]) -> list[str]:
@@ -305,14 +296,8 @@ def _asides(alone: Sequence[tuple[str, PruningRule, str]]) -> list[str]:
     return notes
 
 
-def _parts(state: State) -> dict[View, str]:
-    """The tensors that are parts of others, with the kind of the whole."""
-    wholes = state.leaves.composites()
-    return {identity(part, stored_alias=True): whole.kind for whole in wholes for part in whole.parts.values()}
-
-
 def _unfit(tensor: LazyTensor, rule: PruningRule, part_of: str | None) -> str:
-    """Why a tensor cannot be pruned by a rule."""
+    """The reason why a tensor cannot be pruned by a rule; empty where it can."""
     shape = list(tensor.shape)
     if part_of is not None:
         what = "quantised" if part_of == "quantized" else part_of.replace("_", " ")
@@ -324,10 +309,9 @@ def _unfit(tensor: LazyTensor, rule: PruningRule, part_of: str | None) -> str:
     if tensor.ndim == 0:
         return "a single number, with no dimension; put a rule that keeps it first"
     if isinstance(rule.method, Groups) and shape[-1] % rule.method.m:
-        n, m = rule.method.n, rule.method.m
-        return (
-            f"{n}:{m} needs a last axis of a multiple of {m} elements, and {shape} has {shape[-1]}; put a rule that keeps it first"
-        )
+        pattern, m = f"{rule.method.n}:{rule.method.m}", rule.method.m
+        need = f"{pattern} needs a last axis of a multiple of {m} elements"
+        return f"{need}, and {shape} has {shape[-1]}; put a rule that keeps it first"
     try:
         tensor.check_expansion()
     except HoldfastError as error:
@@ -344,8 +328,7 @@ def _overlaps(state: State, jobs: Mapping[View, Job]) -> Iterable[str]:
         for chunk in tensor.shared_chunks:
             spans.setdefault(chunk.storage, {}).setdefault((*chunk.extent(tensor.dtype), identity(tensor, stored_alias=True)), name)
     for held in spans.values():
-        reached: dict[bool, tuple[int, View, str]] = {}
-        """The furthest stop so far, among pruned ones and among others."""
+        reached: dict[bool, tuple[int, View, str]] = {}  # the furthest stop so far, among pruned ones and among others
         for (start, stop, own), name in sorted(held.items(), key=lambda item: item[0][:2]):
             pruned = own in jobs
             for kind, (end, other, before) in reached.items():

@@ -39,7 +39,7 @@ def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
 
 
 class Magnitudes(Value, frozen=True):
-    """The keys of a tensor's elements by their absolute values. The members are described here for all kinds of keys."""
+    """The keys of a tensor's elements by their absolute values. Members of all kinds of keys are described here."""
 
     tensor: LazyTensor
     order: str
@@ -50,7 +50,6 @@ class Magnitudes(Value, frozen=True):
 
     @property
     def width(self) -> int:
-        """Bits of a key."""
         return 8 * ORDERS[self.order][1].itemsize - 1
 
     @property
@@ -71,18 +70,18 @@ class Magnitudes(Value, frozen=True):
         return magnitude_keys(values, self.order)
 
     def begin(self, values: np.ndarray, bits: KeyBits) -> np.ndarray:
-        """Those of them that begin with a prefix; they are made in parts that stay in a cache."""
+        """The keys of a block that begin with a prefix; they are made in parts that stay in a cache."""
         parts = (values[at : at + RUN_KEYS] for at in range(0, len(values), RUN_KEYS))
         return np.concatenate([bits.begin(self.of(part), self.width) for part in parts])
 
     def count_by(self, values: np.ndarray, bits: KeyBits) -> Ints:
-        """How many there are by some of their bits."""
+        """The number of keys of a block, by some of their bits."""
         if bits.known < self.width or self.width > 32:
             return bits.count(self.of(values), self.width)
         return top_counts(values, self.order)  # the upper bytes of floats are enough
 
     def reach(self, values: np.ndarray, start: int, key: int, *, out: Bools) -> None:
-        """Which of values that were read have this key or one above it."""
+        """Whether each of these values has this key or one above it."""
         np.greater_equal(self.of(values), key, out=out)
 
 
@@ -96,7 +95,7 @@ class BlockScores(Value, frozen=True):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """How many blocks there are below and beside each other."""
+        """The number of blocks below and beside each other."""
         rows, columns = matrix_shape(self.tensor.shape)
         return -(-rows // self.height), -(-columns // self.width_of_block)
 
@@ -133,30 +132,27 @@ class BlockScores(Value, frozen=True):
 
 
 Keys = Magnitudes | BlockScores
-"""The keys of one tensor."""
 
-
-Told = Callable[[Ints, Ints], None]
-"""How often each key of 15 bits is there, and how often it goes."""
+OnCounts = Callable[[Ints, Ints], None]
+"""Called with how often each key of 15 bits is there, and how often it goes."""
 
 
 class KeySearch:
     """A search for the keys of some tensors that go together: every key below `key`, and of equal ones those before an index."""
 
-    def __init__(self, sources: Sequence[Keys], gone: int, told: Told | None = None) -> None:
-        """So many keys go, all of one width. `told` is called where one histogram was enough."""
-        self.sources, self._told = sources, told
+    def __init__(self, sources: Sequence[Keys], gone: int, on_counts: OnCounts | None = None) -> None:
+        """`gone` keys go, all of one width. `on_counts` is called where one histogram was enough."""
+        self.sources, self._on_counts = sources, on_counts
         self._work = [(number, block) for number, source in enumerate(sources) for block in source.blocks()]
         self._at = {(number, start_of(sources[number].tensor, block)): at for at, (number, block) in enumerate(self._work)}
         self._lock = threading.Lock()
         self.key, self.before = 0, (0,) * len(sources)
-        """What goes; the index is another in each tensor. Known after `select`."""
+        """The key that was found, and the index in each tensor before which equal keys go. Known after `select`."""
         self.asked: KeyBits | None = None
-        """What the next pass finds out; None where all is known."""
-        self._ties = 0
+        """The bits that the next pass counts; None where all is known."""
         self._equal: Sequence[int] = ()
-        """Of the keys that are equal to the one that was found, how many each part of the work has."""
-        self._passes = 0
+        """How many keys equal to the one that was found each part of the work has."""
+        self._ties = self._passes = 0
         if gone > 0:
             self._search: Search = search(gone, total=sum(source.count for source in sources), width=sources[0].width)
             self._begin(next(self._search))
@@ -168,7 +164,7 @@ class KeySearch:
         self._taken: list[np.ndarray] = [np.empty(0, np.uint64)] * (len(self._work) if asked.taken else 0)
 
     def look(self, number: int, start: int, values: np.ndarray) -> None:
-        """Find out what is asked of one block."""
+        """Count the keys of one block, or take them, for this pass."""
         asked, source, at = self.asked, self.sources[number], self._at[number, start]
         if asked is None:
             return
@@ -184,7 +180,7 @@ class KeySearch:
             self._parts[at * len(self._parts) // len(self._work)] += own
 
     def finish(self) -> None:
-        """The blocks of one more tensor were looked at: with the last of them the search goes on."""
+        """Go on with the search where this was the last tensor of the pass."""
         with self._lock:
             self._left -= 1
             if self._left:
@@ -200,11 +196,11 @@ class KeySearch:
                 return
             bucket = self.key % parts.shape[1]
             self._equal = parts[:, bucket].tolist()
-            if self._told is not None and self._passes == 1:
+            if self._on_counts is not None and self._passes == 1:
                 there = parts.sum(axis=0)
                 gone = np.where(np.arange(len(there)) < bucket, there, 0)
                 gone[bucket] = self._ties
-                self._told(there, gone)
+                self._on_counts(there, gone)
 
     def locate(self) -> None:
         """Find where the first of the equal keys that go end, from how many each part of the work has. Reads one part."""
@@ -225,14 +221,11 @@ class KeySearch:
                 self.before = (*(one.count for one in sources[:number]), last, *(0 for _ in sources[number + 1 :]))
                 return
             ties -= len(places)
-        raise NotCommitted(
-            "a tensor changed while its threshold was looked for; nothing was written: start again when nobody writes to it"
-        )
+        problem = "a tensor changed while its threshold was looked for; nothing was written"
+        raise NotCommitted(f"{problem}: start again when nobody writes to it")
 
 
 class KeyPass:
-    """One pass of a search over one of its tensors."""
-
     def __init__(self, searching: KeySearch, number: int) -> None:
         self._search, self._number = searching, number
         self.source = searching.sources[number]

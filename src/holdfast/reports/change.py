@@ -1,4 +1,4 @@
-"""`change`: two checkpoints beside each other, as columns of the document. It is `diff` that compares them.
+"""`change`: two checkpoints beside each other, as columns of the document. `diff` compares them.
 
 A row is a tensor of the first, or one that only the second has. What moved to another name stands under its new one.
 """
@@ -8,52 +8,35 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.core.text import clip, count, escape, plural
-from holdfast.core.value import Value, replace
-from holdfast.engine.checksums import Progress
+from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
 from holdfast.inspect.diff import Comparison, Diff
 from holdfast.inspect.side import Side
 from holdfast.numeric.compare import Content
 from holdfast.reports.document import Document, rounded, short
-from holdfast.reports.structure import Structure, name_of
+from holdfast.reports.structure import Structure
 
 SAME, CHANGED, ADDED, REMOVED, MOVED, UNLIKE = range(6)
-"""What became of a tensor: the last is one of another shape, or one of which one side has no data."""
+"""States of a tensor: the last is one of another shape, or one of which one side has no data."""
 
 STATES = ("the same", "changed", "only in the second", "only in the first", "renamed", "not comparable")
 
 
-class Change(Value, frozen=True):
-    """A difference that is planned and not yet read: `nbytes` says how much would be."""
-
-    found: Structure
-    """The first checkpoint, with what only the second has behind it."""
-    other: str
-    comparison: Comparison
-
-    @property
-    def nbytes(self) -> int:
-        return self.comparison.nbytes
-
-    def run(self, progress: Progress | None) -> Diff:
-        return self.comparison.run(progress)
-
-
-def compare(a: Structure, b: Structure, *, threads: int | None = None) -> Change:
-    """What is to be compared: the tensors of both that were chosen, under their names."""
+def compare(a: Structure, b: Structure, *, threads: int | None = None) -> tuple[Structure, Comparison]:
+    """The first checkpoint with the tensors that only the second has behind its own, and the comparison, which is not read yet."""
     sides = [Side(one.checkpoint.path, one.checkpoint.format, ViewTable(one.tensors), {}, None, flat=True) for one in (a, b)]
     union = {**a.tensors, **{name: tensor for name, tensor in b.tensors.items() if name not in a.tensors}}
-    return Change(replace(a, tensors=union), name_of(b.checkpoint), Comparison(sides[0], sides[1], threads=threads))
+    return replace(a, tensors=union), Comparison(sides[0], sides[1], threads=threads)
 
 
 def rows_of(found: Structure, told: Diff) -> Structure:
-    """The rows of the page: what was renamed is one of them, and not two."""
+    """The rows of the page: a renamed tensor is one row, and not two."""
     moved = {one.a for one in told.renamed}
     return replace(found, tensors={name: tensor for name, tensor in found.tensors.items() if name not in moved})
 
 
 def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
-    """What became of each row, and what can colour the page."""
+    """The state of each row, and the columns that can colour the page."""
     changes = {one.name: one for one in told.changed}
     moved = {one.b: one.a for one in told.renamed}
     added, removed = set(told.added), set(told.removed)
@@ -97,27 +80,20 @@ def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
 
 
 def _measure(
-    about: tuple[str, str, str, str],
-    states: list[int],
-    contents: list[Content | None],
-    *,
-    of: Callable[[Content], float | None],
+    about: tuple[str, str, str, str], states: list[int], contents: list[Content | None], *, of: Callable[[Content], float | None],
     same: float,
-) -> Document:
-    key, label, told, scale = about
+) -> Document:  # fmt: skip
+    key, label, text, scale = about
     values = [
         rounded(of(content)) if content is not None else same if state in (SAME, MOVED) else None
         for state, content in zip(states, contents, strict=True)
     ]
-    return {"key": key, "label": label, "help": told, "scale": scale, "values": values}
+    return {"key": key, "label": label, "help": text, "scale": scale, "values": values}
 
 
 def sentence(first: str, second: str, told: Diff) -> str:
-    parts = [
-        f"{len(things):,} {word}"
-        for things, word in ((told.changed, "changed"), (told.added, "added"), (told.removed, "removed"), (told.renamed, "renamed"))
-        if things
-    ]
+    kinds = {"changed": told.changed, "added": told.added, "removed": told.removed, "renamed": told.renamed}
+    parts = [f"{len(things):,} {word}" for word, things in kinds.items() if things]
     names = f"{escape(clip(first, 120))} and {escape(clip(second, 120))}"
     if not parts:
         return f"{names} hold the same: {plural(told.same, 'tensor')}, not one of them changed."

@@ -1,4 +1,4 @@
-"""What the document behind a page is made of: columns of one length, one entry a tensor, in as few characters as there may be.
+"""The parts of the document behind a page: columns of one length, one entry a tensor, in as few characters as there may be.
 
     names      front coding: how many characters a name has in common with the one before it, and the rest
     labels     what repeats (dtypes, shapes, files, roles) once, and numbers of it
@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from holdfast.core.opaque import AnyValue
 
 SCHEMA = 1
-"""Raised when a field changes its meaning or goes away."""
+"""The version of the schema, which is raised when a field changes its meaning or goes away."""
 
 Document = dict[str, AnyValue]
 
@@ -40,7 +40,7 @@ def short(name: str) -> str:
 
 
 def front_coded(names: Iterable[str]) -> dict[str, list[int] | list[str]]:
-    """How much of each name is that of the one before it, and the rest. Lengths are those of JavaScript, in units of 16 bits.
+    """The number of characters that each name shares with the one before it, and the rest. Lengths are in UTF-16 units.
 
     >>> front_coded(["layers.0.w", "layers.1.w", "norm"])
     {'shared': [0, 7, 0], 'rest': ['layers.0.w', '1.w', 'norm']}
@@ -49,28 +49,12 @@ def front_coded(names: Iterable[str]) -> dict[str, list[int] | list[str]]:
     rest: list[str] = []
     before = ""
     for name in names:
-        common = _common(before, name)
-        shared.append(common if name.isascii() else _units(name[:common]))
+        common = next((at for at, (a, b) in enumerate(zip(before, name, strict=False)) if a != b), min(len(before), len(name)))
+        # Characters beyond 16 bits are two units each in JavaScript.
+        shared.append(common if name.isascii() else common + sum(character > "\uffff" for character in name[:common]))
         rest.append(name[common:])
         before = name
     return {"shared": shared, "rest": rest}
-
-
-def _common(a: str, b: str) -> int:
-    """How many characters two names begin with that are the same.
-
-    >>> _common("layers.10.w", "layers.11.w"), _common("", "x")
-    (8, 0)
-    """
-    for at, (one, other) in enumerate(zip(a, b, strict=False)):
-        if one != other:
-            return at
-    return min(len(a), len(b))
-
-
-def _units(text: str) -> int:
-    """Its length in JavaScript: characters beyond 16 bits are two units each."""
-    return len(text) + sum(character > "\uffff" for character in text)
 
 
 def labelled(values: Iterable[Hashable], known: Sequence[Hashable] = ()) -> dict[str, list[object] | list[int]]:

@@ -1,4 +1,4 @@
-"""`history`: a run over time, as the page shows it: its steps, their sizes, why each is kept, and the numbers that were noted.
+"""`history`: a run over time, as the page shows it: its steps, their sizes, why each is kept, and their metrics.
 
 A directory is a run where steps are in it and it is no checkpoint itself; a bucket, where its prefix is. The norm of a step is the
 one that its metrics name; with statistics it is that of all its tensors, read. Nothing is locked and nothing is changed.
@@ -7,6 +7,7 @@ one that its metrics name; with statistics it is that of all its tensors, read. 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.core.text import clip, escape, nbytes, plural
@@ -20,14 +21,12 @@ from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
 
 STEPS = 5000
-"""Steps that are shown: the newest."""
 
 Norm = Callable[[Step], float | None]
-"""The norm of all numbers of a step."""
 
 
 def is_run(path: object) -> bool:
-    """Whether a path says itself that it is that of a run; `open` is asked first of one that does not."""
+    """Whether there is the record of a run at a path. What has none may be a checkpoint, or a run without a record."""
     if not isinstance(path, str | os.PathLike):
         return False
     place = place_at(place_of(path))
@@ -35,7 +34,6 @@ def is_run(path: object) -> bool:
 
 
 def run_at(path: object) -> RunTable | None:
-    """The run at a path; None where there is none."""
     if not isinstance(path, str | os.PathLike):
         return None
     where = place_of(path)
@@ -48,7 +46,7 @@ def run_at(path: object) -> RunTable | None:
 
 
 def history(table: RunTable, norm: Norm | None = None) -> Document:
-    """The steps, the newest last. `norm` is asked for those whose metrics do not name one."""
+    """The steps, the newest last. `norm` is called for those whose metrics have none."""
     rows = table.rows[-STEPS:]
     steps = [row.step for row in table.rows if row.step is not None]
     loss, scale = (_metric(steps, word) for word in ("loss", "norm"))
@@ -61,11 +59,7 @@ def history(table: RunTable, norm: Norm | None = None) -> Document:
 
 def _metric(steps: Sequence[Step], word: str) -> str | None:
     """The metric that most steps have whose name has a word in it; of several the shortest: `loss` before `val_loss`."""
-    counts: dict[str, int] = {}
-    for step in steps:
-        for name in step.metrics:
-            if word in name.lower():
-                counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for step in steps for name in step.metrics if word in name.lower())
     return min(counts, key=lambda name: (-counts[name], len(name), name), default=None)
 
 

@@ -1,13 +1,17 @@
-"""`Live`: a page that is served to this machine's browser, and what it asks for: the details of one tensor, tiles of its elements.
+"""`Live`: a page that is served to this machine's browser, which may ask for details of one tensor and for tiles of its elements.
 
     GET /?token=…                                          the page
     GET /api/detail?tensor=3&svd=1                         X-Holdfast-Token: …     a tensor's drawer, read now
     GET /api/tile?tensor=3&row=0&col=256&level=2           X-Holdfast-Token: …     256 by 256 pixels of it
 
-It listens on 127.0.0.1 and nowhere else. Other programs of this machine, and pages of other sites in the same browser, can reach
-that address as well; so every request needs a token, which is random, made anew each time, and only in the address that is
+The server listens on 127.0.0.1 and nowhere else. Other programs of this machine, and pages of other sites in the same browser, can
+reach that address as well; so every request needs a token, which is random, made anew each time, and only in the address that is
 printed; and a `Host` that is this server's own, so that a name of another site that resolves to 127.0.0.1 gets nothing. Only GET is
 answered.
+
+A `tile` is a square of a tensor as a picture of 256 by 256 pixels: an element each, or the mean of 2^level by 2^level of them. It
+reads at most `MOST` elements: of cells that are larger than that allows, evenly spaced rows, and of very long rows a run at the
+beginning of each cell. A cell with a NaN among what was read is NaN, so that one sick number is seen from far away.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import math
 import secrets
 import sys
 import threading
@@ -23,34 +28,40 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
+
+from holdfast.core.box import run_boxes
+from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import BadArgument, HoldfastError
 from holdfast.reports.document import Document, dumps, rounded
-from holdfast.reports.measures import GROUPS, detail, measure
+from holdfast.reports.measures import GROUPS, detail, measure, plane, singular_values
 from holdfast.reports.page import page
-from holdfast.reports.spectrum import singular_values
-from holdfast.reports.tiles import tile
 
-ADDRESS = "127.0.0.1"
-"""The one address. There is no way to say another."""
-
-HEADER = "X-Holdfast-Token"
+ADDRESS, HEADER = "127.0.0.1", "X-Holdfast-Token"
 
 KEPT = 256
-"""Answers about tensors that are kept: to look at one twice is to read it once."""
+"""Answers about tensors that are remembered: to look at one twice is to read it once."""
 
 PATIENCE_S = 30.0
-"""How long a connection may take to say what it wants."""
+"""Seconds that a connection may take to say what it wants."""
+
+
+SAFE_HEADERS = {
+    "Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
+}  # fmt: skip
 
 
 class Live:
     """A server that is not serving yet; `serve` does until `close`, or until the thread is interrupted."""
 
     def __init__(self, document: Document, tensors: Sequence[LazyTensor], *, port: int = 0) -> None:
-        """`tensors` are those of the rows of the document, and stay open meanwhile. Any free port where it is 0."""
+        """`tensors` are those of the rows of the document, and stay open meanwhile. The port 0 is any free one."""
         self.token = secrets.token_urlsafe(24)
         self._tensors = tensors
-        self._page = page({**document, "live": {"token": self.token}}, live=True).encode("utf-8")
+        self.page = page({**document, "live": {"token": self.token}}, live=True).encode("utf-8")
         self._known: OrderedDict[tuple[int, bool], Document] = OrderedDict()
         self._reading = threading.Lock()
         live = self
@@ -86,11 +97,8 @@ class Live:
         known = host in (f"{ADDRESS}:{self.port}", f"localhost:{self.port}")
         return known and hmac.compare_digest((token or "").encode("utf-8", "replace"), self.token.encode("ascii"))
 
-    def page(self) -> bytes:
-        return self._page
-
     def ask(self, path: str, query: dict[str, list[str]]) -> Document:
-        """What a page asks for. Raises what a person shall read."""
+        """The answer to a request of a page. Raises errors that a person can read."""
         if path == "/api/detail":
             return self._detail(_whole(query, "tensor", len(self._tensors) - 1), svd=query.get("svd", ["0"])[-1] == "1")
         if path == "/api/tile":
@@ -110,9 +118,8 @@ class Live:
     def _looked_at(self, number: int, *, svd: bool) -> Document:
         tensor = self._tensors[number]
         (found,) = measure([tensor], groups=GROUPS).found
-        made: Document = (
-            dict.fromkeys(("exponents", "negative", "quantiles", "rows", "columns")) if found is None else detail(found)
-        )
+        nothing: Document = dict.fromkeys(("exponents", "negative", "quantiles", "rows", "columns"))
+        made = nothing if found is None else detail(found)
         if svd:
             values = singular_values(tensor)
             made["singular"] = None if values is None else [rounded(value) for value in values]
@@ -123,19 +130,13 @@ class Live:
         row, column, level = (_whole(query, name) for name in ("row", "col", "level"))
         with self._reading:
             made = tile(tensor, row, column, level=level)
-        ends = made.ends
-        return {
-            "rows": made.values.shape[0],
-            "cols": made.values.shape[1],
-            "values": base64.b64encode(made.values.astype("<f4").tobytes()).decode("ascii"),
-            "low": None if ends is None else rounded(ends[0], 6),
-            "high": None if ends is None else rounded(ends[1], 6),
-            "sampled": not made.whole,
-        }
+        rows, columns = made.values.shape
+        low, high = (None, None) if made.ends is None else (rounded(end, 6) for end in made.ends)
+        values = base64.b64encode(made.values.astype("<f4").tobytes()).decode("ascii")
+        return {"rows": rows, "cols": columns, "values": values, "low": low, "high": high, "sampled": not made.whole}
 
 
 def _whole(query: dict[str, list[str]], name: str, most: int = 1 << 62) -> int:
-    """A number of a request."""
     text = query.get(name, [""])[-1]
     if not text.isascii() or not text.isdigit() or len(text) > 19 or int(text) > most:
         raise BadArgument(f"{name} is a number from 0 to {most:,}", found=text[:40])
@@ -143,18 +144,16 @@ def _whole(query: dict[str, list[str]], name: str, most: int = 1 << 62) -> int:
 
 
 class _Server(ThreadingHTTPServer):
-    """One thread a request."""
-
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a tab that was closed while it was answered; what else goes wrong is told as before."""
+        """Ignore a tab that was closed while it was answered; other errors are printed as usual."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]  # it only passes them on
 
 
 class _Answer(BaseHTTPRequestHandler):
-    """One request. Whatever is not a GET with the token and the right host gets a short no."""
+    """Answers one request. Everything but a GET with the token and the right host gets a short no."""
 
     server_of: Live
     timeout = PATIENCE_S
@@ -168,32 +167,114 @@ class _Answer(BaseHTTPRequestHandler):
         if not live.trusts(token, self.headers.get("Host")):
             self._send(403, b"403: open the address that holdfast view printed, with its token\n", "text/plain; charset=utf-8")
         elif asked.path == "/":
-            self._send(200, live.page(), "text/html; charset=utf-8")
+            self._send(200, live.page, "text/html; charset=utf-8")
         else:
-            self._send(*self._answer(asked.path, query), "application/json")
-
-    def _answer(self, path: str, query: dict[str, list[str]]) -> tuple[int, bytes]:
-        try:
-            return 200, dumps(self.server_of.ask(path, query)).encode("ascii")
-        except (HoldfastError, MemoryError) as error:
-            # What is wrong with a file is told to whoever looks at it; the server goes on.
-            return 422, json.dumps({"error": str(error) or "out of memory"}).encode("ascii")
+            try:
+                status, answer = 200, dumps(live.ask(asked.path, query))
+            except (HoldfastError, MemoryError) as error:
+                # An error of a file is the answer; the server goes on.
+                status, answer = 422, json.dumps({"error": str(error) or "out of memory"})
+            self._send(status, answer.encode("ascii"), "application/json")
 
     def _send(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)
-        for name, value in (
-            ("Content-Type", kind),
-            ("Content-Length", str(len(content))),
-            ("Cache-Control", "no-store"),
-            ("Referrer-Policy", "no-referrer"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("X-Frame-Options", "DENY"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("Cross-Origin-Opener-Policy", "same-origin"),
-        ):
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **SAFE_HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the library is silent."""
+    def log_message(self, format: str, *args: object) -> None: ...  # the library is silent
+
+
+SIDE, MOST = 256, 1 << 22
+"""Pixels of a tile, on each side, and elements that are read for it."""
+
+WIDEST, RUN = 1 << 14, 64
+"""Elements of a row that are read for a tile; of a longer one, a run of each cell."""
+
+DEEPEST = 40
+"""Levels. 2^40 elements on a side are more than there are."""
+
+
+class Tile(Value, frozen=True):
+    values: np.ndarray
+    """float32, rows by columns, at most `SIDE` of each."""
+    whole: bool
+    """Whether every element of each cell was read."""
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The least and the largest that is finite."""
+        some = self.values[np.isfinite(self.values)]
+        return (float(some.min()), float(some.max())) if some.size else None
+
+
+def tile(tensor: LazyTensor, row: int, column: int, *, level: int = 0) -> Tile:
+    """The tile whose upper left element is there."""
+    height, width = plane(tensor)
+    if not 0 <= level <= DEEPEST or not 0 <= row < height or not 0 <= column < width:
+        raise BadArgument(f"no tile at row {row:,}, column {column:,}, level {level} in {height:,} × {width:,}", tensor=tensor.name)
+    cell = 1 << level
+    rows, columns = _cells(row, height, cell), _cells(column, width, cell)
+    wide = columns[-1][1] - columns[0][0]
+    runs = [(columns[0][0], columns[-1][1])] if wide <= WIDEST else [(a, min(b, a + RUN)) for a, b in columns]
+    across = sum(stop - start for start, stop in runs)
+    # Rows of a cell that are read.
+    deep = max(1, MOST // (across * len(rows)))
+    picked = [start + (stop - start) * i // min(deep, stop - start) for start, stop in rows for i in range(min(deep, stop - start))]
+    numbers = _read(tensor, picked, runs)
+    down = np.cumsum([0, *(min(deep, stop - start) for start, stop in rows)])
+    right = [stop - start for start, stop in columns] if len(runs) == 1 else [stop - start for start, stop in runs]
+    made = _means(numbers, down[:-1], np.cumsum([0, *right])[:-1])
+    return Tile(made, all(stop - start <= deep for start, stop in rows) and len(runs) == 1)
+
+
+def _cells(start: int, size: int, cell: int) -> list[tuple[int, int]]:
+    return [(at, min(at + cell, size)) for at in range(start, min(size, start + SIDE * cell), cell)]
+
+
+def _read(tensor: LazyTensor, rows: Sequence[int], runs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The elements of these rows in these columns, as float32; complex numbers by their absolute values."""
+    whole = tensor if tensor.shape else tensor[None]
+    out = np.empty((len(rows), sum(stop - start for start, stop in runs)), tensor.dtype.numpy)
+    requests: list[Request] = []
+    at = 0
+    for first, last in _stretches(rows):
+        for box in [one.slices for one in run_boxes(whole.shape[:-1], first, last)]:
+            left, count = 0, math.prod(part.stop - part.start for part in box)
+            for start, stop in runs:
+                part = whole[(*box, slice(start, stop))]
+                requests.append(Request(part, out[at : at + count, left : left + stop - start].reshape(part.shape)))
+                left += stop - start
+            at += count
+    tensor.source.read(requests)
+    with np.errstate(all="ignore"):
+        if out.dtype.names:
+            return np.asarray(np.hypot(out["real"].astype(np.float32), out["imag"].astype(np.float32)))
+        plain: np.ndarray = np.abs(out) if out.dtype.kind == "c" else out
+        return plain.astype(np.float32)
+
+
+def _stretches(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Rows that follow each other, as ranges.
+
+    >>> _stretches([0, 1, 2, 5, 7, 8])
+    [(0, 3), (5, 6), (7, 9)]
+    """
+    made: list[tuple[int, int]] = []
+    for row in rows:
+        if made and made[-1][1] == row:
+            made[-1] = (made[-1][0], row + 1)
+        else:
+            made.append((row, row + 1))
+    return made
+
+
+def _means(numbers: np.ndarray, down: np.ndarray, right: np.ndarray) -> np.ndarray:
+    if len(down) == numbers.shape[0] and len(right) == numbers.shape[1]:
+        return numbers
+    with np.errstate(all="ignore"):
+        sums: np.ndarray = np.add.reduceat(np.add.reduceat(numbers, down, axis=0, dtype=np.float64), right, axis=1)
+        counts = np.diff([*down, numbers.shape[0]])[:, None] * np.diff([*right, numbers.shape[1]])
+        means: np.ndarray = sums / counts
+        return means.astype(np.float32)

@@ -6,24 +6,37 @@ without data, views that are expanded beyond their limit) has no numbers.
 
 A page of ten thousand tensors has to stay small, so numbers have few digits, bars of histograms are 0 to 255 beside the largest,
 and the more tensors there are, the fewer groups of rows and columns each has.
+
+`singular_values`: the largest singular values of a tensor, as a matrix of its rows, from a random projection, under a budget. A
+matrix A of n columns is multiplied by a few random vectors, and the span of what comes out holds most of what A does (Halko,
+Martinsson and Tropp, 2011). One power iteration sharpens it:
+
+    Y = A · random        m × k     one reading
+    Z = Aᵀ · orth(Y)      n × k     one more
+    T = A · orth(Z)       m × k     and one more; the singular values of T are those of A, nearly: never larger
+
+Rows are read in blocks, so memory holds the two thin matrices and a block. The random numbers begin with one seed: the same tensor
+gives the same values. Where there are no more rows or columns than vectors, the values are exact.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
-from holdfast.engine.scan import blocks, scan
+from holdfast.engine.scan import blocks, elements, scan
 from holdfast.errors import LimitExceeded
 from holdfast.numeric.statistics import Distributed, Distribution, countable
 from holdfast.reports.document import Document, rounded
 
 SAMPLE_ELEMENTS = 1 << 14
-"""Of one block of a sample: 64 KiB of float32, which a disk reads about as quickly as one byte."""
+"""Elements of one block of a sample: 64 KiB of float32, which a disk reads about as quickly as one byte."""
 
 GROUPS, FEWEST_GROUPS, ROOM = 64, 6, 64_000
 """Groups of rows, and of columns, of one tensor: at most, at least, and of all tensors together."""
@@ -36,15 +49,15 @@ MANY = 4000
 
 
 class Measured(Value, frozen=True):
-    """What the pass found: one entry a tensor, None where there are no numbers."""
+    """The numbers of the pass: one entry a tensor, None where there are no numbers."""
 
     found: list[Distribution | None]
     share: float | None
-    """Of a sample; None where everything was read."""
+    """The share of a sample; None where everything was read."""
 
 
 def groups_for(tensors: int) -> int:
-    """How many groups of rows each of so many tensors has.
+    """The number of groups of rows that each of so many tensors has.
 
     >>> groups_for(1), groups_for(4000), groups_for(100_000)
     (64, 16, 6)
@@ -76,7 +89,7 @@ def reading_nbytes(tensors: Iterable[LazyTensor], share: float | None) -> int:
 
 
 def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
-    """Those that are read: each view once, however many names it has; not what has no numbers, or is expanded beyond its limit."""
+    """The tensors that are read: each view once; not what has no numbers, or is expanded beyond its limit."""
     seen: dict[View, LazyTensor] = {}
     for tensor in tensors:
         if countable(tensor) and tensor.size:
@@ -89,13 +102,9 @@ def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
 
 
 def measure(
-    tensors: Sequence[LazyTensor],
-    share: float | None = None,
-    *,
-    groups: int | None = None,
-    threads: int | None = None,
+    tensors: Sequence[LazyTensor], share: float | None = None, *, groups: int | None = None, threads: int | None = None,
     progress: Progress | None = None,
-) -> Measured:
+) -> Measured:  # fmt: skip
     """Look at the numbers of all tensors. `groups` of rows and columns have norms, unless there is a sample."""
     read = _different(tensors)
     chosen = list(read)
@@ -125,21 +134,15 @@ MEASURES: tuple[tuple[str, str, str, str, Callable[[Distribution], float | None]
     ("std", "standard deviation", "of the finite elements, about their mean", "log",
      lambda d: math.sqrt(d.moments.deviations / d.moments.finite) if d.moments.finite else None),
 )  # fmt: skip
-"""Key, label, help, scale, and how to find it."""
+"""Key, label, help, scale, and the function that computes it."""
 
 
 def measured_columns(measured: Measured) -> tuple[list[Document], Document]:
-    """What can colour the page, and the details of each tensor."""
-    columns: list[Document] = [
-        {
-            "key": key,
-            "label": label,
-            "help": told,
-            "scale": scale,
-            "values": [None if found is None else rounded(of(found)) for found in measured.found],
-        }
-        for key, label, told, scale, of in MEASURES
-    ]
+    """The columns that can colour the page, and the details of each tensor."""
+    columns: list[Document] = []
+    for key, label, text, scale, of in MEASURES:
+        values = [None if found is None else rounded(of(found)) for found in measured.found]
+        columns.append({"key": key, "label": label, "help": text, "scale": scale, "values": values})
     fine = 3 if len(measured.found) <= MANY else 2
     each = [None if found is None else detail(found, fine=fine) for found in measured.found]
     names = ("exponents", "negative", "quantiles", "rows", "columns")
@@ -148,7 +151,7 @@ def measured_columns(measured: Measured) -> tuple[list[Document], Document]:
 
 
 def detail(found: Distribution, *, fine: int = 3) -> Document:
-    """What the drawer of one tensor shows; norms in so many digits."""
+    """The content of one tensor's drawer; norms in so many digits."""
     top = max(found.exponents, default=0)
     bars = [_bar(n, top) for n in found.exponents]
     return {
@@ -168,3 +171,65 @@ def _bar(count: int, top: int) -> int:
     """
     height = count * LARGEST_BAR / top if top else 0
     return 0 if not count else 1 if height < COARSE else min(round(height / COARSE) * COARSE, LARGEST_BAR)
+
+
+def plane(tensor: LazyTensor) -> tuple[int, int]:
+    """Rows and columns of a tensor, as it is looked at: rows of its last dimension, whatever it has before that."""
+    return math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.shape else 1
+
+
+VALUES, BESIDE = 32, 8
+"""Singular values that are given, and vectors beyond them that make the last of them right."""
+
+READINGS, BLOCK_ELEMENTS = 3, 1 << 20
+
+BUDGET_NBYTES = 256 << 20
+"""Memory of the thin matrices, where no other budget is given."""
+
+
+def spectral(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> bool:
+    """Whether a tensor is a matrix of real numbers whose thin matrices fit into the budget."""
+    height, width = plane(tensor)
+    thin = 8 * (VALUES + BESIDE) * 2 * (height + width)
+    return countable(tensor) and tensor.dtype.kind != "complex" and min(height, width) > 1 and thin + 16 * width <= budget
+
+
+def spectrum_nbytes(tensor: LazyTensor, budget: int = BUDGET_NBYTES) -> int:
+    return READINGS * tensor.nbytes if spectral(tensor, budget) else 0
+
+
+def singular_values(
+    tensor: LazyTensor, *, budget: int = BUDGET_NBYTES, progress: Progress | None = None
+) -> tuple[float, ...] | None:
+    """The largest singular values, largest first; None of what has none, does not fit, or holds something that is not finite."""
+    if not spectral(tensor, budget):
+        return None
+    height, width = plane(tensor)
+    vectors = min(VALUES + BESIDE, height, width)
+    right = np.random.default_rng(0).standard_normal((width, vectors))
+    left = np.empty((height, vectors))
+    for start, block in _blocks(tensor, progress):
+        left[start : start + len(block)] = block @ right
+    if not np.isfinite(left).all():
+        return None
+    left = np.linalg.qr(left)[0]
+    right = np.zeros((width, vectors))
+    for start, block in _blocks(tensor, progress):
+        right += block.T @ left[start : start + len(block)]
+    right = np.linalg.qr(right)[0]
+    for start, block in _blocks(tensor, progress):
+        left[start : start + len(block)] = block @ right
+    values = np.linalg.svd(left, compute_uv=False)
+    return tuple(values[:VALUES].tolist()) if np.isfinite(values).all() else None
+
+
+def _blocks(tensor: LazyTensor, progress: Progress | None) -> Iterator[tuple[int, np.ndarray]]:
+    height, width = plane(tensor)
+    step = max(1, BLOCK_ELEMENTS // width)
+    for start in range(0, height, step):
+        stop = min(start + step, height)
+        values = elements(tensor, start * width, stop * width)
+        with np.errstate(invalid="ignore"):
+            yield start, values.astype(np.float64).reshape(stop - start, width)
+        if progress is not None:
+            progress(tensor.dtype.nbytes(math.prod((stop - start, width))))

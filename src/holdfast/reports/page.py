@@ -22,10 +22,10 @@ from holdfast.core.text import clip, escape
 from holdfast.reports.document import Document, dumps
 
 BEGINNING = b'<!doctype html>\n<html lang="en" data-made-by="holdfast">\n'
-"""How every page begins, so that a later one may take its place and nothing else is taken for one."""
+"""The first bytes of every page, so that a later one may take its place and nothing else is taken for one."""
 
 LAST = "main.js"
-"""The script that begins everything; the others only say what there is."""
+"""The script that begins everything; the others only define functions."""
 
 
 @cache
@@ -59,12 +59,9 @@ def page(document: Document, *, live: bool = False) -> str:
 
 
 def policy(style: str, script: str, *, live: bool) -> str:
-    """What the page may do: run its script, use its style, and nothing else."""
-    connect = "'self'" if live else "'none'"
-    return (
-        f"default-src 'none'; script-src {_hashed(script)}; style-src {_hashed(style)}; img-src data:; "
-        f"base-uri 'none'; form-action 'none'; connect-src {connect}"
-    )
+    """The Content-Security-Policy: the page may run its script and use its style, and nothing else."""
+    own = f"default-src 'none'; script-src {_hashed(script)}; style-src {_hashed(style)}; img-src data:; base-uri 'none'"
+    return own + "; form-action 'none'; connect-src " + ("'self'" if live else "'none'")
 
 
 def _hashed(text: str) -> str:

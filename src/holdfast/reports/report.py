@@ -33,9 +33,16 @@ from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.errors import NoSuchTensor, UnknownFormat
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.stats import measure as measure_stats
-from holdfast.reports import change, history, spectrum
+from holdfast.reports import change, history
 from holdfast.reports.document import SCHEMA, Document, dumps, rounded
-from holdfast.reports.measures import Measured, measure, measured_columns, reading_nbytes
+from holdfast.reports.measures import (
+    BUDGET_NBYTES,
+    measure,
+    measured_columns,
+    reading_nbytes,
+    singular_values,
+    spectrum_nbytes,
+)
 from holdfast.reports.page import BEGINNING, page
 from holdfast.reports.shards import shards
 from holdfast.reports.structure import columns, facts, iso, look, made_at, name_of, scanned, sentence
@@ -49,7 +56,7 @@ NOTES = 50
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `report` found, and the page of it."""
+    """The document of `report`, and the page of it."""
 
     document: Document
     """The data behind the page; docs/report.md has the schema."""
@@ -78,9 +85,9 @@ class Report:
         return where
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: the facts; `save` writes the page."""
+        """The card of a notebook: the facts; `save` writes the page."""
         given = self.document["facts"]
-        facts = [(str(label), str(told)) for label, told in given] if isinstance(given, list) else []
+        facts = [(str(label), str(fact)) for label, fact in given] if isinstance(given, list) else []
         return card(str(self.document["sentence"]), facts)
 
     def __repr__(self) -> str:
@@ -88,7 +95,7 @@ class Report:
 
 
 def page_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
-    """Where a page may be written: not over what is no page of ours, weights above all, unless the caller says so."""
+    """The path of a page to be written. Raises `NotCommitted` where something else than a page of ours would be replaced."""
     where = local_path(path)
     with refusing("look at", where):
         try:
@@ -117,7 +124,7 @@ class ReportRequest(Value, frozen=True):
 
     @property
     def budget(self) -> int:
-        return spectrum.BUDGET_NBYTES if self.max_memory is None else byte_count(self.max_memory) // 2
+        return BUDGET_NBYTES if self.max_memory is None else byte_count(self.max_memory) // 2
 
 
 class Made(Value, frozen=True):
@@ -225,59 +232,53 @@ def _checkpoint(looked: _Looked) -> Prepared:
 
 
 def _reading(tensors: Iterable[LazyTensor], asked: ReportRequest) -> int:
-    """How many bytes are read for the numbers of these."""
     if not asked.stats:
         return 0
-    once = list(tensors)
-    return reading_nbytes(once, asked.sample) + (
-        sum(spectrum.reading_nbytes(tensor, asked.budget) for tensor in once) if asked.svd else 0
-    )
+    tensors = list(tensors)
+    spectra = sum(spectrum_nbytes(tensor, asked.budget) for tensor in tensors) if asked.svd else 0
+    return reading_nbytes(tensors, asked.sample) + spectra
 
 
 def _with_numbers(document: Document, tensors: Sequence[LazyTensor], asked: ReportRequest, *, progress: Progress | None) -> Made:
-    """The document with what the numbers of the tensors look like, if that was asked for."""
+    """The document with the numbers of the tensors, if these are wanted."""
     if not asked.stats:
         return Made(document, tensors)
     threads = reading_threads(asked.max_memory, asked.threads)
     measured = measure(tensors, asked.sample, threads=threads, progress=progress)
     colours, details = measured_columns(measured)
     if asked.svd:
-        found = [spectrum.singular_values(tensor, budget=asked.budget, progress=progress) for tensor in tensors]
+        found = [singular_values(tensor, budget=asked.budget, progress=progress) for tensor in tensors]
         details["singular"] = [None if values is None else [rounded(value, 3) for value in values] for values in found]
     known = document["measures"]
     assert isinstance(known, list)  # every document begins with one
-    more = {"stats": True, "sampled": _sampled(measured), "measures": [*known, *colours], "details": details}
+    more: Document = {"stats": True, "sampled": None, "measures": [*known, *colours], "details": details}
+    if (share := measured.share) is not None:
+        text = f"{100 * share:.3g}% of each large tensor was read, in blocks that lie evenly in it; small ones were read whole"
+        more["sampled"] = {"share": share, "text": text}
     return Made({**document, **more}, tensors)
-
-
-def _sampled(measured: Measured) -> Document | None:
-    if measured.share is None:
-        return None
-    text = f"{100 * measured.share:.3g}% of each large tensor was read, in blocks that lie evenly in it; small ones were read whole"
-    return {"share": measured.share, "text": text}
 
 
 def _difference(a: _Looked, b: _Looked) -> Prepared:
     asked = a.asked
-    planned = change.compare(a.found, b.found, threads=reading_threads(asked.max_memory, asked.threads))
+    both, comparison = change.compare(a.found, b.found, threads=reading_threads(asked.max_memory, asked.threads))
 
     def make(progress: Progress | None) -> Made:
-        told = planned.run(progress)
-        rows = change.rows_of(planned.found, told)
-        more, colours = change.columns(rows, told)
+        found = comparison.run(progress)
+        rows = change.rows_of(both, found)
+        more, colours = change.columns(rows, found)
         document = {
             **a.frame("diff"),
             "title": f"{name_of(a.checkpoint)} → {name_of(b.checkpoint)}",
             "other": b.checkpoint.path,
-            "sentence": change.sentence(name_of(a.checkpoint), name_of(b.checkpoint), told),
-            "facts": [*change.facts(told), *facts(a.found, a.verdict)],
-            "notes": [*told.notes, *a.checkpoint.notes[:NOTES]],
+            "sentence": change.sentence(name_of(a.checkpoint), name_of(b.checkpoint), found),
+            "facts": [*change.facts(found), *facts(a.found, a.verdict)],
+            "notes": [*found.notes, *a.checkpoint.notes[:NOTES]],
             "tensors": {**columns(rows), **more},
             "measures": colours,
         }
         return _with_numbers(document, list(rows.tensors.values()), asked, progress=progress)
 
-    return Prepared(planned.nbytes + _reading(planned.found.tensors.values(), asked), make)
+    return Prepared(comparison.nbytes + _reading(both.tensors.values(), asked), make)
 
 
 def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
@@ -289,12 +290,11 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
 
     def make(progress: Progress | None) -> Made:
         document = _nothing() if looked is None else {**looked.frame("run"), "tensors": columns(looked.found)}
-        told = [] if newest is None else [f"The tensors are those of step {newest.step}, the newest that is whole."]
+        notes = [] if newest is None else [f"The tensors are those of step {newest.step}, the newest that is whole."]
         over_time = history.history(table, norm)
         if sick:
-            more = f" and {len(sick) - 5:,} more" if len(sick) > 5 else ""
-            told.insert(0, f"NaN or Inf is in the tensors of {plural(len(sick), 'step')}, which have no norm: "
-                           f"{', '.join(map(str, sick[:5]))}{more}.")  # fmt: skip
+            steps = ", ".join(map(str, sick[:5])) + (f" and {len(sick) - 5:,} more" if len(sick) > 5 else "")
+            notes.insert(0, f"NaN or Inf is in the tensors of {plural(len(sick), 'step')}, which have no norm: {steps}.")
         document = {
             **document,
             "kind": "run",
@@ -303,13 +303,12 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
             "made": None if newest is None else iso(newest.saved),
             "sentence": history.sentence(table),
             "facts": [*history.facts(table), *([] if looked is None else facts(looked.found, looked.verdict))],
-            "notes": [*told, *([] if looked is None else looked.checkpoint.notes[:NOTES])],
+            "notes": [*notes, *([] if looked is None else looked.checkpoint.notes[:NOTES])],
             "run": over_time,
         }
         return _with_numbers(document, tensors, asked, progress=progress)
 
     def norm_of(step: Step) -> float | None:
-        """Of all its tensors, read."""
         with step.open() as checkpoint:
             rows = measure_stats(checkpoint.values(), bins=0, threads=reading_threads(asked.max_memory, asked.threads))
         # A step with a NaN in it has no norm, and the line over the steps a gap.
@@ -323,7 +322,7 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
 
 
 def _nothing() -> Document:
-    """The page of a run without a step, and what every other begins with."""
+    """The document of a run without a step, with which every other begins."""
     empty: list[object] = []
     labels: Document = {"labels": empty, "at": empty}
     lists = ("nbytes", "start", "end", "tie", "layer", "expert")

@@ -20,33 +20,27 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.sharing import disjoint_groups
+from holdfast.core.sharing import Span, disjoint_groups
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value
 from holdfast.errors import BadPlacement
 from holdfast.reports.document import Document
 from holdfast.reports.structure import Structure, file_of
 from holdfast.rewrite.reshard import local_box, parse_mesh
 
 TENSOR, HEADER, UNREACHED, JOINED = range(4)
-"""What a strip is: of one tensor; of the format; reached by nobody; of several small tensors."""
+"""The kinds of strips: of one tensor; of the format; reached by no tensor; of several small tensors."""
 
-STRIPS = 4000
-"""Strips of one file; and in all files five times as many, or `FEWEST` of each."""
-
-FEWEST = 40
+STRIPS, FEWEST = 4000, 40
+"""Strips of one file; in all files there are five times as many, or `FEWEST` of each."""
 
 FRAMING_NBYTES = 4096
 """A stretch between two storages that is no gap: headers of records and what aligns them."""
 
-BOXES = 20_000
-"""Boxes of tensors that are cut."""
-
-RANKS = 4096
-"""Of a mesh."""
+BOXES, RANKS = 20_000, 4096
+"""Boxes of tensors that are cut, and ranks of a mesh, at the most."""
 
 Stretch = tuple[int, int, int, int]
-"""First byte, the byte behind the last, what it is, and the number of the tensor (-1 for none)."""
+"""First byte, the byte behind the last, the kind, and the number of the tensor (-1 for none)."""
 
 
 def shards(found: Structure, mesh: Mapping[str, int] | str | None = None) -> Document | None:
@@ -71,29 +65,21 @@ def shards(found: Structure, mesh: Mapping[str, int] | str | None = None) -> Doc
     }
 
 
-class _Held(Value, frozen=True):
-    """A range of a file that is a tensor's."""
-
-    start: int
-    stop: int
-    tensor: int
-
-
-def _spans(found: Structure, known: set[str]) -> dict[str, list[_Held]]:
-    """What tensors hold in each file; what several tensors share is the first one's."""
-    spans: dict[str, list[_Held]] = {}
+def _spans(found: Structure, known: set[str]) -> dict[str, list[Span[int]]]:
+    """The ranges of tensors in each file, with the numbers of the tensors."""
+    spans: dict[str, list[Span[int]]] = {}
     for number, tensor in enumerate(found.tensors.values()):
         if tensor.traits.meta:
             continue
         for chunk in tensor.chunks:
             for key, start, stop in _ranges(chunk, tensor):
                 if stop > start and key in known:
-                    spans.setdefault(key, []).append(_Held(start, stop, number))
+                    spans.setdefault(key, []).append((start, stop, number))
     return spans
 
 
 def _ranges(chunk: Chunk, tensor: LazyTensor) -> Iterator[tuple[str, int, int]]:
-    """What a chunk reaches in the files: an ordinary one as its strides say, any other all of its storage."""
+    """The ranges of a chunk in the files: of an ordinary one as its strides say, of any other all of its storage."""
     storage = chunk.storage
     if type(chunk) is Chunk and type(storage) is Storage:
         low, high = chunk.extent(tensor.dtype)
@@ -102,22 +88,22 @@ def _ranges(chunk: Chunk, tensor: LazyTensor) -> Iterator[tuple[str, int, int]]:
         yield from storage.ranges
 
 
-def stretches_of(held: Sequence[_Held], nbytes: int) -> list[Stretch]:
-    """A file of so many bytes as strips, from its first byte to its last.
+def stretches_of(held: Sequence[Span[int]], nbytes: int) -> list[Stretch]:
+    """A file of so many bytes as strips, from its first byte to its last. What several tensors share is the first one's.
 
-    >>> stretches_of([_Held(100, 200, 0), _Held(200, 300, 1), _Held(90_000, 90_100, 2)], 90_200)
+    >>> stretches_of([(100, 200, 0), (200, 300, 1), (90_000, 90_100, 2)], 90_200)
     [(0, 100, 1, -1), (100, 200, 0, 0), (200, 300, 0, 1), (300, 90000, 2, -1), (90000, 90100, 0, 2), (90100, 90200, 1, -1)]
     """
     made: list[Stretch] = []
     at = 0
-    for group in disjoint_groups([(one.start, one.stop, one) for one in held]):
+    for group in disjoint_groups(held):
         if group.start >= nbytes:
             break
         if group.start > at:
             gap = bool(made) and group.start - at > FRAMING_NBYTES
             made.append((at, group.start, UNREACHED if gap else HEADER, -1))
         at = min(group.stop, nbytes)
-        made.append((group.start, at, TENSOR, group.members[0].tensor))
+        made.append((group.start, at, TENSOR, group.members[0]))
     if at < nbytes:
         made.append((at, nbytes, HEADER if made or not held else UNREACHED, -1))
     return made
@@ -143,7 +129,6 @@ def joined(strips: Sequence[Stretch], most: int) -> Iterator[Stretch]:
 
 
 def _runs(members: Sequence[Stretch], wide: float) -> Iterator[Stretch]:
-    """Narrow neighbours as strips of about one width."""
     first = 0
     for at, strip in enumerate(members):
         if strip[1] - members[first][0] >= wide or at == len(members) - 1:
@@ -192,7 +177,7 @@ def mesh_of(mesh: Mapping[str, int] | str) -> dict[str, int]:
 
 
 def _mesh(found: Structure, files: Sequence[str], mesh: Mapping[str, int]) -> Document:
-    """Which files each rank would read, and how many bytes of them, where the first axis cuts the first dimension, and so on."""
+    """The files that each rank would read, and how many bytes, where the first axis cuts the first dimension, and so on."""
     numbers = {file: number for number, file in enumerate(files)}
     alike: dict[tuple[tuple[int, ...], int, tuple[tuple[Box, int], ...]], int] = {}
     for tensor in found.tensors.values():

@@ -1,4 +1,4 @@
-"""`structure`: what a checkpoint says of itself, as columns of the document. No bytes of tensors are read.
+"""`structure`: the tensors of a checkpoint as columns of the document. No bytes of tensors are read.
 
     names, dtypes, shapes, bytes      one entry a tensor, in the order of the checkpoint
     file, start, end                  where its bytes lie, where that is one range of one file
@@ -6,7 +6,7 @@
     layer, role, expert               its place in the matrix (`places`)
     strides                           of those that do not lie in C order
 
-and the sentence at the top, the facts below it, and what `scan` says.
+and the sentence at the top, the facts below it, and the findings of `scan`.
 
 From the name of a tensor to its place in the matrix: the number of its layer, and its role, which is the rest of the name.
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import UTC, datetime
 
 from holdfast.core.checkpoint import Checkpoint
@@ -46,22 +46,15 @@ NONE = -1
 NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 ENDING = re.compile(r"(.*[^0-9])([0-9]{1,9})", re.ASCII | re.DOTALL)
 
-FEWEST = 3
-"""Names that make a series of parts that end in numbers."""
-
-PARTS = 64
-"""Parts of a name that are looked at. Real ones have a dozen."""
+FEWEST, PARTS = 3, 64
+"""Names that make a series of parts that end in numbers, and parts of a name that are looked at. Real ones have a dozen."""
 
 
 class MatrixCell(Value, frozen=True):
-    """Where a tensor stands in the matrix."""
-
     layer: int
-    """The number of the layer; -1 for none."""
     role: str
     """The rest of the name, with a star for each number that was taken out."""
     expert: int = NONE
-    """The number of the expert; -1 for none."""
 
 
 def places(names: Sequence[str]) -> list[MatrixCell]:
@@ -87,7 +80,6 @@ def places(names: Sequence[str]) -> list[MatrixCell]:
 
 
 def _numbered(name: str) -> MatrixCell | None:
-    """By parts that are numbers; None where there is none."""
     parts = name.split(".", PARTS)
     layer = expert = NONE
     before = ""
@@ -102,54 +94,37 @@ def _numbered(name: str) -> MatrixCell | None:
 
 
 def _ending(name: str) -> MatrixCell | None:
-    """By the first part that ends in a number; None where there is none."""
     parts = name.split(".", PARTS)
     for at, part in enumerate(parts):
-        found = ENDING.fullmatch(part)
-        if found is not None:
+        if found := ENDING.fullmatch(part):
             parts[at] = f"{found[1]}*"
             return MatrixCell(int(found[2]), ".".join(parts))
     return None
 
 
-FINDINGS = 50
-"""Findings of a scan that are listed."""
-
-NOTES = 50
-
-STRIDES = 2000
-"""Tensors whose strides are given; a model has a handful that are not dense."""
+FINDINGS, STRIDES = 50, 2000
+"""Findings of a scan that are listed, and tensors whose strides are given; a model has a handful that are not dense."""
 
 
 class Structure(Value, frozen=True):
     checkpoint: Checkpoint
     survey: Survey
     tensors: Mapping[str, LazyTensor]
-    """Those that were asked for, by name."""
+    """The tensors that are shown, by name."""
     files: tuple[str, ...]
     """The files that hold bytes of them."""
     dead_nbytes: int
     """Bytes of storages that no tensor reaches."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        return list(self.tensors)
 
 
 def look(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Structure:
     """Look at every tensor once; `wanted` says which names are listed."""
     found = survey(checkpoint)
     tensors = {name: tensor for name, tensor in found.tensors.items() if wanted is None or wanted(name)}
-    files = files_of(tensors.values())
-    return Structure(checkpoint, found, tensors, files, dead(found))
-
-
-def files_of(tensors: Iterable[LazyTensor]) -> tuple[str, ...]:
-    """The files that hold bytes of these, by name."""
     known = Known()
-    return tuple(sorted({
-        file_of(key, known.keys(tensor)) for tensor in tensors for storage in tensor.storages for key, _, _ in storage.ranges
-    }))  # fmt: skip
+    ranges = ((tensor, key) for tensor in tensors.values() for storage in tensor.storages for key, _, _ in storage.ranges)
+    files = sorted({file_of(key, known.keys(tensor)) for tensor, key in ranges})
+    return Structure(checkpoint, found, tensors, tuple(files), dead(found))
 
 
 class Known:
@@ -159,13 +134,11 @@ class Known:
         self._stores: dict[int, tuple[Store, set[str]]] = {}
 
     def keys(self, tensor: LazyTensor) -> set[str]:
-        """Those of one tensor's store."""
         store = tensor.source.store
-        # By identity, and kept for as long: a store says nothing of equality.
-        found = self._stores.get(id(store))
-        if found is None:
-            found = self._stores[id(store)] = store, set(store.list())
-        return found[1]
+        # By identity, and kept for as long: stores are not compared.
+        if id(store) not in self._stores:
+            self._stores[id(store)] = store, set(store.list())
+        return self._stores[id(store)][1]
 
 
 def file_of(key: str, known: Container[str]) -> str:
@@ -175,20 +148,16 @@ def file_of(key: str, known: Container[str]) -> str:
 
 def dead(found: Survey) -> int:
     """Bytes of storages that no tensor reaches, as `compact` would drop them."""
-    # An item of a distributed checkpoint is asked where its elements lie when it is read; there are no others in it.
-    known = [
-        t
-        for t in found.tensors.values()
-        if not t.traits.meta and all(type(c) is Chunk and type(c.storage) is Storage for c in t.chunks)
-    ]
-    reached = reached_spans(known)
+    # Where the elements of a distributed checkpoint's item lie is known when it is read; there are no others in it.
+    stored = [tensor for tensor in found.tensors.values() if not tensor.traits.meta]
+    reached = reached_spans(t for t in stored if all(type(c) is Chunk and type(c.storage) is Storage for c in t.chunks))
     whole = sum(storage.nbytes for storage in reached)
     used = sum(span.stop - span.start for spans in reached.values() for span in spans)
     return max(whole - used, 0)
 
 
 def dtype_label(tensor: LazyTensor) -> str:
-    """What its elements are: a dtype, or the kind of its quantised blocks."""
+    """The dtype of a tensor, or the kind of its quantised blocks."""
     return tensor.traits.blocks or tensor.dtype.name
 
 
@@ -198,7 +167,7 @@ def columns(found: Structure) -> Document:
     seats = places(names)
     known = Known()
     ranges = [_range(tensor, known.keys(tensor)) for tensor in tensors]
-    made: Document = {
+    return {
         "count": len(tensors),
         "names": front_coded(names),
         "dtype": labelled(dtype_label(tensor) for tensor in tensors),
@@ -213,7 +182,6 @@ def columns(found: Structure) -> Document:
         "expert": [seat.expert for seat in seats],
         "strides": _strides(tensors),
     }
-    return made
 
 
 def _range(tensor: LazyTensor, keys: set[str]) -> tuple[str, int | None, int | None]:
@@ -245,7 +213,7 @@ def _ties(found: Structure) -> list[int]:
 
 
 def _strides(tensors: Sequence[LazyTensor]) -> Document:
-    """In elements, of those that lie in one piece and not in C order."""
+    """Strides in elements, of tensors that lie in one piece and not in C order."""
     at: list[int] = []
     values: list[list[int]] = []
     for number, tensor in enumerate(tensors):
@@ -259,19 +227,17 @@ def _strides(tensors: Sequence[LazyTensor]) -> Document:
 
 
 def scanned(path: object, limits: Limits | None) -> Document:
-    """What `scan` says of a path; nothing of what has none."""
+    """The verdict and the findings of `scan` for a path; none for what has no path."""
     if not isinstance(path, str | os.PathLike):
         return {"verdict": "not scanned", "findings": []}
     report = scan(found_path(path if isinstance(path, str) else str(path)), limits=limits)
-    findings = [(file, finding) for file in report.reports for finding in file.findings if not finding.allowed]
-    told: list[Document] = [
-        {"severity": finding.severity, "text": f"{clip(finding.what)}: {clip(finding.reason)}"}
-        for _, finding in findings[:FINDINGS]
-    ]
-    told += [{"severity": "error", "text": clip(file.error, 600)} for file in report.reports if file.error]
+    findings = [finding for file in report.reports for finding in file.findings if not finding.allowed]
+    texts = [(finding.severity, f"{clip(finding.what)}: {clip(finding.reason)}") for finding in findings[:FINDINGS]]
+    shown: list[Document] = [{"severity": severity, "text": text} for severity, text in texts]
+    shown += [{"severity": "error", "text": clip(file.error, 600)} for file in report.reports if file.error]
     if len(findings) > FINDINGS:
-        told.append({"severity": "note", "text": f"{len(findings) - FINDINGS:,} more findings: holdfast scan lists them"})
-    return {"verdict": report.verdict(), "findings": told[: FINDINGS + 1]}
+        shown.append({"severity": "note", "text": f"{len(findings) - FINDINGS:,} more findings: holdfast scan lists them"})
+    return {"verdict": report.verdict(), "findings": shown[: FINDINGS + 1]}
 
 
 def facts(found: Structure, verdict: str) -> list[list[str]]:
@@ -281,6 +247,7 @@ def facts(found: Structure, verdict: str) -> list[list[str]]:
     dtypes = ", ".join(f"{dtype.name} {percent(n, elements)}" for dtype, n in common[:6] if n)
     tied = sum(len(alias.names) for alias in seen.aliases)
     foreign = list(dict.fromkeys(str(one.what) for one in checkpoint.foreign))
+    more = f", … {len(foreign) - 5:,} more" if len(foreign) > 5 else ""
     return [
         ["format", checkpoint.format],
         ["tensors", f"{len(checkpoint):,}"],
@@ -291,14 +258,9 @@ def facts(found: Structure, verdict: str) -> list[list[str]]:
         ["dtypes", dtypes or "none"],
         ["tied", f"{tied:,} names over {plural(len(seen.aliases), 'storage')}" if tied else "none"],
         ["dead bytes", nbytes(found.dead_nbytes) if found.dead_nbytes else "none"],
-        ["foreign objects", _listed(foreign) if foreign else "none"],
+        ["foreign objects", (", ".join(escape(clip(name, 80)) for name in foreign[:5]) or "none") + more],
         ["scan", verdict],
     ]
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(escape(clip(name, 80)) for name in names[:most])
-    return shown + (f", … {len(names) - most:,} more" if len(names) > most else "")
 
 
 def sentence(found: Structure, verdict: str) -> str:
@@ -321,12 +283,11 @@ def sentence(found: Structure, verdict: str) -> str:
 
 
 def name_of(checkpoint: Checkpoint) -> str:
-    """The last part of its path."""
     return checkpoint.path.rstrip("/").rpartition("/")[2] or checkpoint.path
 
 
 def made_at(checkpoint: Checkpoint) -> str | None:
-    """When the files of a checkpoint on this machine were last written, in UTC; None where nobody says."""
+    """The time when the files of a checkpoint on this machine were last written, in UTC; None elsewhere."""
     times: list[float] = []
     place = checkpoint.source.store.place()
     if isinstance(place, tuple) and place and place[0] == "file":

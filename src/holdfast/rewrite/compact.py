@@ -59,7 +59,6 @@ def compact(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None = Non
 
 
 def plan_compact(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: InPlaceOptions) -> Planned[Compacted]:
-    """Lay out a checkpoint without what no tensor reaches."""
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Compacted]:
         described = tabulate_state(source, limits=options["limits"])

@@ -91,7 +91,6 @@ def convert(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: 
 
 
 def plan_conversion(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: ConvertOptions) -> Planned[Conversion]:
-    """Lay out a conversion."""
     edits = pick(Edits, options, casts=casts_of(options["dtype"]))
     lay_out = partial(
         lay_out_conversion, selection=pick(Selection, options), edits=edits, options=layout_of(options), limits=options["limits"]
@@ -100,15 +99,9 @@ def plan_conversion(src: Openable | Checkpoint, dst: str | os.PathLike[str], opt
 
 
 def lay_out_conversion(
-    source: Checkpoint,
-    where: Destination,
-    *,
-    selection: Selection | None = None,
-    edits: Edits,
-    metadata: Mapping[str, str | None] | None = None,
-    options: Options,
-    limits: Limits | None = None,
-) -> Planned[Conversion]:
+    source: Checkpoint, where: Destination, *, selection: Selection | None = None, edits: Edits,
+    metadata: Mapping[str, str | None] | None = None, options: Options, limits: Limits | None = None,
+) -> Planned[Conversion]:  # fmt: skip
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
     target = where.path
     options = where.options(options)
@@ -205,7 +198,6 @@ def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict
 
 
 def plan_edit(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: EditOptions) -> Planned[Conversion]:
-    """Lay out an edit."""
     edits = pick(Edits, options, casts=casts_of(options["dtype"]))
     metadata = metadata_changes(options["set_metadata"] or {}, options["unset_metadata"])
     if not edits and not metadata:

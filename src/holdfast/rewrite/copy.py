@@ -65,7 +65,6 @@ def copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unp
 
 
 def plan_copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: CopyOptions) -> Planned[Copied]:
-    """Lay out a copy."""
     with ExitStack() as stack:
         limits = options["limits"] or Limits()
         source = stack.enter_context(opened(src, threads=1, limits=limits))

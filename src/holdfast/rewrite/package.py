@@ -139,19 +139,15 @@ def _describe(
             texts = ", ".join(sorted(without_origin(state.metadata).keys() - {"models"})[:8])
             notes += [f"model {model!r}: its metadata ({texts}) has no place in a package and is not kept"] if texts else []
         else:
-            memory[model] = _state_dict(value)
+            # The state of a module, in which its parameters differ from its buffers.
+            state_dict = getattr(value, "state_dict", None) if not isinstance(value, Mapping) else None
+            memory[model] = state_dict(keep_vars=True) if callable(state_dict) else value
     described = tabulate_state(memory, limits=limits)
     if not trees:
         return replace(described, notes=()), beside, described.notes
     inside = lazy_tree(described)
     trees |= inside if isinstance(inside, dict) else {}
     return tabulate_tree({model: trees[model] for model in models}, limits=limits), beside, (*notes, *described.notes)
-
-
-def _state_dict(value: object) -> object:
-    """The state of a module, in which its parameters differ from its buffers; anything else as it is."""
-    state_dict = getattr(value, "state_dict", None)
-    return state_dict(keep_vars=True) if callable(state_dict) and not isinstance(value, Mapping) else value
 
 
 def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, SideRecords]:
@@ -291,7 +287,6 @@ def replace_weights(
 
 
 def plan_replacement(src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, options: ReplaceOptions) -> Planned[Saved]:
-    """Lay out the archive with other weights."""
     limits = options["limits"]
     if dst is not None and not options["in_place"]:
         check_archive_name(place_of(dst))

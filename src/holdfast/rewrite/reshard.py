@@ -125,12 +125,9 @@ def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, 
 
 @validated(rules=rules_of(PlacementRule))
 def reshard(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str],
-    *,
-    rules: Sequence[str | PlacementRule] = (),
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], *, rules: Sequence[str | PlacementRule] = (),
     **options: Unpack[ReshardOptions],
-) -> Saved:
+) -> Saved:  # fmt: skip
     """Write a checkpoint as a native directory with one data file for each rank of a mesh; streams, in bounded memory.
 
     `mesh` is `{"dp": 2, "tp": 4}` or "dp=2,tp=4", a rule is text like "*.weight: tp=0" (`PlacementRule`). Without rules, the axes
@@ -146,7 +143,6 @@ def reshard(
 def plan_reshard(
     src: Openable | Checkpoint, dst: str | os.PathLike[str], rules: Sequence[PlacementRule | str], options: ReshardOptions
 ) -> Planned[Saved]:
-    """Lay out a checkpoint for a mesh."""
     mesh = options["mesh"]
     grid = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
     parsed = [parse_rule(rule) if isinstance(rule, str) else rule for rule in rules]

@@ -141,18 +141,9 @@ def _write_stream(plan: SavePlan, file: Writer, described: State, where: str) ->
 
 
 def plan_saving(
-    state: object,
-    target: str,
-    *,
-    format: str | None,
-    metadata: Mapping[str, str] | None,
-    options: Options,
-    base: str | None,
-    hashes: bool,
-    writing: Writing,
-    limits: Limits | None,
-) -> Planned[Saved]:
-    """Lay out a save to a path that is not begun."""
+    state: object, target: str, *, format: str | None, metadata: Mapping[str, str] | None, options: Options, base: str | None,
+    hashes: bool, writing: Writing, limits: Limits | None,
+) -> Planned[Saved]:  # fmt: skip
     described = tabulate_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
     check_shares(target, found, base, hashes)

@@ -101,16 +101,11 @@ def seal(src: AnyPath, **options: Unpack[SealOptions]) -> Sealed:
     known = found.step if old is None or found.step is not None else old.step
     unknown = step is None and known is None
     report = Sealed(
-        path=path,
-        seal=place,
-        format=found.writer,
-        nbytes=sum(entry.nbytes for entry in listing.values()),
-        files=tuple((name, entry.nbytes) for name, entry in listing.items()),
-        step=known if step is None else step,
+        path=path, seal=place, format=found.writer, nbytes=sum(entry.nbytes for entry in listing.values()),
+        files=tuple((name, entry.nbytes) for name, entry in listing.items()), step=known if step is None else step,
         metrics=(found.metrics or (old.metrics if old else {})) if metrics is None else metrics,
-        notes=(*found.notes, *((NO_STEP,) if unknown else ())),
-        done=not dry_run,
-    )
+        notes=(*found.notes, *((NO_STEP,) if unknown else ())), done=not dry_run,
+    )  # fmt: skip
     if not dry_run:
         same = old is not None and old.step == report.step
         saved = old.saved if old is not None and same else max(time.time(), 0.0)

@@ -62,8 +62,7 @@ from holdfast.saving.state import tabulate_state
 
 By = Literal["storage", "content"]
 
-BLOCK_NBYTES = 2 << 20
-"""Bytes that are hashed at a time."""
+BLOCK_NBYTES = 2 << 20  # bytes that are hashed at a time
 
 LISTED = 20
 """Groups that a printed graph lists, the largest first, and members of each."""
@@ -229,7 +228,6 @@ class ModelRows:
         return [numbers[one] for numbers, kind in by_kind for one in kind]
 
     def rows_of(self, copies: Sequence[int]) -> list[int]:
-        """All rows that are one of these copies."""
         return sorted([row for copy in copies for row in self._names.get(copy, (copy,))])
 
     def _at(self, position: int) -> tuple[int, int]:
@@ -263,7 +261,6 @@ class ModelRows:
         return AliasGraph(by, tuple(self._models), self._first[-1], len(self._numbers), nbytes, tuple(groups), tuple(notes), index)
 
     def by_storage(self) -> AliasGraph:
-        """Groups of rows over one storage."""
         made = []
         for storage, rows in several([self.storage[row] for row in self._rows], self._rows).items():
             members, nbytes = tuple(map(self.member, rows)), self.shared.nbytes[storage]
@@ -449,7 +446,6 @@ class _Tying:
         self.notes: list[str] = []
 
     def add(self, rows: Sequence[int]) -> None:
-        """Tie rows that hold the same."""
         # Where one covers its storage, others can bring their views to it.
         first = next((row for row in rows if self._covers(row)), rows[0])
         stays: list[str] = []

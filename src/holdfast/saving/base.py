@@ -5,9 +5,9 @@
 Files are linked. In an object store, where there are no links, the new manifest names the objects where they are, in a folder
 beside its own (`engine/targets/bucket_claims` keeps them there).
 
-The base is opened and checked as `open` would; then its hashes are compared with the tensors (`engine.digest`), and what is the
-same is taken over (`formats.native.base`). A base that cannot be used, because it is torn, of another format, without hashes, or on
-another file system, costs nothing but a note: everything is written then. One that is not there at all is a mistake, and refused.
+The hashes of the base are compared with the tensors (`engine.digest`), and what is the same is taken over (`formats.native.base`).
+A base that cannot be used, because it is torn, of another format, without hashes, or on another file system, is a note, and
+everything is written. A base that is not there at all is a mistake, and refused.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ class OpenBase(Value, frozen=True):
         return replace(reuse, changed=frozenset(of[key] for key in changed))
 
     def hashes(self, tensors: Mapping[str, LazyTensor]) -> Mapping[str, Hashed]:
-        """The hashes of tensors that are stored packed."""
         return tensor_hashes(tensors, threads=self.threads, block=self.block)
 
     def close(self) -> None:
@@ -135,7 +134,6 @@ def _nothing_at(path: str) -> NoBase:
 
 
 def not_shared(path: str, problem: str) -> str:
-    """The note of a base that is not used."""
     return f"everything is written, and nothing shared with {str(path)!r}: {problem}"
 
 

@@ -43,8 +43,6 @@ from holdfast.stores.place import place_at
 
 
 class Options(Value, frozen=True):
-    """The options of a layout."""
-
     max_shard_size: int | None = None
     """Split into files of at most this many bytes of tensors."""
     keep_tree: bool = False
@@ -144,7 +142,9 @@ def _check_kinds_open(plan: SavePlan, path: str, state: State, format: str, opti
     # What says where pieces lie names them all.
     if SHARDING_INFO in state.metadata or _near_limits(plan, table, flat=leaves.flat):
         return check_opens(replace(plan, holds=table), path)
-    alike = _of_each_kind(table)
+    # A row of each kind. Kinds that differ in the lengths of their dimensions alone are one.
+    first = dict(zip(reversed(table.kind), range(len(table.kind) - 1, -1, -1), strict=True))
+    alike = {_likeness(table.kinds[number]): row for number, row in first.items()}
     # One pair of rows that are tied, and one of parts of a storage, if there are some.
     tie = (*next(iter(tied(table).items()), ()), *_two_views(table))
     plain = leaves.flat and not table.single and not without_origin(state.metadata)
@@ -183,21 +183,13 @@ MOST_OPENED = 1024
 
 
 def was_opened(key: object) -> bool:
-    """Whether the reader has opened such tensors in this process."""
     return key in OPENED
 
 
 def note_opened(key: object) -> None:
-    """Remember what the reader has opened."""
     if len(OPENED) >= MOST_OPENED:
         OPENED.clear()
     OPENED.add(key)
-
-
-def _of_each_kind(table: Table) -> dict[object, int]:
-    """A row of each kind. Kinds that differ in the lengths of their dimensions alone are one."""
-    kinds, first = table.kinds, dict(zip(reversed(table.kind), range(len(table.kind) - 1, -1, -1), strict=True))
-    return {_likeness(kinds[number]): row for number, row in first.items()}
 
 
 def _two_views(table: Table) -> tuple[int, ...]:
@@ -251,11 +243,6 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
     return replace(plan, notes=(*rejoined.notes, *plan.notes)) if rejoined is not None and rejoined.notes else plan
 
 
-def _pack(path: str, options: Options) -> object:
-    wanted = parse_wanted(options.sparse)
-    return None if wanted is None else partial(choose, wanted=wanted)
-
-
 LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
     "name": lambda path, options: archive_name(path),  # of the folder in an archive
     "save": lambda path, options: save_name(path),
@@ -264,7 +251,7 @@ LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
     "keep_tree": lambda path, options: options.keep_tree,
     "index": lambda path, options: options.index,
     "stem": lambda path, options: options.stem,
-    "pack": _pack,
+    "pack": lambda path, options: None if (wanted := parse_wanted(options.sparse)) is None else partial(choose, wanted=wanted),
     "hashes": lambda path, options: None if options.base is None else options.base.hashes,
     "take_over": lambda path, options: None if options.base is None else options.base.take_over,
 }

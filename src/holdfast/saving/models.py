@@ -33,8 +33,6 @@ Tree = dict[object, object]
 
 
 class Selection(Value, frozen=True):
-    """The parts of a package that are wanted."""
-
     model: str | None = None
     """The name of one of several models; None for the one that there is, or all of them."""
     constants: bool = False
@@ -66,7 +64,6 @@ def weights_of(checkpoint: Checkpoint, tree: object) -> dict[str, dict[str, Lazy
 
 
 def programs_of(checkpoint: Checkpoint) -> list[str]:
-    """The models of a package that have programs."""
     return program_names(checkpoint.source) if format_of(checkpoint.format).programs else []
 
 

@@ -59,8 +59,6 @@ ENDLESS = 1 << 62
 
 
 class Writing(Value, frozen=True, kw_only=True):
-    """How a plan is written."""
-
     overwrite: bool | None = False
     """Whether what is there may be replaced. None: a file may, a directory may not."""
     durable: bool = True
@@ -122,7 +120,6 @@ class Saved(Shown):
         return "\n".join([*self._lines(), *(f"note   {note}" for note in self.notes)])
 
     def _lines(self) -> list[str]:
-        """The lines of `explain` without the notes."""
         count, enough = len(self.files), self.done or self.free_nbytes >= self.new_nbytes
         shared = f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
         room = f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH")
@@ -134,8 +131,6 @@ class Saved(Shown):
 
 
 class PlannedFields(TypedDict):
-    """The fields of `Saved` that a plan knows."""
-
     path: str
     format: str
     nbytes: int
@@ -150,14 +145,9 @@ def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
     name = os.path.basename(target.rstrip("/"))
     files = tuple([(key or name, nbytes) for key, nbytes in plan.listed])
     return PlannedFields(
-        path=target,
-        format=plan.format,
-        nbytes=sum([nbytes for _, nbytes in files]),
-        files=files,
-        notes=plan.notes,
-        free_nbytes=_free(target),
-        shared_nbytes=sum([file.nbytes for file in plan.linked]),
-    )
+        path=target, format=plan.format, nbytes=sum([nbytes for _, nbytes in files]), files=files, notes=plan.notes,
+        free_nbytes=_free(target), shared_nbytes=sum([file.nbytes for file in plan.linked]),
+    )  # fmt: skip
 
 
 def _free(target: str) -> int:
@@ -169,10 +159,6 @@ def _free(target: str) -> int:
 
 
 R = TypeVar("R", bound=Saved)
-
-
-def _as_it_is(report: R, progress: Progress | None) -> R:
-    return report
 
 
 class Planned(Value, Generic[R], frozen=True, eq=False):
@@ -187,13 +173,12 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
     """Sources that are closed in the end."""
     sure: Callable[[], None] | None = None
     """Called when all is written and before it is published: an error that it raises keeps everything as it was."""
-    finish: Callable[[R, Progress | None], R] = _as_it_is
+    finish: Callable[[R, Progress | None], R] = lambda report, progress: report
     """Completes the report with what is known when all was read; `look` may have to read for that."""
     renews: Renewal = NOTHING
     """The seals of what is replaced in its own place."""
 
     def look(self, progress: Progress | None = None) -> R:
-        """The result of a run that writes nothing."""
         return self.finish(self.report, progress)
 
     def run(self, progress: Progress | None = None) -> R:
@@ -221,14 +206,9 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
             for store in ordered:
                 blocks.enter_context(store.reading())
             crcs = write_plan(
-                self.plan,
-                report.path,
-                replace(self.writing, threads=1) if ordered else self.writing,
-                progress=progress,
-                before_commit=before_commit,
-                copied=copied.append,
-                renews=self.renews,
-            )
+                self.plan, report.path, replace(self.writing, threads=1) if ordered else self.writing, progress=progress,
+                before_commit=before_commit, copied=copied.append, renews=self.renews,
+            )  # fmt: skip
         if copied:
             nbytes = sum(file.nbytes for file in copied)
             note = f"the file system gave no second name to {len(copied):,} files of the base: {nbytes:,} bytes were copied"
@@ -247,7 +227,6 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
         self.close()
 
     def close(self) -> None:
-        """Close the sources that were opened for the plan."""
         self.sources.close()
 
 
@@ -274,15 +253,9 @@ class Destination(Value, frozen=True):
 
 
 def rewritten(
-    src: Openable | Checkpoint,
-    dst: str | os.PathLike[str] | None,
-    lay_out: Callable[[Checkpoint, Destination], Planned[R]],
-    asked: Mapping[str, Any],
-    *,
-    elsewhere: bool = False,
-    directory: bool | None = None,
-    programs: bool = False,
-) -> Planned[R]:
+    src: Openable | Checkpoint, dst: str | os.PathLike[str] | None, lay_out: Callable[[Checkpoint, Destination], Planned[R]],
+    asked: Mapping[str, Any], *, elsewhere: bool = False, directory: bool | None = None, programs: bool = False,
+) -> Planned[R]:  # fmt: skip
     """The plan of a verb that makes a checkpoint of a checkpoint: `lay_out` gets the open source, and where to write.
 
     The plan closes the source. Beside what was laid out, a directory has the files that lie beside the weights of the source
@@ -412,17 +385,10 @@ FILES_REPLACED = Writing(overwrite=None)
 
 
 def write_plan(
-    plan: SavePlan,
-    path: str,
-    writing: Writing = FILES_REPLACED,
-    *,
-    progress: Progress | None = None,
-    before_commit: Callable[[], None] | None = None,
-    files: Files | None = None,
-    rehearsed: bool = True,
-    copied: Callable[[LinkedFile], None] | None = None,
-    renews: Renewal = NOTHING,
-) -> Mapping[str, int]:
+    plan: SavePlan, path: str, writing: Writing = FILES_REPLACED, *, progress: Progress | None = None,
+    before_commit: Callable[[], None] | None = None, files: Files | None = None, rehearsed: bool = True,
+    copied: Callable[[LinkedFile], None] | None = None, renews: Renewal = NOTHING,
+) -> Mapping[str, int]:  # fmt: skip
     """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written.
 
     First the reader opens the plan (`formats.check_opens`): what would not open again is refused with `CannotHold` while
@@ -434,26 +400,15 @@ def write_plan(
     within = writing.budget
     threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
     how = Saving(
-        seals=renews,
-        threads=threads,
-        block=block,
-        progress=progress,
-        read_back=writing.read_back,
-        last=before_commit or (lambda: None),
-        attributes=plan.attributes,
-    )
+        seals=renews, threads=threads, block=block, progress=progress, read_back=writing.read_back,
+        last=before_commit or (lambda: None), attributes=plan.attributes,
+    )  # fmt: skip
     strict, written = plan.directory or plan.copied, {key for key, _ in plan.listed}
     with target_of(
-        path,
-        plan,
-        overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False,
-        durable=writing.durable,
-        names=_bucket_names,
-        replaceable=lambda name: name in written or is_replaceable(name),
-        parts=writing.parts,
-        resume=writing.resume,
-        files=files,
-    ) as target:
+        path, plan, overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False, durable=writing.durable,
+        names=_bucket_names, replaceable=lambda name: name in written or is_replaceable(name), parts=writing.parts,
+        resume=writing.resume, files=files,
+    ) as target:  # fmt: skip
         # First of all: where a file of the base has changed, nothing has been written in vain.
         for linked in plan.linked:
             if not target.link(linked) and copied is not None:

@@ -56,14 +56,10 @@ def listed(url: Url) -> dict[str, dict[str, RemoteObject]]:
     return found
 
 
-def _knows_nothing(folder: str, etag: str | None) -> None:
-    return None
-
-
 class References:
     """The objects that manifests in the folders of a prefix name. Each manifest is read once, as long as it has its etag."""
 
-    def __init__(self, parent: Url, foreign: Foreign = _knows_nothing) -> None:
+    def __init__(self, parent: Url, foreign: Foreign = lambda folder, etag: None) -> None:
         self.parent = parent
         self.notes: dict[str, str] = {}
         """Errors of manifests that cannot be understood, by their folders."""

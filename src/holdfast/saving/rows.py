@@ -26,7 +26,6 @@ def _marked(leaves: Leaves, table: Table) -> Leaves:
 
 
 def with_odd(table: Table, tensors: Mapping[int, LazyTensor]) -> Table:
-    """The table with these tensors in the places of these rows."""
     if not tensors:
         return table
     kinds, kind, storage = [*table.kinds], [*table.kind], [*table.storage]

@@ -52,10 +52,8 @@ SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".py", ".tikto
 
 PLAIN_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 
-MOST_NBYTES = 256 << 20
-"""The largest tokenizers take tens of megabytes; what is larger than this is data."""
-
-CONFIG_NBYTES = 16 << 20
+MOST_NBYTES, CONFIG_NBYTES = 256 << 20, 16 << 20
+"""The longest file that is copied, and the longest config that is parsed. The largest tokenizers take tens of megabytes."""
 
 PICKLE, ZIP = b"\x80", b"PK\x03\x04"
 """How a pickle of protocol 2 or later begins, and an archive, such as one of `torch.save`."""
@@ -91,8 +89,6 @@ def is_model(source: Checkpoint, copy_config: CopyConfig = True) -> bool:
 
 
 class SideFiles(Value, frozen=True):
-    """Files to be written beside the weights."""
-
     files: Mapping[str, Source]
     """The source of each file, by its name."""
     elsewhere: bool = False
@@ -156,7 +152,9 @@ def _edited(origin: Source, dtype: str, changes: dict[str, str]) -> bytes:
         raise Unsupported(f"it has {size:,} bytes")
     raw = origin.bytes(CONFIG, 0, size)
     made = _with_dtype(parse(raw, origin.limits, file=CONFIG), dtype, "", changes)
-    return (json.dumps(made, indent=_indent(raw), ensure_ascii=False) + "\n").encode("utf-8")
+    rest = raw.partition(b"\n")[2]
+    indent = len(rest) - len(rest.lstrip(b" ")) or None
+    return (json.dumps(made, indent=indent, ensure_ascii=False) + "\n").encode("utf-8")
 
 
 def find_side_files(
@@ -314,11 +312,6 @@ def _with_dtype(document: object, dtype: str, at: str, changes: dict[str, str]) 
         elif key.endswith("_config") and key != "quantization_config":
             made[key] = _with_dtype(value, dtype, f"{at}{key}.", changes)
     return made
-
-
-def _indent(raw: bytes) -> int | None:
-    first = raw.partition(b"\n")[2]
-    return len(first) - len(first.lstrip(b" ")) or None
 
 
 def _some(names: Sequence[str]) -> str:

@@ -5,9 +5,8 @@ that `keep=["model.*"]` leaves the model and nothing of the optimizer. A rename 
 (`model.*` → `*`): each star of the new name stands for what the star of the old one matched.
 
 What shares a storage still does after a cast. Where all tensors over one storage are of one dtype, the storage is cast as a row of
-elements, and each tensor becomes the same view of the new one: tied weights stay tied, slices stay slices. The same holds for
-views that a file only remembers (`Traits.alias`). Where a storage has several dtypes, or is to have them, each tensor is cast by
-itself.
+elements, and each tensor becomes the same view of the new one: tied weights stay tied, slices stay slices, also of views that a
+file only records (`Traits.alias`). Where a storage has several dtypes, or is to have them, each tensor is cast by itself.
 
 Several dtypes go by patterns, too (`norm*` → float32, all else → bfloat16): the first that matches the name which a tensor had in
 the source decides. Names of one and the same tensor must agree.
@@ -89,7 +88,6 @@ class Losses:
                     own[names[at]] = own.get(names[at], 0) + int(counts[at])
 
     def notes(self, dtype: DType) -> tuple[str, ...]:
-        """A sentence for each way in which elements were lost."""
         return tuple(self._note(outcome, own, dtype) for outcome, own in self.counts.items() if own)
 
     def _note(self, outcome: str, own: Mapping[str, int], dtype: DType) -> str:
@@ -113,8 +111,6 @@ Casts = tuple[tuple[str, DType | None], ...]
 
 
 class Edits(Value, frozen=True):
-    """The changes of a state."""
-
     keep: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
@@ -127,7 +123,6 @@ class Edits(Value, frozen=True):
 
     @property
     def renames(self) -> bool:
-        """Whether names change, or go."""
         return bool(self.keep or self.drop or self.rename)
 
     def __bool__(self) -> bool:
@@ -148,11 +143,8 @@ def dtype_named(name: AnyDType) -> DType:
     return found
 
 
-KEEP = "keep"
-"""The word for the dtype of the source."""
-
-ALL = "*"
-"""The pattern of a dtype that is given without one."""
+KEEP, ALL = "keep", "*"
+"""The word for the dtype of the source, and the pattern of a dtype that is given without one."""
 
 
 def casts_of(dtype: AnyDType | Mapping[str, AnyDType] | None) -> Casts:
@@ -275,7 +267,9 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
     if problems:
         return tree
     names = leaf_names(tree)
-    _check_patterns(edits, names, problems)
+    for pattern in unmatched((*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names):
+        near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
+        problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
     new = _new_names(names, edits)
     _check_names(names, new, problems)
     if names == new or problems:
@@ -293,15 +287,7 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
     return top
 
 
-def _check_patterns(edits: Edits, names: Sequence[str], problems: list[str]) -> None:
-    """Add a problem for each pattern that matches nothing."""
-    for pattern in unmatched((*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names):
-        near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
-        problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
-
-
 def _new_names(names: Sequence[str], edits: Edits) -> list[str | None]:
-    """The names of leaves after the edits; None where they go."""
     new: list[str | None] = [*renamed(edits.rename, names)] if edits.rename else [*names]
     if edits.keep:
         new = [name if kept else None for name, kept in zip(new, meant(edits.keep, names), strict=True)]
@@ -339,7 +325,6 @@ class Rebuilding:
         """Leaves whose new names begin with another container's, for the top of the tree."""
 
     def rebuild(self, tree: object) -> object:
-        """The tree, or `GONE`."""
         return rebuild(tree, lambda value, way: self._next(1)[0], inside=_inside, make=self._made, most=MOST_LEAVES + 1)
 
     def _next(self, count: int) -> range:
@@ -412,15 +397,11 @@ def _cast_rows(state: State, edits: Edits, problems: list[str], losses: dict[DTy
                 how = f"under one name it {', the other '.join(both)}"
                 problems.append(f"{table.names[first]} and {table.names[row]} are one tensor, and {how}")
     # Quantised tensors stay as they are: their parts mean nothing in another dtype.
-    parts = set() if edits.tensors_only else _quantized_parts(state)
-    new = {row: number for row, number in zip(rows, chosen, strict=True) if number is not None and row not in parts}
+    whole = [] if edits.tensors_only else [one for one in state.leaves.composites() if one.kind == "quantized"]
+    parts = {id(part) for one in whole for part in one.parts.values()}
+    stay = {row for row, leaf in enumerate(state.leaves.values) if id(leaf) in parts} if parts else set()
+    new = {row: number for row, number in zip(rows, chosen, strict=True) if number is not None and row not in stay}
     return Casting(table, [dtype for _, dtype in casts], new, losses).table()
-
-
-def _quantized_parts(state: State) -> set[int]:
-    """The rows that are parts of quantised tensors."""
-    parts = {id(part) for one in state.leaves.composites() if one.kind == "quantized" for part in one.parts.values()}
-    return {row for row, leaf in enumerate(state.leaves.values) if id(leaf) in parts} if parts else set()
 
 
 class Casting:

@@ -40,7 +40,6 @@ def is_part(name: str) -> bool:
 
 
 def seal_path(path: AnyPath) -> str:
-    """The path of the seal of a folder, or of a single file."""
     place = local_path(path)
     return os.path.join(place, SEAL) if os.path.isdir(place) else seal_name(place)
 

@@ -76,8 +76,6 @@ class SealedFile(Value, frozen=True):
 
 
 class Seal(Value, frozen=True):
-    """The content of a seal."""
-
     step: int | None
     saved: float
     """Seconds since 1970."""
@@ -201,7 +199,6 @@ def _stored(value: float) -> float | str:
 
 
 def _validated(document: Document, limits: Limits) -> Seal:
-    """The seal of a document whose form is right."""
     if document.step is not None:
         _check_count(document.step, "step")
     if not document.saved >= 0:
@@ -329,7 +326,6 @@ def _recording(file: FilePlan, made: dict[str, bytes]) -> FilePlan:
 
 
 def content_of(file: FilePlan, crcs: Mapping[str, int]) -> bytes:
-    """The bytes of a file of an index."""
     parts = []
     for segment in file.segments:
         if isinstance(segment, Literal):

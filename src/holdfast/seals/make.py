@@ -59,18 +59,10 @@ def unseal(src: AnyPath, *, durable: bool = True) -> bool:
 
 
 def write_seal(
-    path: str,
-    about: Seal,
-    *,
-    listing: Listing | None = None,
-    digest: str = "xxh3-128",
-    overwrite: bool = False,
-    durable: bool = True,
-    limits: Limits | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    path: str, about: Seal, *, listing: Listing | None = None, digest: str = "xxh3-128", overwrite: bool = False,
+    durable: bool = True, limits: Limits | None = None, threads: int | None = None, progress: Progress | None = None,
     files: Files | None = None,
-) -> Seal:
+) -> Seal:  # fmt: skip
     """Digest and sync all files, and write a seal with the step, time and metrics of `about` (the steps from 2 on).
 
     `listing` has the files that were found before. Every call to the file system goes through `files`.

@@ -84,7 +84,6 @@ class Known(Value, frozen=True):
         return f"{self.name}/{key}" if self.name and key else self.name or key
 
     def about(self, names: Collection[str]) -> Seal:
-        """The seal of these files alone."""
         return replace(self.seal, files=tuple(file for file in self.seal.files if file.name in names))
 
 
@@ -128,7 +127,6 @@ class Renewal(Value, frozen=True):
         return renewed
 
     def files(self) -> tuple[FilePlan, ...]:
-        """The seals inside, as files of the plan."""
         inside = sorted((one for one in self.seals if not one.name), key=lambda one: one.is_whole)
 
         def late(one: Known, crcs: Mapping[str, int]) -> bytes:

@@ -26,8 +26,6 @@ from holdfast.stores.memory import MemoryStore
 
 
 class Span(Value, frozen=True):
-    """Bytes `start` to `stop` of one file of a source."""
-
     source: OpenSource
     key: str
     start: int
@@ -49,7 +47,6 @@ class Span(Value, frozen=True):
 
 
 def span_of(data: bytes, limits: Limits) -> Span:
-    """Bytes in memory as a span."""
     return Span(OpenSource(MemoryStore({"bytes": data}, name="<bytes>"), limits=limits, threads=1), "bytes", 0, len(data))
 
 
@@ -71,8 +68,6 @@ WINDOW_NBYTES = 8 << 20
 
 
 class Unpacked(Value, frozen=True):
-    """The content of compressed bytes."""
-
     data: bytes
     whole: bool
     """Whether `data` is all, or all up to the problem."""
@@ -211,7 +206,6 @@ class ZipEntry(Value, frozen=True):
     """Length of the content, as the archive claims."""
 
     def content(self, most: int) -> Unpacked:
-        """At most `most` bytes of the content."""
         if self.method == 0:
             return Unpacked(self.span.read(0, most), self.span.nbytes <= most, None)
         return unpack(self.span, METHODS.get(self.method, f"zip method {self.method}"), most)
@@ -246,7 +240,11 @@ def entries_of(span: Span) -> tuple[list[ZipEntry], str | None]:
     try:
         records = _archive(span).records.values()
     except HoldfastError as error:
-        return _every_entry(span), str(error)
+        # Each record that a directory or a local header names, once for each place where it may lie.
+        found: dict[tuple[int, int], ZipEntry] = {}
+        for entry in (*_by_directory(span), *_by_headers(span)):
+            found.setdefault((entry.span.start, entry.method), entry)
+        return list(found.values()), str(error)
     places = [Span(span.source, span.key, record.start, record.stop) for record in records]
     return [ZipEntry(one.name, one.method, place, one.content_nbytes) for one, place in zip(records, places, strict=True)], None
 
@@ -260,14 +258,6 @@ def _archive(span: Span) -> Archive:
         if not all(name.endswith(".npy") for name in archive.records):
             raise
         return archive
-
-
-def _every_entry(span: Span) -> list[ZipEntry]:
-    """Each record that a directory or a local header names, once for each place where it may lie."""
-    found: dict[tuple[int, int], ZipEntry] = {}
-    for entry in (*_by_directory(span), *_by_headers(span)):
-        found.setdefault((entry.span.start, entry.method), entry)
-    return list(found.values())
 
 
 def _by_directory(span: Span) -> Iterator[ZipEntry]:

@@ -66,7 +66,6 @@ class Findings:
         self.add(Finding(severity, what, reason, (), (), stream, 0))
 
     def error(self, text: str) -> None:
-        """Add the reason why something was not read to its end."""
         if len(self.errors) < KEPT_ERRORS and text not in self.errors:
             self.errors.append(text)
 
