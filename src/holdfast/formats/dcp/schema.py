@@ -247,7 +247,6 @@ KINDS: tuple[type[PickledObject], ...] = (Metadata, ItemIndex, StorageNote, Stor
 
 
 def empty(kind: type[PickledObject]) -> Row:
-    """The row that makes a record, if the call has no arguments."""
     return lambda table, args: NotImplemented if args else kind()
 
 

@@ -49,12 +49,10 @@ class TensorMeta(NamedTuple):
     offset: int
     requires_grad: bool
     location: str
-    """The device: `cpu`, `cuda:0`."""
 
 
 class ConfigEntry(NamedTuple):
     record: str
-    """The record in the config's folder."""
     is_param: bool
     use_pickle: bool
     meta: TensorMeta | None
