@@ -82,7 +82,6 @@ def share(table: Table) -> Shared:
 
 
 def _has_view(kind: Kind) -> bool:
-    """Whether tensors of a kind are recorded also where they are alone. Most are in C order, and are not."""
     if kind.whole or len(kind.strides) < len(kind.shape):
         return kind.traits.alias is not None
     return kind.traits.alias is not None or not in_c_order(kind.shape, kind.strides, kind.dtype.bits)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.box import Box
 from holdfast.core.tiling import tiles
-from holdfast.formats.rank_files.dtensors import Cut, local_boxes
+from holdfast.formats.rank_files.placements import Cut, local_boxes
 
 
 def pieces(array: np.ndarray, count: int, axis: int) -> list[np.ndarray]:

@@ -131,7 +131,6 @@ EAGER_NBYTES = 32 << 20
 """The most bytes of these values. With more of either, every value is `Unread`."""
 
 SMALL_NBYTES = 64 << 10
-"""Items up to this length are read together."""
 
 
 def read_values(items: Items, wanted: Mapping[str, Item]) -> tuple[dict[str, object], list[Foreign], int]:

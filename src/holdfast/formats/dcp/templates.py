@@ -67,7 +67,6 @@ LAST = re.compile(GET, re.DOTALL)
 ITEM_END = b"ub"
 
 KEYS = (("fqn", "fqn"), ("index", "index"), ("corner", "offset"), ("path", "relative_path"), ("offset", "offset"))
-"""Groups of the patterns, and the text that each refers to."""
 
 WIDEST = 8
 """Bytes of the longest integer."""

@@ -147,7 +147,6 @@ def lay_out_index(
 
 
 def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
-    """The manifest's field `others`: names, lengths and checksums of files that are known before the data is."""
     listed = []
     for plan in plans:
         crc = 0

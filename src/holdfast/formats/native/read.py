@@ -385,7 +385,6 @@ def _bits_of(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
 
 
 def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> int:
-    """Bytes of a chunk that names its box. Refuses a box that is malformed or lies outside of the tensor."""
     chunk, rank = stored.chunks[number], len(stored.shape)
     start, stop = chunk.start, chunk.stop
     if start is None or stop is None:

@@ -270,7 +270,6 @@ NEXT_NBYTES, AHEAD_NBYTES = 4 << 10, 64 << 10
 MOST_HEADS = 10_000
 
 PACKED_NBYTES = 1 << 10
-"""Packed bytes that are read in addition to get the first bytes of content."""
 
 
 def _parse_layout(first: Callable[[int], bytes], nbytes: int, source: Source) -> tuple[Layout, bytes]:

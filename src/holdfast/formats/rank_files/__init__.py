@@ -2,9 +2,10 @@
 
 recognise    which files of a folder belong together, by their names; missing and surplus files; the step to open
 assemble     a rank's file, read by the closed interpreter; parts of several files as one tensor, one tree of all ranks
+placements   the part of a tensor that a rank has, by its mesh and placements
 megatron     Megatron's folders: tensor- and pipeline-parallel ranks, put together by rules
 zero         DeepSpeed's folders, stages 1 to 3; zero_parts has the place of each parameter
-dtensors     `model_world_size_N_rank_R.pt` of verl, SkyRL and oumi: pickled DTensors, their meshes and placements
+dtensors     `model_world_size_N_rank_R.pt` of verl, SkyRL and oumi: pickled DTensors and their meshes
 
 Why so: docs/design/020-rank-files.md.
 """

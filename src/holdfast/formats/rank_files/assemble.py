@@ -43,7 +43,6 @@ from holdfast.formats.torch.zip import PickleReader, saved_archive
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 STEP_NBYTES = 1 << 20
-"""Bytes that are compared at a time."""
 
 
 class ReplicaStorage(Storage, frozen=True, kw_only=True, eq=False):

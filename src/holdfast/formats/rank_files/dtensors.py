@@ -20,25 +20,13 @@ A mesh has its ranks in an order:
 
 A part of a mesh (`mesh["fsdp"]`) has the layout of its own dimensions over the row of all ranks. It means the part with the writing
 rank, at `_coordinate_on_dim`. That coordinate also tells which rank wrote a file, if the file was renamed.
-
-The part of a tensor that a rank has follows from its place in the mesh and from the placements:
-
-    Shard(dim)                   pieces of ⌈n / ranks⌉, as `torch.chunk` cuts: the last ones may be short or empty
-    _StridedShard(dim, split)    first `split` pieces, each of which is cut over the ranks: a rank has its piece of each, one behind
-                                 the other. With a Shard behind it this is FSDP over tensor parallelism, for which the tensor was
-                                 cut first.
-    Replicate                    all of it
-
-Placements are followed in the order of the mesh's dimensions, or in the order that a spec names (`shard_order`, from torch 2.10).
-What a rank has of one dimension are runs of indices, in the order of its local tensor; a product of runs is a box.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain
 
 from holdfast.core.box import Box
 from holdfast.core.dtype import DType
@@ -47,110 +35,11 @@ from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Contents, contents, walk
 from holdfast.core.value import Value, replace
-from holdfast.errors import LimitExceeded, MetadataError, Unsupported, located
+from holdfast.errors import MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Allowance, Assembly, Leaf, RankBox, described, in_step, read_rank
+from holdfast.formats.rank_files.placements import Cut, Mesh, local_boxes
 from holdfast.formats.rank_files.recognise import EXTRA, PATTERN, RankSet, by_what, check_complete, main_set, rank_sets, some
 from holdfast.formats.torch.tensors import brief, checked_ints, checked_shape
-
-MOST_RUNS = 1024
-"""Runs that one rank has of one tensor. FSDP over tensor parallelism makes one, or a few where lengths are uneven."""
-
-Run = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Ranks in a block, in C order."""
-
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    places: dict[int, int] = field(init=False, repr=False, compare=False)
-    """Positions by rank, for `coordinate`, which every tensor of every rank calls."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "places", {rank: at for at, rank in enumerate(self.ranks)})
-        if not self.ranks or math.prod(self.shape) != len(self.ranks) or len(self.places) != len(self.ranks):
-            raise MetadataError("a mesh of ranks that has not each of them once", found=self.shape[:8])
-
-    def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        at = self.places.get(rank)
-        if at is None:
-            return None
-        found = []
-        for n in reversed(self.shape):
-            at, here = divmod(at, n)
-            found.append(here)
-        return tuple(reversed(found))
-
-
-class Cut(Value, frozen=True):
-    """A dimension of a tensor that is cut along the dimension `axis` of the mesh."""
-
-    dim: int
-    axis: int
-    split: int = 1
-    """The number of pieces, each of which is cut over the ranks."""
-
-
-def local_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[
-    tuple[Box, Box], ...
-]:  # fmt: skip
-    """The part of the rank at a place of a mesh: boxes of the whole, each with its box of the local tensor.
-
-    The cuts are made in their order. A rank without elements has one empty box.
-
-    >>> [(whole.slices, own.slices) for whole, own in local_boxes((10,), (4,), (3,), (Cut(0, 0),))]
-    [((slice(9, 10, None),), (slice(0, 1, None),))]
-    """
-    runs: list[list[Run]] = [[(0, n)] for n in shape]
-    for cut in cuts:
-        runs[cut.dim] = _cut(runs[cut.dim], mesh[cut.axis], at[cut.axis], split=cut.split)
-    count = math.prod(max(1, len(found)) for found in runs)
-    if count > MOST_RUNS:
-        raise LimitExceeded(f"a rank has {count:,} pieces of one tensor, and {MOST_RUNS:,} are allowed", found=count)
-    return tuple(_boxes(runs))
-
-
-def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, Box]]:
-    sides: list[list[tuple[Run, Run]]] = []
-    for found in runs:
-        at, side = 0, []
-        for start, stop in found or [(0, 0)]:
-            side.append(((start, stop), (at, at + stop - start)))
-            at += stop - start
-        sides.append(side)
-    for chosen in product(*sides):
-        whole, own = [pair[0] for pair in chosen], [pair[1] for pair in chosen]
-        yield (Box(tuple(a for a, _ in whole), tuple(b for _, b in whole)), Box(tuple(a for a, _ in own), tuple(b for _, b in own)))
-
-
-def _cut(runs: Sequence[Run], ranks: int, rank: int, *, split: int) -> list[Run]:
-    length = sum(stop - start for start, stop in runs)
-    size = -(-length // split) if length else 0
-    pieces = -(-length // size) if size else 0
-    if pieces > MOST_RUNS:
-        raise LimitExceeded(f"a dimension is cut into {pieces:,} pieces first, and {MOST_RUNS:,} are allowed", found=pieces)
-    taken: list[Run] = []
-    for piece in range(pieces):
-        begin, end = piece * size, min((piece + 1) * size, length)
-        each = -(-(end - begin) // ranks)
-        first, last = min(begin + each * rank, end), min(begin + each * (rank + 1), end)
-        for run in _between(runs, first, last):
-            if taken and taken[-1][1] == run[0]:
-                taken[-1] = (taken[-1][0], run[1])
-            else:
-                taken.append(run)
-    return taken
-
-
-def _between(runs: Sequence[Run], first: int, last: int) -> Iterator[Run]:
-    at = 0
-    for start, stop in runs:
-        low, high = max(first - at, 0), min(last - at, stop - start)
-        if low < high:
-            yield start + low, start + high
-        at += stop - start
-
 
 MOST_AXES = 64
 """The most dimensions of a mesh, and parts of a dimension."""

@@ -61,10 +61,8 @@ RULES = (
 
 GATED = ("dense_h_to_4h", "linear_fc1")
 JOINED = ("query_key_value", "key_value")
-"""Layers that had three (or two) parts on each rank before version 1."""
 
 OWN_STATE = ("optimizer", "rng_state")
-"""State of a single rank."""
 
 MODEL = re.compile(r"model(\d{0,3})")
 

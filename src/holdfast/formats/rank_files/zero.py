@@ -367,7 +367,6 @@ def _model_content(file: RankFile) -> dict[object, dict[object, object]]:
 
 
 def _same(tensor: LazyTensor) -> object:
-    """A key that entries of one tensor share. Empty entries are placeholders of stage 3, which differ in their records."""
     if not tensor.chunks:
         return id(tensor)
     return identity(tensor) if tensor.size else tensor.chunks[0].storage.label

@@ -195,7 +195,6 @@ SEALED_NBYTES = len(_escaped(b'"' + OPENING + BLANK))
 
 
 def fill_shards(nbytes: Ints, max_nbytes: int) -> list[range]:
-    """Rows of these lengths in files of at most `max_nbytes`, in order; at least one file. A larger row has a file to itself."""
     if int(nbytes.sum()) <= max_nbytes:
         return [range(len(nbytes))]
     edges, room = [0], max_nbytes

@@ -539,7 +539,6 @@ TEXT = frozenset({str})
 FIRST = ("",)
 SAFE_INTEGER = scalars.SAFE_INTEGER
 MOST_KNOWN = 10_000
-"""The most plain values of a type whose JSON is remembered."""
 
 CONTAINERS = frozenset({dict, OrderedDict, Counter, defaultdict, DefaultDict, list, tuple, Size, set, frozenset})
 LEAVES = frozenset({
