@@ -84,7 +84,7 @@ def compared(tensors):
 def by_rows(table):
     found = share(table)
     names = [table.names[row] for row in found.rows]
-    return names, list(found.aliases.items()), [(group.nbytes, [*group.names.items()]) for group in found.groups]
+    return names, list(found.aliases.items()), [(nbytes, [*views.items()]) for nbytes, views in found.groups]
 
 
 def by_themselves(state):

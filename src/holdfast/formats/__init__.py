@@ -50,55 +50,53 @@ class Format(Value, frozen=True):
     """
 
     name: str
-    """What `Checkpoint.format` says."""
+    """The value of `Checkpoint.format`."""
     read_by: str
     """The function that describes a source."""
     begins: bytes = b""
-    """What a single file of it begins with."""
+    """First bytes of a single file."""
     known_by: str = ""
-    """The function that says whether a source is of this format, for a folder, or whether a file of a source is: `(source, key)`.
-    Cheap, and raises nothing on bad content. Not needed for a file that is known by how it begins."""
+    """The function `(source)` for a folder, `(source, key)` for a file, that tells whether a source is of this format. Cheap, and
+    raises nothing for bad content. Not needed if the first bytes suffice.
+    """
     suffixes: tuple[str, ...] = ()
-    """What its names end with; a new file gets the first. An empty one is a name without a suffix."""
+    """Ends of names; a new file gets the first. An empty one is a name without a suffix."""
     folder: bool = False
-    """Whether it is a folder of files."""
     choices: tuple[str, ...] = ()
-    """What `format=` takes beside the name; people are told of the first. A folder has the same ones as the files in it: which of
-    the two is meant, the place says."""
+    """Values of `format=` besides the name; messages show the first. A folder has the choices of its files: the place decides."""
 
     written_by: str = ""
     """The function that lays out a state: `(state, *, …) -> SavePlan`. Without one, `save` does not write it."""
     takes: tuple[str, ...] = ()
-    """Of what can be asked of a layout (`saving.formats.LAYOUT`), the arguments of that function."""
+    """The arguments of that function, among those of a layout (`saving.formats.LAYOUT`)."""
     sharded_by: str = ""
-    """How ranks write it together: a class as `formats.sharded` has them."""
+    """A class of `formats.sharded` if ranks write it together."""
 
     keeps: Literal["state", "items", "tensors"] = "state"
-    """What it keeps of a state: all of it with its containers; tensors and values, under dotted names; or tensors alone."""
+    """The part of a state that is stored: all with its containers; tensors and values under dotted names; or tensors alone."""
     storages: bool = False
-    """Whether its tensors are views of storages, so that what was cut from one storage shares it again."""
+    """Whether tensors are views of storages, so that views of one storage share it again."""
     metadata: bool = False
-    """Whether it carries text that somebody put there, and not only what is true of the file."""
+    """Whether it has free text of the user."""
     programs: bool = False
-    """Whether it is an archive of programs with weights."""
 
     index: str = ""
-    """Of a folder: the file that makes the others a checkpoint. It is written last."""
+    """For a folder: the file that makes the others a checkpoint. It is written last."""
     files: tuple[str, ...] = ()
-    """Of a folder: globs of the files that belong to such a checkpoint by their names, and are replaced with it."""
+    """For a folder: globs of the files of a checkpoint, which are replaced with it."""
     data: str = ""
-    """Of a folder: what its data files end with, where a file counts also if no tensor lies in it."""
+    """For a folder: the suffix of data files that count also without tensors."""
     weights_by: str = ""
-    """Of what Hugging Face's programs read, with config and tokenizer beside it: the function that finds the files with weights."""
+    """For formats of Hugging Face's programs: the function that finds the files with weights."""
 
     torch: bool = False
-    """Whether `torch.load` knows such a file by how it begins. It unpickles every other one, which then may not be a pickle."""
+    """Whether `torch.load` recognises the first bytes. It unpickles every other file, which then must not be a pickle."""
     arrays: bool = False
-    """Whether it is a zip of array files, each of which says itself what is in it."""
+    """Whether it is a zip of array files."""
     rules: bool = False
-    """Whether it does not say how tensors were cut, so that the caller does (`open(…, rules=…)`)."""
+    """Whether the caller must give the cuts of tensors (`open(…, rules=…)`)."""
     templates: str = ""
-    """What is in the names of its metadata that programs carry out."""
+    """Part of the names of metadata that programs execute."""
 
     @property
     def sharded(self) -> Sharded:
@@ -106,17 +104,16 @@ class Format(Value, frozen=True):
 
     @property
     def packages(self) -> bool:
-        """Whether it can hold several models, and say which."""
         return self.programs or (bool(self.written_by) and self.keeps == "state" and self.metadata)
 
     @property
     def title(self) -> str:
-        """What people are told that it is called."""
+        """The name for people."""
         return self.choices[0] if self.choices else self.name
 
     @property
     def opened_as(self) -> tuple[str, ...]:
-        """The formats that a folder of it may be opened as: one file in a folder of its own is just that file."""
+        """The formats that a folder may be opened as: one file in a folder of its own is just that file."""
         alone = (one.name for one in FORMATS if self.folder and not one.folder and one.choices and one.choices == self.choices)
         return self.name, *alone
 
@@ -131,11 +128,11 @@ class Format(Value, frozen=True):
         return self.may_be(key, head) and self.knows(source, key)
 
     def may_be(self, key: str | None, head: bytes) -> bool:
-        """Whether a file that begins so can be of this format; or a folder, where there is no one file."""
+        """Whether a file with these first bytes, or a folder if there is no key, can be of this format."""
         return self.folder if key is None else head.startswith(self.begins)
 
     def knows(self, source: Source, key: str | None) -> bool:
-        """Whether what can be of this format is."""
+        """Whether a source that can be of this format is."""
         if self.folder:
             return bool(named(self.known_by)(source))
         return not self.known_by or bool(named(self.known_by)(source, key))
@@ -154,12 +151,12 @@ class Format(Value, frozen=True):
         return cast("SavePlan", named(self.written_by)(state, **given))
 
     def weight_files(self, source: Source) -> WeightFiles:
-        """Which files of a folder hold its weights. Raises as `open` does."""
+        """The files of a folder with its weights. Raises as `open` does."""
         return cast("WeightFiles", named(self.weights_by)(source))
 
 
 FIRST_NBYTES = 30 + 512
-"""First bytes of a file that its format is told by, at the most."""
+"""The most first bytes of a file that tell its format."""
 
 ZIP = b"PK"
 
@@ -185,7 +182,7 @@ FORMATS = [
     Format(
         "safetensors", ".safetensors.read:describe", b"", ".safetensors.read:begins_like_safetensors", (".safetensors",),
         choices=("safetensors",), written_by=".safetensors.write:lay_out_safetensors",
-        takes=("keep_tree",), keeps="tensors", metadata=True, weights_by=".safetensors.directory:weight_files",
+        takes=("keep_tree",), keeps="tensors", metadata=True, weights_by=".safetensors.read:weight_files",
     ),
     # It holds safetensors files and an index of them as well, so it is looked for first.
     Format(
@@ -199,11 +196,11 @@ FORMATS = [
         index=".metadata", files=("*.distcp", "*.metadata", ".holdfast.json"), data=".distcp",
     ),
     Format(
-        "safetensors-dir", ".safetensors.directory:describe", b"", ".safetensors.directory:is_directory", folder=True,
+        "safetensors-dir", ".safetensors.read:describe_directory", b"", ".safetensors.read:is_directory", folder=True,
         choices=("safetensors",), written_by=".safetensors.write:lay_out_safetensors",
         takes=("keep_tree", "directory", "max_shard_size", "index", "stem", "save"), sharded_by=".sharded:SafetensorsShards",
         keeps="tensors", metadata=True, index="model.safetensors.index.json", files=SAFETENSORS,
-        weights_by=".safetensors.directory:weight_files",
+        weights_by=".safetensors.read:weight_files",
     ),
     # torch's last of all: who made something else of these files, and put it beside them, means that.
     Format(
@@ -215,12 +212,11 @@ FORMATS = [
         weights_by=".torch.directory:weight_files",
     ),
 ]  # fmt: skip
-"""Every format, in the order in which content is compared with them: the first that matches has it. Of several that are written
-under one name or suffix, the first is meant."""
+"""Every format, in the order of detection: the first match counts. Of several formats with one name or suffix, the first counts."""
 
 
 def format_of(name: str) -> Format:
-    """The entry of a format's name, as a checkpoint or a plan has it. Of anything else nothing is known."""
+    """The entry of a format's name. An unknown name gives an empty entry."""
     for one in FORMATS:
         if one.name == name:
             return one
@@ -228,7 +224,7 @@ def format_of(name: str) -> Format:
 
 
 def chosen(name: str, among: Iterable[Format]) -> Format | None:
-    """What `format=` means: the first of some formats that is called so."""
+    """The format that `format=` means: the first with this name or choice."""
     for one in among:
         if name == one.name or name in one.choices:
             return one
@@ -236,7 +232,6 @@ def chosen(name: str, among: Iterable[Format]) -> Format | None:
 
 
 def written_formats() -> list[Format]:
-    """The formats that `save` writes."""
     return [one for one in FORMATS if one.written_by]
 
 
@@ -246,12 +241,11 @@ def rank_formats() -> list[Format]:
 
 
 def titles(formats: Iterable[Format]) -> tuple[str, ...]:
-    """What people may choose from."""
     return tuple(dict.fromkeys(one.title for one in formats))
 
 
 def written_in_words() -> str:
-    """The formats that `save` writes, and what their names end with, as people are told."""
+    """The formats that `save` writes with their suffixes, in words."""
     told = []
     for one in written_formats():
         ends = [suffix for suffix in one.suffixes if suffix != f".{one.title}"]
@@ -261,5 +255,5 @@ def written_in_words() -> str:
 
 
 def file_suffixes() -> tuple[str, ...]:
-    """What names of single files end with that are checkpoints."""
+    """The suffixes of checkpoints that are single files."""
     return tuple(suffix for one in FORMATS if not one.folder for suffix in one.suffixes)

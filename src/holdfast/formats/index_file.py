@@ -40,7 +40,6 @@ FOREIGN = re.compile(r"[^./][^/]*\.(?:h5|msgpack|ot|onnx)")
 OTHERS = re.compile(rf"{TORCH_WEIGHTS.pattern}|{FOREIGN.pattern}")
 
 SHOWN = 5
-"""Names that a message lists; further ones are counted."""
 
 
 class Index(Value, frozen=True):
@@ -48,18 +47,19 @@ class Index(Value, frozen=True):
     """The file of every tensor, in the order of the index."""
     metadata: dict[str, object]
 
+    @property
+    def files(self) -> list[str]:
+        more = self.metadata.get(FILES)
+        return list(dict.fromkeys([*self.weight_map.values(), *(more if isinstance(more, list) else ())]))
+
 
 NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
-"""The end of the name of a shard, before its suffix."""
 
 
 class WeightFiles(Value, frozen=True):
-    """The files of a folder with its weights."""
-
     files: Sequence[str]
     index: str | None = None
     listed: Index | None = None
-    """The content of the index."""
 
     @property
     def stem(self) -> str:
@@ -69,10 +69,7 @@ class WeightFiles(Value, frozen=True):
 
 
 def choose_index(keys: Sequence[str], directory: str, suffix: str = ".safetensors") -> str | None:
-    """The index of a folder: that of the usual name, else the only one at the top; None if there is none.
-
-    Raises `Unsupported` for several without the usual name (diffusers has variants of one model).
-    """
+    """The index of a folder: that of the usual name, else the only one at the top. Raises `Unsupported` for several."""
     found = [key for key in keys if key.endswith(suffix + INDEX) and "/" not in key and not key.startswith(".")]
     usual = USUAL[suffix] + suffix + INDEX
     if usual in found:
@@ -90,18 +87,11 @@ def by_index(source: Source, keys: Sequence[str], suffix: str = ".safetensors") 
     """The files that the index of a folder names; None without an index. Raises as `choose_index` and `read_index` do."""
     index = choose_index(keys, source.store.name, suffix)
     listed = None if index is None else read_index(source, index)
-    if listed is None:
-        return None
-    more = listed.metadata.get(FILES)
-    files = dict.fromkeys([*listed.weight_map.values(), *(more if isinstance(more, list) else ())])
-    return WeightFiles([*files], index, listed)
+    return None if listed is None else WeightFiles(listed.files, index, listed)
 
 
 def read_index(source: Source, key: str) -> Index:
-    """Read an index, and check that every file exists inside of the folder.
-
-    Raises `HeaderError`, `LimitExceeded`, `UnsafePath` for a name that leads elsewhere, or `StoreError` for missing files.
-    """
+    """Read and check an index. Raises `HeaderError`, `LimitExceeded`, `UnsafePath`, or `StoreError` for missing files."""
     size = source.store.size(key)
     if size > source.limits.index_nbytes:
         message = f"an index of {size:,} bytes is more than Limits(index_nbytes={source.limits.index_nbytes:,})"
@@ -138,7 +128,6 @@ def read_index(source: Source, key: str) -> Index:
 
 
 def is_plain_path(file: str) -> bool:
-    """Whether this is a relative path of ordinary names."""
     return not ("\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")))
 
 
@@ -163,6 +152,5 @@ def other_copies(keys: Iterable[str], used: Collection[str] = ()) -> list[str]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few names of a file, in words."""
     shown = ", ".join(map(quoted, names[:SHOWN]))
     return f"{shown} and {len(names) - SHOWN:,} more" if len(names) > SHOWN else shown

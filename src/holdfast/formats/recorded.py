@@ -82,7 +82,6 @@ def share(table: Table) -> Shared:
 
 
 def _has_view(kind: Kind) -> bool:
-    """Whether tensors of a kind are recorded also where they are alone. Most are in C order, and are not."""
     if kind.whole or len(kind.strides) < len(kind.shape):
         return kind.traits.alias is not None
     return kind.traits.alias is not None or not in_c_order(kind.shape, kind.strides, kind.dtype.bits)
@@ -154,14 +153,12 @@ class Recorded(Value, frozen=True):
     aliases: dict[str, str] = field(default_factory=dict)
     views: dict[str, AliasView] = field(default_factory=dict)
     pairs: frozenset[str] = frozenset()
-    """Tensors of `float4_e2m1fn_x2`."""
     tree: object = None
     flat: bool = True
     """Whether there is no tree: the state is a dict of the tensors."""
 
     @property
     def changes_tensors(self) -> bool:
-        """Whether the tensors differ from the stored ones."""
         return bool(self.aliases or self.views or self.pairs)
 
     def __bool__(self) -> bool:
@@ -248,10 +245,7 @@ def with_recorded(stored: Table, recorded: Recorded) -> Table:
 
 
 def restore(stored: Table, recorded: Recorded, source: Source) -> tuple[Table, object]:
-    """The tensors by name and the tree, from the stored tensors and the recorded fields.
-
-    Raises `HeaderError` for fields that name missing tensors, `MetadataError` for impossible values.
-    """
+    """The tensors by name and the tree. Raises `HeaderError` for missing tensors, `MetadataError` for impossible values."""
     if not recorded:
         return stored, stored
     rows = stored.rows if recorded.changes_tensors else {}

@@ -46,11 +46,8 @@ if TYPE_CHECKING:
 
 
 class RankOutput(Value, frozen=True):
-    """The part of a checkpoint that one rank writes."""
-
     rank: int
     size: int
-    """The number of ranks."""
     boxes: Boxes
     metadata: Mapping[str, str]
     values: Mapping[str, bytes] = field(default_factory=dict)
@@ -62,8 +59,6 @@ class RankOutput(Value, frozen=True):
 
 
 class RankFile(Value, frozen=True):
-    """One file of a rank."""
-
     plan: FilePlan
     stored: Callable[[Mapping[str, int]], StoredBoxes]
     """Maps the checksums of its data to the places of its boxes."""
@@ -92,11 +87,8 @@ class Contents(Value, frozen=True):
     """The state as typed JSON, where it is more than a flat dict of tensors."""
     metadata: Mapping[str, str]
     values: frozenset[str]
-    """DCP: the names of values that are no tensors."""
     paths: Mapping[str, tuple[str | int, ...]]
-    """DCP: the path to each name in the nested state."""
     grads: frozenset[str]
-    """DCP: the names of the tensors that require gradients."""
 
 
 Delivered = Sequence[tuple["RankWrites", Sequence[Receipt]]]
@@ -116,7 +108,6 @@ class Storing(Value, frozen=True):
     """How a native directory stores boxes."""
 
     pack: Pack | None = None
-    """Finds the boxes that are smaller packed."""
     hashes: HashAll | None = None
     reuse: Reuse = NOTHING
     """The boxes that are taken over from a base, and not laid out."""
@@ -244,8 +235,6 @@ class DcpShards(Sharded):
 
 
 def _box_files(part: RankOutput, shares: Shares, name: Callable[[int, int], str], how: Storing, *, strict: bool) -> list[RankFile]:
-    """Safetensors files of boxes. `name` takes the number of a file and the count of files. Files that are not `strict` are data
-    files of a native directory."""
     boxes = part.boxes
     rounds = [ones for share in shares for ones in _once_each(boxes.table, share)]
     laid_out = []
@@ -314,7 +303,6 @@ def _dcp_file(key: str, boxes: Boxes, rows: Sequence[int], values: Mapping[str, 
 
 
 SHOWN = 3
-"""Places that a note names."""
 
 
 def _marked(table: Table, wanted: Callable[[Traits], bool]) -> list[str]:

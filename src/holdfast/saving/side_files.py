@@ -36,7 +36,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import CannotHold, HoldfastError, NoSuchPath, StoreError, Unsupported
 from holdfast.formats import format_of
 from holdfast.formats.index_file import INDEX, NUMBERED
-from holdfast.formats.safetensors.directory import INDEX_SUFFIX, SUFFIX
+from holdfast.formats.safetensors.read import INDEX_SUFFIX, SUFFIX
 from holdfast.formats.safetensors.write import STEM
 from holdfast.inspect.open import store_of
 from holdfast.saving.formats import is_part, is_replaceable

@@ -75,24 +75,20 @@ DOCUMENT = DocumentKind(
 
 
 def checksum_file(metadata: bytes) -> bytes:
-    """The content of `.holdfast.json` for this metadata."""
     return write_document(DOCUMENT, SideFileFields(1, len(metadata), f"{crc32(metadata):08x}"))
 
 
 def compare_metadata(source: Source) -> Corrupted | None:
-    """What is wrong with the metadata of a directory, or with its checksum file; None if nothing is.
-
-    Raises `Corrupted` where the metadata is certainly damaged.
-    """
+    """An error if the metadata or its checksum file may be damaged. Raises `Corrupted` if the metadata certainly is."""
     keys = source.store.list()
     if BESIDE not in keys or METADATA not in keys:
         return None
     try:
-        recorded = _read(source)
+        recorded = read_document(DOCUMENT, source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES)))
     except Corrupted as error:
         return error
-    if recorded is None:
-        return None
+    except (FormatError, LimitExceeded, Unsupported):
+        return None  # of a later version
     size = source.store.size(METADATA)
     expected = hexadecimal(recorded.crc32)
     if size != recorded.nbytes:
@@ -111,13 +107,6 @@ def compare_metadata(source: Source) -> Corrupted | None:
     return None
 
 
-def _read(source: Source) -> SideFileFields | None:
-    try:
-        return read_document(DOCUMENT, source.bytes(BESIDE, 0, min(source.store.size(BESIDE), MOST_NBYTES)))
-    except (FormatError, LimitExceeded, Unsupported):
-        return None
-
-
 METADATA = ".metadata"
 
 RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -126,8 +115,6 @@ ADDRESSABLE = 1 << 61
 
 
 class SavedChunk(Value, frozen=True):
-    """One chunk of a tensor, and the item that holds it."""
-
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     item: Item
@@ -152,8 +139,6 @@ class SavedTensor(Value, frozen=True):
 
 
 class Index(Struct):
-    """The checked metadata of a directory."""
-
     entries: dict[str, SavedTensor | Item | Opaque] = field(default_factory=dict)
     """By name, in the order of the file: a tensor, the item of another value, or an object that was not built."""
     planner: object = None
@@ -166,7 +151,6 @@ class Index(Struct):
     """Bytes of the metadata."""
 
     def items(self) -> Iterator[tuple[str, Item]]:
-        """Every item with the name of its tensor or value."""
         for name, entry in self.entries.items():
             if isinstance(entry, SavedTensor):
                 yield from ((name, piece.item) for piece in entry.pieces)
@@ -431,7 +415,6 @@ def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
 
 
 def check_inside(item: Item, size: int, name: str) -> None:
-    """Raise `Truncated` where an item does not end inside of its file."""
     if item.stop > size:
         raise Truncated(
             f"an item should end at byte {item.stop:,}, and the file has {size:,}: it was cut short or belongs to another save",

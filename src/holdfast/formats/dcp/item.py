@@ -88,10 +88,7 @@ class ItemFrame(Value, frozen=True):
 
 
 def frame_of(item: Window, archive: Archive, *, free: Container[str]) -> ItemFrame | None:
-    """The frame of an accepted item; `free` names the records that may differ.
-
-    None where torch would write it in another way, or its frame was not read with its ends.
-    """
+    """The frame of an accepted item, where `free` records may differ; None if torch would write it in another way."""
     entries = dict(_entries(item))
     holes: list[tuple[int, int]] = []
     summed: list[tuple[str, slice, slice, slice]] = []
@@ -184,12 +181,10 @@ class Window:
         return self.ends[self.at(start, stop)] if found else None
 
     def at(self, start: int, stop: int) -> slice:
-        """The place in `ends` of bytes of the item."""
         skipped = 0 if stop <= self._behind else self._skipped
         return slice(start - skipped, stop - skipped)
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
-        """Bytes of the file, counted from its start."""
         found = self.part(start - self.start, stop - self.start) if start >= self.start else None
         return self._source.bytes(key, start, stop) if found is None else found
 
@@ -203,8 +198,6 @@ class Window:
 
 
 class ItemPlace(Value, frozen=True):
-    """The place of the elements of a tensor."""
-
     start: int
     strides: tuple[int, ...]
     """Strides in bits. torch keeps the strides of a tensor that fills its storage: a transposed one is saved as it lies."""
@@ -225,7 +218,6 @@ class ItemReader:
         self._storages: FoundStorages | None = None
         self._table = TorchTable(source, weakly(self._persistent))
         self._frames: dict[object, list[tuple[ItemFrame, ItemPlace | None]]] = {}
-        """Frames by the length of an item, for tensors also by dtype and sizes."""
 
     def _persistent(self, pid: object) -> object:
         if self._storages is None:
@@ -253,7 +245,6 @@ class ItemReader:
         return [(frame, place) for frame, place in self._frames.get(kind, ()) if place is not None]
 
     def value(self, window: Window, stream: str) -> tuple[object, tuple[Foreign, ...]]:
-        """The object in an item, with lazy tensors, and the globals that were not built."""
         kind = window.nbytes
         for frame, _ in self._frames.get(kind, ()):
             if frame.matches(window.ends):
@@ -314,7 +305,6 @@ def _nowhere(asked: StorageId) -> Storage:
 
 
 def _plain(value: object, dtype: DType, sizes: tuple[int, ...]) -> ItemPlace:
-    """The place of the elements of an item's value, which must be the tensor of the metadata."""
     if not isinstance(value, LazyTensor) or value.traits.meta or value.traits.subclass is not None:
         what = value.kind + " tensor" if isinstance(value, Composite) else brief(value)
         raise MetadataError(f"the item of a tensor holds something else: {what}", expected="Tensor", found=what)

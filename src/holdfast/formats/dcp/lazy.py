@@ -46,7 +46,6 @@ WINDOW_NBYTES = 8 << 20
 
 
 def virtual_key(item: Item) -> str:
-    """The name of an item as a file of its own."""
     return f"{item.file}@{item.offset}"
 
 
@@ -107,7 +106,7 @@ class InflatedStore(Virtual):
 
 
 def inflate(packed: bytearray, most: int, item: Item) -> bytearray:
-    """What a zstd stream holds: at most `most` bytes."""
+    """The content of a zstd stream: at most `most` bytes."""
     try:
         import zstandard
     except ImportError:
@@ -158,10 +157,7 @@ class Items:
             return found
 
     def find_all(self, storages: Iterable[ItemStorage]) -> None:
-        """Find the places of many storages. The ends of neighbours are read together, and compared with the first of their kind.
-
-        An item that differs from the first of its kind is parsed. Raises what `find` raises.
-        """
+        """Find the places of many storages. The ends of neighbours are read together; equal kinds are compared, not parsed."""
         asked = [storage for storage in storages if storage.found is None]
         files: dict[str, list[ItemStorage]] = {}
         for storage in asked:
@@ -218,7 +214,6 @@ class Items:
                 yield number, data[start:stop]
 
     def value(self, item: Item, name: str, content: bytes | None = None) -> tuple[object, tuple[Foreign, ...]]:
-        """The object that an item holds, and the globals that were not built."""
         with located(file=item.file, tensor=name):
             return self.reader.value(self.window(item, name, 0, content=content), f"{name[:80]!r} in {item.file}")
 
@@ -252,29 +247,16 @@ class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
         key, nbytes = virtual_key(item) if item.transforms else item.file, dtype.nbytes(math.prod(sizes))
         return cls(key, -1, nbytes, home=items.source.store, dtype=dtype, item=item, items=items, name=name, sizes=sizes)
 
-    @property  # type: ignore[misc]  # no field, but read-only as one
-    def start(self) -> int:
-        return (self.found or self.items.find(self)).start
-
-    @property  # type: ignore[misc]  # no field, but read-only as one
-    def byteorder(self) -> str:
-        return (self.found or self.items.find(self)).byteorder
-
-    @property  # type: ignore[misc]  # no field, but read-only as one
-    def crc32(self) -> int | None:
-        return (self.found or self.items.find(self)).crc32
-
-    @property  # type: ignore[misc]  # no field, but read-only as one
-    def location(self) -> str:
-        return (self.found or self.items.find(self)).location
-
-    @property  # type: ignore[misc]  # no field, but read-only as one
-    def label(self) -> str:
-        return f"the item at byte {self.item.offset}"
+    if not TYPE_CHECKING:  # fields of a storage that only the item has
+        start = property(lambda self: self.place.start)
+        byteorder = property(lambda self: self.place.byteorder)
+        crc32 = property(lambda self: self.place.crc32)
+        location = property(lambda self: self.place.location)
+        label = property(lambda self: f"the item at byte {self.item.offset}")
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        return (self.found or self.items.find(self)).strides
+    def place(self) -> ItemPlace:
+        return self.found or self.items.find(self)
 
     @property
     def ranges(self) -> tuple[tuple[str, int, int], ...]:
@@ -314,7 +296,7 @@ class ItemChunk(Chunk, frozen=True):
 
     @property  # type: ignore[misc]  # no field, but read-only as one
     def strides(self) -> tuple[int, ...]:
-        return self.storage.strides
+        return self.storage.place.strides
 
     def over(self, storage: Storage) -> Chunk:
         return ItemChunk.of(self.box, storage) if isinstance(storage, ItemStorage) else Chunk.over(self, storage)
@@ -429,7 +411,6 @@ class Unread(Opaque):
         return value
 
     def foreign(self) -> tuple[Foreign, ...]:
-        """The globals in its pickle that are not built."""
         return self._items.value(self._item, self._name)[1]
 
     def __repr__(self) -> str:

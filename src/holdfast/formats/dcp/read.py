@@ -96,7 +96,6 @@ def _path(name: str, path: object, limits: Limits, *, most: int) -> tuple[str | 
 
 
 def _put(root: Branch, path: tuple[str | int, ...], leaf: object) -> bool:
-    """Put a leaf at its place; False where another leaf is in the way."""
     branch = root
     for step in path[:-1]:
         inner = branch.setdefault(step, ABSENT)
@@ -132,28 +131,19 @@ EAGER_NBYTES = 32 << 20
 """The most bytes of these values. With more of either, every value is `Unread`."""
 
 SMALL_NBYTES = 64 << 10
-"""Items up to this length are read together."""
 
 
-class Values(Struct):
-    values: dict[str, object] = field(default_factory=dict)
-    foreign: tuple[Foreign, ...] = ()
-    nbytes: int = 0
-    unread: int = 0
-
-
-def read_values(items: Items, wanted: Mapping[str, Item]) -> Values:
-    """Read values, or make all of them `Unread` if that would take long.
+def read_values(items: Items, wanted: Mapping[str, Item]) -> tuple[dict[str, object], list[Foreign], int]:
+    """Values by name, globals that were not built, and bytes of small items. All values are `Unread` if reading would take long.
 
     Each value is an item of its own, 1.3 KB for a number. The values of a rank lie side by side at the front of its file, and are
     read together; a large one (a tuple with tensors) by its two ends and its pickle.
     """
     small = {name: item for name, item in wanted.items() if item.length <= SMALL_NBYTES}
-    done = Values(nbytes=sum(item.length for item in small.values()))
-    if len(wanted) > EAGER_ITEMS or done.nbytes > EAGER_NBYTES:
-        done.values = {name: Unread(items, item, name) for name, item in wanted.items()}
-        done.unread = len(wanted)
-        return done
+    nbytes = sum(item.length for item in small.values())
+    if len(wanted) > EAGER_ITEMS or nbytes > EAGER_NBYTES:
+        return {name: Unread(items, item, name) for name, item in wanted.items()}, [], nbytes
+    values: dict[str, object] = {}
     foreign: list[Foreign] = []
     files: dict[str, list[tuple[str, Item]]] = {}
     for name, item in small.items():
@@ -164,14 +154,13 @@ def read_values(items: Items, wanted: Mapping[str, Item]) -> Values:
         starts, stops = np.array([(item.offset, item.stop) for _, item in members], np.int64).T
         for number, content in items.read_together(file, starts, stops):
             name, item = members[number]
-            done.values[name], found = items.value(item, name, content)
+            values[name], found = items.value(item, name, content)
             foreign += found
     for name, item in wanted.items():
-        if name not in done.values:
-            done.values[name], found = items.value(item, name)
+        if name not in values:
+            values[name], found = items.value(item, name)
             foreign += found
-    done.foreign = tuple(foreign)
-    return done
+    return values, foreign, nbytes
 
 
 DATA_SUFFIX = ".distcp"
@@ -186,37 +175,35 @@ def is_dcp(source: Source) -> bool:
 
 
 def describe(source: Source) -> Description:
-    """Read the index and the values that are no tensors, and check everything."""
     changed = compare_metadata(source)
     index = read_index(source)
     compressed = any(is_inflated(item) for _, item in index.items())
     items = Items(source, inflate=compressed)
-    values = read_values(items, _values(index))
+    values, foreign, nbytes = read_values(items, _values(index))
     leaves: dict[str, object] = {}
     for name, entry in index.entries.items():
         if not isinstance(entry, SavedTensor):
-            leaves[name] = entry if isinstance(entry, Opaque) else values.values[name]
+            leaves[name] = entry if isinstance(entry, Opaque) else values[name]
         elif entry.dtype.kind == "quantized":
-            leaves[name] = _quantized(values.values[name], entry, name)
+            leaves[name] = _quantized(values[name], entry, name)
         else:
             leaves[name] = tensor_of(entry, name, items)
     planner = index.planner if isinstance(index.planner, dict) else {}
     grown = grow(leaves, planner, source.limits)
-    named = name_tensors(grown.tree, source.limits, index.nbytes + values.nbytes)
+    named = name_tensors(grown.tree, source.limits, index.nbytes + nbytes)
     notes = [_summary(index), *index.notes, *_tree_notes(grown), *named.notes]
-    if values.unread:
-        notes.append(f"{values.unread:,} values that are no tensors are left unread, and not looked into for foreign objects")
+    if unread := sum(isinstance(value, Unread) for value in values.values()):
+        notes.append(f"{unread:,} values that are no tensors are left unread, and not looked into for foreign objects")
     if compressed:
         notes.append("items are compressed with zstd, so reading any part of one inflates all of it")
     if changed is not None:
         notes.append(changed.message)
-    foreign = (*index.foreign, *values.foreign)
     damage = () if changed is None else (changed,)
-    return Description("dcp", ItemTable(named.tensors, items), grown.tree, foreign, tuple(notes), index.texts, damage)
+    every = (*index.foreign, *foreign)
+    return Description("dcp", ItemTable(named.tensors, items), grown.tree, every, tuple(notes), index.texts, damage)
 
 
 def _values(index: Index) -> dict[str, Item]:
-    """The items that are read when a directory is opened: values, and quantised tensors for their scales."""
     wanted: dict[str, Item] = {}
     for name, entry in index.entries.items():
         if isinstance(entry, Item):
@@ -229,7 +216,6 @@ def _values(index: Index) -> dict[str, Item]:
 
 
 def tensor_of(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
-    """A tensor over items, which are read when it is read."""
     chunks = tuple([chunk_of(piece, name, saved.dtype, items=items) for piece in saved.pieces])
     grad, strides = saved.properties.requires_grad, saved.properties.strides
     traits = Traits(requires_grad=grad, strides=strides) if grad or strides is not None else PLAIN

@@ -42,6 +42,9 @@ class PickledObject(Struct, eq=False):
 
     filled: bool = False
 
+    # By identity, also to the limits on keys (`pickle.spending`): a key is never hashed by numbers of the file.
+    __hash__ = object.__hash__
+
     def fill(self, state: object) -> None:
         """Take the state of a BUILD opcode. Raises `PickleError` for a state of another form."""
         raise PickleError(f"a {self.title} with a state, which it does not have", found=brief(state))
@@ -247,7 +250,6 @@ KINDS: tuple[type[PickledObject], ...] = (Metadata, ItemIndex, StorageNote, Stor
 
 
 def empty(kind: type[PickledObject]) -> Row:
-    """The row that makes a record, if the call has no arguments."""
     return lambda table, args: NotImplemented if args else kind()
 
 

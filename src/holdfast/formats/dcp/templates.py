@@ -36,7 +36,6 @@ MOST_KINDS = 1024
 """The most kinds of tensors, and of items, that are remembered. The machine reads further kinds."""
 
 MARKS = 5
-"""The most open MARKs inside of a record."""
 
 STUB = Stub(START, 0)
 
@@ -64,12 +63,10 @@ MIDDLE = re.compile(
 """The opcodes from the name to the offset."""
 
 LAST = re.compile(GET, re.DOTALL)
-"""The key of the length."""
 
 ITEM_END = b"ub"
 
 KEYS = (("fqn", "fqn"), ("index", "index"), ("corner", "offset"), ("path", "relative_path"), ("offset", "offset"))
-"""Groups of the patterns, and the text that each refers to."""
 
 WIDEST = 8
 """Bytes of the longest integer."""
@@ -190,7 +187,7 @@ class RecordTemplates:
         if stop > limit or len(self._tensors) >= MOST_KINDS or TENSOR.fullmatch(raw) is None:
             return
         stubs = (STUB,) * (len(state.memo) - entries)
-        record = TensorRecord(raw, (made,), stubs, containers - state.table.spending.containers, _opcodes(raw))
+        record = TensorRecord(raw, (made,), stubs, containers - state.table.spending.containers, len(OPCODE.findall(raw)))
         self._tensors[raw] = self._tensor = record
         self._lengths[len(raw)] = None
 
@@ -273,7 +270,10 @@ class RecordTemplates:
             return None
         first = HEAD.fullmatch(head)
         groups = {"fqn": first["fqn"] if first is not None else b"", **found.groupdict()}
-        if any(self._got(groups[group]) != text for group, text in KEYS) or not _is_item(self._got(found["cls"])):
+        if any(self._got(groups[group]) != text for group, text in KEYS):
+            return None
+        cls = self._got(found["cls"])
+        if type(cls) is not Global or cls.name != Item.title or (cls.module, cls.name) not in NEWS:
             return None
         number, file = found["number"], self._got(found["file"])
         lengths = None if found["lengths"] is None else _integers(found["lengths"])
@@ -287,11 +287,8 @@ class RecordTemplates:
         # by one opcode, which the machine counts where there is one.
         containers = 4 + (0 if lengths is None else 2 + (len(lengths) == 1))
         entries = 4 + (0 if lengths is None else 2 + (len(lengths) > 0))
-        counted = _opcodes(head + b"h\0" + found[0] + b"K\0" + last[0] + b"K\0" + ITEM_END)
-        stubs = (STUB,) * entries
-        made = ItemRecord(
-            head, found[0], last[0], index, corner if isinstance(corner, tuple) else None, file, stubs, containers, counted
-        )
+        counted = len(OPCODE.findall(head + b"h\0" + found[0] + b"K\0" + last[0] + b"K\0" + ITEM_END))
+        made = ItemRecord(head, found[0], last[0], index, corner, file, (STUB,) * entries, containers, counted)
         self._items[head, found[0]] = made
         return made
 
@@ -303,15 +300,7 @@ class RecordTemplates:
 SIZES = Global("torch", "Size")
 
 
-def _is_item(cls: object) -> bool:
-    return type(cls) is Global and cls.name == Item.title and (cls.module, cls.name) in NEWS
-
-
 OPCODE = re.compile(rb"[hK].|[jJ]....|M..|.", re.DOTALL)
-
-
-def _opcodes(raw: bytes) -> int:
-    return sum(1 for _ in OPCODE.finditer(raw))
 
 
 def _integer(data: bytes, at: int, limit: int) -> tuple[int, int]:

@@ -46,12 +46,10 @@ class ArchiveKind(Value, frozen=True, eq=False):
     """The common bytes of all archives of tensors of one dtype and shape."""
 
     head: bytes
-    """The bytes before the elements."""
     rest: tuple[bytes, ...]
     """The bytes behind the elements, cut where their CRC, the id, the CRC of the id, and both CRCs again are filled in."""
     nbytes: int
     names: bytes
-    """The first half of the id."""
     before: int
     """The folded checksums of the records before the elements."""
 
@@ -60,7 +58,6 @@ class ArchiveKind(Value, frozen=True, eq=False):
         return sum(map(len, self.rest)) + NBYTES + 16
 
     def fill(self, crc: int, mistaken: int | None) -> tuple[bytes, ...]:
-        """The bytes behind elements with this checksum, in pieces."""
         sums = (crc, VERSION_CRC) if mistaken is None else (mistaken, crc, VERSION_CRC)
         identity = b"%b%020d" % (self.names, fold(sums, self.before))
         own, of_id = crc.to_bytes(4, "little"), crc32(identity).to_bytes(4, "little")
@@ -73,7 +70,6 @@ VERSION_CRC = crc32(VERSION)
 
 @lru_cache(4096)
 def archive_kind(dtype: DType, shape: tuple[int, ...]) -> ArchiveKind:
-    """The archive of tensors of this dtype and shape, which have elements."""
     nbytes = dtype.nbytes(math.prod(shape))
     laid = lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, Hole(nbytes))])
     at = next(number for number, segment in enumerate(laid) if isinstance(segment, Hole))
@@ -104,10 +100,7 @@ def _empty_archive(dtype: DType, shape: tuple[int, ...]) -> Literal:
 
 
 def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequence[int]) -> tuple[FilePlan, Ints]:
-    """The file of a rank with the archives of values and of rows of a table, and the length of each archive.
-
-    The label of a row's elements is its number.
-    """
+    """The file of a rank with archives of values and rows, and their lengths. The label of a row's elements is its number."""
     used = {number: table.kinds[number] for number in dict.fromkeys([table.kind[row] for row in rows])}
     kinds = {number: archive_kind(kind.dtype, kind.shape) for number, kind in used.items() if kind.nbytes}
     empty = {number: _empty_archive(kind.dtype, kind.shape) for number, kind in used.items() if not kind.nbytes}

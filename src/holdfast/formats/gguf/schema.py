@@ -28,7 +28,7 @@ from holdfast.core.protocols import Source
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
 from holdfast.formats.safetensors.schema import addressable
-from holdfast.numeric.dequantize import BLOCKS, BlockType
+from holdfast.numeric.dequantize import BLOCKS
 
 MAGIC = b"GGUF"
 
@@ -48,14 +48,12 @@ SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", BOOL: 
 PLAIN = {
     0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16",
 }  # fmt: skip
-"""Types of tensors that are dtypes."""
 
 PACKED = {
     2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
     15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-"""Types of tensors that are blocks."""
 
 
 class TensorInfo(NamedTuple):
@@ -72,7 +70,6 @@ class GgufHeader(Value, frozen=True):
     byteorder: str
     version: int
     places: dict[str, TensorInfo]
-    """Every tensor, in the order of the file."""
     values: Values
 
 
@@ -112,7 +109,6 @@ class Values(Mapping[str, str]):
         return self._places[name][0] if name in self._places else None
 
     def _value(self, kind: int, at: int) -> tuple[object, int]:
-        """A value and its end. `HeaderCursor` has checked its length."""
         if kind == TEXT:
             stop = at + 8 + self._count(at)
             return self._raw[at + 8 : stop].decode("utf-8", "backslashreplace"), stop
@@ -222,7 +218,6 @@ class HeaderCursor:
             self.at += self._width(kind)
 
     def _skip_texts(self, count: int) -> None:
-        """Skip a vocabulary, without a call for each of its texts."""
         at, raw, unpack = self.at, self.raw, struct.Struct(f"{self.order}Q").unpack_from
         for _ in range(count):
             if at + 8 > len(raw):
@@ -240,10 +235,7 @@ class HeaderCursor:
 
 
 def read_gguf_header(source: Source, key: str) -> GgufHeader:
-    """Read and check the header of one file; no tensor data is read.
-
-    Raises `HeaderError`, `MetadataError`, `Truncated`, `Unsupported` or `LimitExceeded`.
-    """
+    """Read and check the header of one file. Raises every `FormatError`, `Unsupported` or `LimitExceeded`."""
     walk = HeaderCursor(source, key)
     version, tensors, values = _begin(walk, key)
     found: dict[str, tuple[int, int]] = {}
@@ -305,22 +297,17 @@ def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key:
     if dtype is None or (plain is None and blocks is None):
         raise Unsupported(f"the tensor has type {kind:,}, which is not known (or was withdrawn)", file=key, tensor=name, found=kind)
     if blocks is not None:
-        shape = _row_of_blocks(shape, blocks, name, key=key)
+        row, each = shape[-1] if shape else 1, blocks.elements
+        if not shape or row % each:
+            message = f"rows of {row:,} elements are no whole blocks of {blocks.name}, which have {each}"
+            raise MetadataError(message, file=key, tensor=name, found=shape)
+        shape = (*shape[:-1], row // each * blocks.nbytes)
     if not addressable(shape, dtype.bits):
         raise MetadataError(f"{list(shape)} of {dtype} is more than any file can hold", file=key, tensor=name, found=shape)
     if offset % alignment:
         message = f"an offset of {offset:,}, which is no multiple of the alignment, {alignment:,}"
         raise HeaderError(message, file=key, tensor=name, found=offset)
     return TensorInfo(dtype, shape, start + offset, math.prod(shape) * dtype.bits // 8, None if blocks is None else blocks.name)
-
-
-def _row_of_blocks(shape: tuple[int, ...], blocks: BlockType, name: str, *, key: str) -> tuple[int, ...]:
-    if not shape or shape[-1] % blocks.elements:
-        raise MetadataError(
-            f"rows of {shape[-1] if shape else 1:,} elements are no whole blocks of {blocks.name}, which have {blocks.elements}",
-            file=key, tensor=name, found=shape,
-        )  # fmt: skip
-    return (*shape[:-1], shape[-1] // blocks.elements * blocks.nbytes)
 
 
 def _check_layout(places: Mapping[str, TensorInfo], header_stop: int, size: int, *, alignment: int, key: str) -> None:

@@ -1,19 +1,17 @@
-"""What a new native directory has in common with an older one beside it, its *base*: which files it takes over as they are.
+"""The files and chunks that a new native directory takes over from an older one, its *base*.
 
     base    data-00001  w1 w2 w3 x1 x2        new    data-00001  w1 w2 w3 ▒▒ ▒▒     the same file, a hard link
                                                      data-00002  x1 x2              what changed since
 
-1. A tensor that has not changed stays where it is. The others go to new files. Bytes that no tensor has any more stay in a
-   file that is taken over (▒); the manifest does not name them.
-2. A file of which less than half is alive is not taken over: its living tensors are written again, to a file of their own and not
-   to that of the tensors that changed. What changes at one rate comes together, so that next time files die, or live, as a whole.
-3. Small files that live on, each from another step, would become many. Above `MANY` of them they are written again as one.
+1. A tensor that has not changed stays where it is. The others go to new files. Old bytes stay in a file that is taken over (▒); the
+   manifest does not name them.
+2. A file of which less than half is alive is not taken over: its living tensors are written again, to a file of their own, so that
+   tensors that change at one rate come together.
+3. If there are more than `MANY` small files of older steps, they are written again as one.
 
-New files have names that come after those that are taken over. Which file has which tensor is said by the manifest and by the
-Hugging Face index. A program that asks neither and reads all files in the order of their names meets the living one last.
+New files have later names, so that a program that reads all files in the order of their names meets the living tensor last.
 
-Of a group each rank decides for its own boxes, without asking the others: it takes over files in which all that the base names are
-boxes of its own. Where the ranks are those of the step before, that is every file.
+In a group each rank decides for its own boxes: it takes over files of the base in which all boxes are its own.
 """
 
 from __future__ import annotations
@@ -45,9 +43,6 @@ SMALL = 64
 NUMBER = re.compile(r"data-(\d+)-of-")
 TURN = re.compile(r"_(\d+)\.safetensors")
 
-Place = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A name, and the lowest and the highest corner of a box."""
-
 Chunks = Mapping[int, tuple[StoredChunk, ...]]
 """By row of a table: the chunks of a base with its elements. A chunk without a box has all elements."""
 
@@ -65,7 +60,6 @@ class Reuse(Value, frozen=True):
     taken: frozenset[str] = frozenset()
     """Names that a new file of a rank may not have: all files of the base, since other ranks may take them over."""
     notes: tuple[str, ...] = ()
-    """Reasons why nothing is taken over."""
 
     @property
     def files(self) -> tuple[DataFile, ...]:
@@ -156,7 +150,6 @@ class Base(Value, frozen=True):
         return dict(zip(found, map(int, found.values(), repeat(16)), strict=True))
 
     def reuse(self, chunks: Chunks, files: Iterable[int]) -> Reuse:
-        """The reuse of these unchanged chunks in these files."""
         parts = _Parts.of([*chunks.values()])
         living = self._living(parts, files)
         small = [number for number, nbytes in living.items() if nbytes * SMALL < sum(living.values())]
@@ -197,9 +190,7 @@ class _Parts(Value, frozen=True, eq=False):
     """The places of the chunks of many tensors, as columns: a row for each part of a file."""
 
     count: int
-    """The number of tensors."""
     owner: Ints
-    """The position of its tensor."""
     file: Ints
     nbytes: Ints
 
@@ -221,7 +212,6 @@ class _Parts(Value, frozen=True, eq=False):
         return cls(len(tensors), *np.array(plain + packed, np.int64).reshape(-1, 3).T)
 
     def inside(self, files: Collection[int]) -> Bools:
-        """Whether each tensor lies in these files alone."""
         chosen = np.zeros(1 + max([*files, int(self.file.max(initial=0))]), np.bool_)
         chosen[[*files]] = True
         inside = np.ones(self.count, np.bool_)

@@ -37,14 +37,12 @@ from holdfast.formats.safetensors.write import FileLayout, HeaderKind, fill_shar
 from holdfast.numeric.pack import SparseParts
 
 HALVES = {"complex128": "F64", "complex32": "F16", "bcomplex32": "BF16"}
-"""The dtype code for the two parts of a complex number."""
 
 OWN: Mapping[str, object] = {"rest": MANIFEST}
 """The record of each data file names the manifest, so that a folder without its manifest is recognised."""
 
 
 Pack = Callable[[Mapping[str, LazyTensor]], Mapping[str, SparseParts]]
-"""Finds the tensors that are stored packed, with their parts."""
 
 
 HashAll = Callable[[Mapping[str, LazyTensor]], Mapping[str, Hashed]]
@@ -99,7 +97,6 @@ class Boxes(Value, frozen=True, eq=False):
         return self.table.nbytes_of(range(len(self)))
 
     def has_parts(self, rows: Sequence[int]) -> bool:
-        """Whether one of these boxes is not a whole tensor."""
         shapes, kind, whole = [kind.shape for kind in self.table.kinds], self.table.kind, self.whole
         return kind is not whole and [shapes[kind[row]] for row in rows] != [shapes[whole[row]] for row in rows]
 
@@ -116,16 +113,13 @@ class BoxEntries(Value, frozen=True, eq=False):
 
     boxes: Boxes
     rows: Sequence[int]
-    """The boxes, as rows of `boxes.table`."""
     table: Table
-    """The table of the entries."""
     inside: Sequence[int]
     """The entries, as rows of `table`."""
     packed: Mapping[str, SparseParts]
     hashing: Mapping[str, Hashing]
     """The boxes that are hashed when they are written, and how."""
     known: Mapping[str, Hashed]
-    """The hashes of packed boxes."""
 
     @classmethod
     def of(
@@ -183,10 +177,7 @@ class BoxFiles(Value, frozen=True, eq=False):
         fields: Mapping[str, object] = OWN,
         label: str = "",
     ) -> BoxFiles:
-        """Lay out files of these names with these entries. `texts` go into their metadata, `fields` into their records.
-
-        Raises `CannotHold` where the header of a file would be longer than a reader takes.
-        """
+        """Lay out files with these entries. `texts` go into their metadata, `fields` into their records. Raises `CannotHold`."""
         table, kinds = entries.table, [carried(kind) for kind in entries.table.kinds]
         layouts = [
             plan_file(key, table, inside, kinds, texts, fields=fields, label=label, hashed=entries.hashing)
@@ -254,7 +245,6 @@ class BoxFiles(Value, frozen=True, eq=False):
 
 
 def _digits_of(crcs: Mapping[str, int], names: Sequence[str]) -> str:
-    """The digits of checksums; zeros for entries without bytes and for labels of other plans."""
     try:
         return checksum_digits(crcs, names)
     except KeyError:

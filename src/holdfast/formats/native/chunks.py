@@ -27,17 +27,15 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Hashing
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.native.schema import StoredChunk, StoredPart, StoredSparse
-from holdfast.numeric.pack import Encoding, SparseParts, SparseStorage, element_type, encoding_of, group_count, spread, where_total
+from holdfast.numeric.pack import SparseParts, SparseStorage, element_type, encoding_of, group_count, spread, where_total
 from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 
 def part_names(name: str) -> tuple[str, str, str]:
-    """The names of values, marks and starts in the data file."""
     return f"{name}.sparse.values", f"{name}.sparse.where", f"{name}.sparse.starts"
 
 
 def entries_of(name: str, tensor: LazyTensor, parts: SparseParts | None) -> dict[str, LazyTensor]:
-    """The entries of a tensor in the data file, by name."""
     if parts is None:
         return {name: tensor}
     given = zip(part_names(name), (parts.values, parts.where, parts.starts), strict=True)
@@ -89,10 +87,7 @@ def hash_in(sums: Mapping[str, int], label: str, nbytes: int, how: Hashing | Non
 def hash_tails(
     crcs: Mapping[str, int], table: Table, rows: Sequence[int], labels: Sequence[str], hashing: Mapping[str, Hashing]
 ) -> list[str]:
-    """The text of a manifest behind the checksum of each row: hash and head of the rows that are hashed.
-
-    `labels` are those of their data. `hashing` has the names that are hashed, and how.
-    """
+    """The text behind the checksum of each row: hash and head, for the names in `hashing`. `labels` are those of their data."""
     names, kind = table.names, table.kind
     short = [0 < one.nbytes <= HEAD_NBYTES for one in table.kinds]
     return [
@@ -104,25 +99,20 @@ def hash_tails(
 
 
 def hash_digits(hashed: Hashed | None) -> tuple[str | None, str | None]:
-    """Hash and head as hexadecimal digits."""
     hash, head = (None, None) if hashed is None else hashed
     return None if hash is None else f"{hash:032x}", None if head is None else f"{head:08x}"
 
 
 def hash_text(hash: str | None, head: str | None) -> str:
-    """The text of a manifest behind a checksum: a hash, a head."""
     return ("" if hash is None else f',"hash":"{hash}"') + ("" if head is None else f',"head":"{head}"')
 
 
 def in_files(chunk: StoredChunk, numbers: Mapping[int, int]) -> StoredChunk:
-    """A copy of a chunk, with new file numbers."""
     sparse = None if chunk.sparse is None else sparse_in(chunk.sparse, numbers.__getitem__)
     return msgspec.structs.replace(chunk, file=numbers[chunk.file], sparse=sparse)
 
 
 def sparse_in(sparse: StoredSparse, number: Callable[[int], int]) -> StoredSparse:
-    """A copy of a packing, with new file numbers for its parts."""
-
     def moved(part: StoredPart) -> StoredPart:
         return msgspec.structs.replace(part, file=number(part.file))
 
@@ -146,7 +136,9 @@ def check_sparse(chunk: StoredChunk, sparse: StoredSparse, dtype: DType, *, shap
     if sparse.starts is not None:
         _check_length("starts", sparse.starts.bytes, (group_count(encoding) + 1) * 8)
         stored += _length(sparse.starts.bytes)
-    values, most = _length(chunk.bytes), _most(encoding) * width
+    last = group_count(encoding) - 1
+    most = (last * encoding.most(encoding.group) + encoding.most(spread(encoding, last))) * width
+    values = _length(chunk.bytes)
     if values > most or values % (encoding.unit * width) or (not encoding.counted and values != most):
         said = f"{values:,} bytes of values for {encoding.count:,} elements stored as {encoding.name}"
         raise MetadataError(said, expected=most, found=values)
@@ -163,11 +155,6 @@ def _check_length(name: str, span: tuple[int, int], wanted: int) -> None:
     found = _length(span)
     if found != wanted:
         raise MetadataError(f"{found:,} bytes of {name}, where there should be {wanted:,}", expected=wanted, found=found)
-
-
-def _most(encoding: Encoding) -> int:
-    last = group_count(encoding) - 1
-    return last * encoding.most(encoding.group) + encoding.most(spread(encoding, last))
 
 
 def sparse_storage(
@@ -222,7 +209,6 @@ class UnpackedStore(Virtual):
         self._cache = ContentCache(CACHE_NBYTES)
 
     def add(self, storage: SparseStorage) -> None:
-        """Add a packed chunk as a file."""
         read, stamp = partial(Sent(self._read), storage), partial(Sent(self._stamp), storage)
         self.put(VirtualFile(partial(Sent(self._size), storage), read, stamp), storage.key)
 

@@ -41,7 +41,6 @@ from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST
 from holdfast.formats.safetensors.write import index_text
 
 INDEX = "model.safetensors.index.json"
-"""The index that `transformers` looks for."""
 
 CANNOT = "a native checkpoint cannot hold this state"
 NO_BOXES = np.zeros(0, np.int64)
@@ -58,7 +57,6 @@ class StoredBoxes(msgspec.Struct):
     starts: bytes
     stops: bytes
     crcs: str = ""
-    """Eight digits for each box."""
     tails: list[str] = field(default_factory=list)
     """The text behind the checksum of each box, with its hash and head; empty where there are none."""
     packed: dict[int, StoredSparse] = field(default_factory=dict)
@@ -89,8 +87,6 @@ Outlines = tuple[Sequence[str], Sequence[tuple[str, tuple[int, ...]]], Sequence[
 
 
 class FileBoxes(Value, frozen=True, eq=False):
-    """The boxes of one data file, and their tensors."""
-
     stored: StoredBoxes
     """For a file that is not written yet, only the places count."""
     tensors: Ints
@@ -99,7 +95,6 @@ class FileBoxes(Value, frozen=True, eq=False):
     """For each box of the rank its lowest corner: a row for each dimension of the tensor with the most dimensions."""
     sizes: Ints
     tails_nbytes: int
-    """The length of all texts of hashes."""
 
 
 def are_whole(starts: Ints, sizes: Ints, extents: Ints) -> Bools:
@@ -119,7 +114,7 @@ def lay_out_index(
     metadata: Mapping[str, str],
     alone: bool = False,
 ) -> tuple[FilePlan, ...]:
-    """What makes data files a native directory, in the order in which it is written: the manifest is last.
+    """The files that make data files a native directory, in the order of writing: the manifest is last.
 
     The manifest lists the tensors that have boxes. `later` maps the checksums of all data, by label, to the boxes of each file:
     with it the manifest is one late segment, whose length does not depend on checksums. `fields` are those of `formats.recorded`.
@@ -127,7 +122,7 @@ def lay_out_index(
     There is an index for `transformers` where every tensor is whole, in one file, and not packed. With `alone`, in an object
     store, there is none: two saves at the same time would both write its name.
 
-    Raises `CannotHold` where the manifest would be longer than a reader takes.
+    Raises `CannotHold` for a manifest that is longer than a reader takes.
     """
     chunks = _Chunks(parts, outlines)
     others = [] if alone or not chunks.whole else [chunks.weight_index([file.name for file in files])]
@@ -152,7 +147,6 @@ def lay_out_index(
 
 
 def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
-    """The manifest's field `others`: names, lengths and checksums of files that are known before the data is."""
     listed = []
     for plan in plans:
         crc = 0
@@ -179,8 +173,8 @@ class _Chunks:
             corners, sizes, kinds = part.starts[:, own], part.sizes[:, own], kind_of[owned[-1]]
             for at in (~are_whole(corners, sizes, extents[:, kinds])).nonzero()[0].tolist():
                 rank = len(self._kinds[kinds[at]][1])
-                start = corners[:rank, at]
-                boxed[first + at] = f',"start":{_listed(start)},"stop":{_listed(start + sizes[:rank, at])}'
+                box = {"start": corners[:rank, at].tolist(), "stop": (corners + sizes)[:rank, at].tolist()}
+                boxed[first + at] = "," + msgspec.json.encode(box).decode()[1:-1]
         tensors = np.concatenate(owned)
         order = self._order = tensors.argsort(kind="stable")
         owners = tensors[order]
@@ -197,7 +191,7 @@ class _Chunks:
 
     @property
     def whole(self) -> bool:
-        """Whether every tensor lies whole in one file, as it is in memory."""
+        """Whether every tensor lies whole and unpacked in one file."""
         return not self._boxed and not any(part.stored.packed for part in self._parts)
 
     def weight_index(self, files: Sequence[str]) -> FilePlan:
@@ -219,12 +213,12 @@ class _Chunks:
         texts = [*self._boxed.values(), *self._packed_texts([part.stored for part in self._parts]).values()]
         length = len(every.encode()) + sum(map(mul, counts, map(len, around))) + max(len(keys) - 1, 0)
         length += chunks * len(CHUNK) + more * len(NEXT) + sum(map(len, texts)) + sum(part.tails_nbytes for part in self._parts)
-        length += sum(_digits(column) for column in (self._files, self._starts, self._stops))
+        for numbers in (self._files, self._starts, self._stops):
+            length += len(numbers) + int(POWERS.searchsorted(numbers, side="right").sum())
         brackets = sum(map(mul, counts, map(_brackets, around))) + _brackets(every) + chunks + more
         return length, brackets + sum(map(_brackets, texts))
 
     def pieces(self, stored: Sequence[StoredBoxes]) -> Iterator[bytes]:
-        """The text, from the first name to the end of the last tensor."""
         quote, keys = self._quoted
         openings = [f"{quote}{_opening(*kind)}" for kind in self._kinds]
         seps, openings = [*[f"{ENDING},{quote}"] * len(openings), ""], [*openings, NEXT]
@@ -268,16 +262,11 @@ class _Chunks:
         return self._placed(found)
 
     def _placed(self, texts: dict[int, str]) -> dict[int, str]:
-        """Texts of boxes that are numbered file by file, by their places."""
         if not texts:
             return {}
         place = np.empty(len(self._order), np.int64)
         place[self._order] = np.arange(len(self._order))
         return dict(zip(place[[*texts]].tolist(), texts.values(), strict=True))
-
-
-def _listed(numbers: Ints) -> str:
-    return f"[{','.join(map(str, numbers.tolist()))}]"
 
 
 def _brackets(text: str) -> int:
@@ -294,12 +283,7 @@ POWERS = 10 ** np.arange(1, 19)
 """The first number of two digits, of three, and so on."""
 
 
-def _digits(numbers: Ints) -> int:
-    return len(numbers) + int(POWERS.searchsorted(numbers, side="right").sum())
-
-
 @lru_cache(1024)
 def _opening(dtype: str, shape: tuple[int, ...]) -> str:
-    """The text of a tensor behind its name, up to the number of its file."""
     text = msgspec.json.encode(StoredTensor(dtype, shape, (StoredChunk(0, (0, 0), ""),))).decode()
     return ":" + text[: text.rindex('"file":') + len('"file":')]

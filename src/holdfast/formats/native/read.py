@@ -91,7 +91,6 @@ class Stored(Value, frozen=True, eq=False):
 
 
 def stored_tensors(manifest: Parsed, source: Source) -> Stored:
-    """The rows of a checked manifest."""
     # While all else is there: what is freed later has gaps, and the copies are not to lie in these.
     names, tensors = copied_together([*manifest.tensors]), [*manifest.tensors.values()]
     # The manifest was checked: a chunk that has no box is the whole tensor, and has as many bytes as its elements take.
@@ -225,7 +224,6 @@ def _differing_parts(header: Header, parts: list[Part]) -> Iterator[int]:
 
 
 def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
-    """Entries of headers for tensors that are split, packed or share bytes between elements."""
     entries = tensors.manifest.tensors
     rows = [row for row, name in enumerate(names) if name in entries] if entries else []
     for row, stored in zip(rows, entries.values(), strict=True):
@@ -250,7 +248,6 @@ def _check_other(other: OtherFile, source: Source) -> None:
 
 
 def _stored_parts(tensor: LazyTensor) -> list[LazyTensor]:
-    """A tensor of one chunk as its file has it: one plain tensor, or its packed parts under their names."""
     storage = tensor.chunks[0].storage
     if not isinstance(storage, SparseStorage):
         return [tensor]
@@ -281,7 +278,6 @@ def describe(source: Source) -> Description:
 
 
 def read_manifest(source: Source) -> Parsed:
-    """The checked manifest of a directory."""
     size = source.store.size(MANIFEST)
     check_length(DOCUMENT, size, source.limits)
     with located(file=MANIFEST):
@@ -389,7 +385,6 @@ def _bits_of(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
 
 
 def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> int:
-    """Bytes of a chunk that names its box. Refuses a box that is malformed or lies outside of the tensor."""
     chunk, rank = stored.chunks[number], len(stored.shape)
     start, stop = chunk.start, chunk.stop
     if start is None or stop is None:
@@ -413,7 +408,6 @@ def _explain_hash(name: str, manifest: Parsed, number: int) -> NoReturn:
 
 
 def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -> list[int]:
-    """Check a packed chunk, and give the byte ranges of its parts."""
     stored, ends = manifest.tensors[name], [file.nbytes for file in manifest.files]
     chunk = stored.chunks[number]
     sparse = chunk.sparse

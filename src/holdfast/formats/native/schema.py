@@ -1,28 +1,14 @@
-"""The manifest of a native directory: its schema, its text, and the way back.
+"""The manifest of a native directory: its schema, its text, and the way back. docs/formats/native.md has every field and version.
 
     {"format": "holdfast", "version": 4,
      "files": [{"name": "data-00001-of-00001.safetensors", "nbytes": 472}],
      "tensors": {"w": {"dtype": "float32", "shape": [2, 3], "chunks": [{"file": 0, "bytes": [448, 472], "crc32": "5bb0e7a9"}]}},
-     "metadata": {"step": "1000"},
-     "aliases": {…}, "views": […], "tree": …,
+     "metadata": {"step": "1000"}, "aliases": {…}, "views": […], "tree": …,
      "others": [{"name": "model.safetensors.index.json", "nbytes": 168, "crc32": "9f3a01d2"}],
-     "hash": "xxh3-128/1MiB",
-     "self": "1c291ca3"}
+     "hash": "xxh3-128/1MiB", "self": "1c291ca3"}
 
-A chunk of a tensor that is split has its box as well, `"start": [0, 0], "stop": [1, 3]`; without one it is the whole tensor.
-`aliases`, `views` and `tree` are those of `formats.recorded` and stand there where they say something. A chunk that is stored
-packed says how (`formats.native.chunks`). `others` are files beside the data that no tensor depends on. `self` is the checksum of
-the manifest.
-
-With `hash`, the name of an algorithm (`core.content_hash`), chunks have a hash of their elements and perhaps a head. Nobody needs
-them to read; a later save compares with them what it would write (`formats.native.base`).
-
-Versions 1 (no packed chunks) and 2 have neither `others` nor `self`, and are read as they always were. Version 3 has both, and a
-manifest of version 3 without `self` is damaged. Version 4 has hashes; a manifest without them is written as version 3. Version 5
-is for object stores, which have no links: a file may be named that lies in a folder beside this one,
-`"../step-00001000/data-5f3a…-00001-of-00001.safetensors"` (`core.keys.sibling_key`). It is written where one is.
-
-It is a document of `core.documents`, which tells how it is read and written.
+A chunk of a split tensor has its box as well, `"start": [0, 0], "stop": [1, 3]`. Versions 1 (no packed chunks) and 2 have neither
+`others` nor `self`. A manifest of version 3 or later without `self` is damaged.
 """
 
 from __future__ import annotations
@@ -44,9 +30,7 @@ FORMAT = "holdfast"
 VERSION = 3
 """Written where there are no hashes."""
 SPARSE_VERSION = 2
-"""The first version with packed chunks."""
 SEALED_VERSION = 3
-"""The first version with a checksum of its own."""
 HASHED_VERSION = 4
 """The first version with hashes. Written where chunks have hashes."""
 BESIDE_VERSION = 5
@@ -81,7 +65,6 @@ class StoredChunk(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=T
     bytes: tuple[int, int]
     """First byte in that file, and the byte after the last."""
     crc32: str
-    """Eight hexadecimal digits."""
     start: tuple[int, ...] | None = None
     """The lowest corner of its box; None for the whole tensor."""
     stop: tuple[int, ...] | None = None
@@ -150,14 +133,10 @@ class Parsed(Value, frozen=True):
     version: int
     others: tuple[OtherFile, ...] = ()
     hash: str | None = None
-    """The algorithm of the hashes."""
 
 
 def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
-    """The text of a manifest with new names of files (`names`, by the old names), all in the folder of the manifest.
-
-    Raises `Unsupported` for a manifest that Holdfast did not write.
-    """
+    """The text of a manifest with new `names` of files. Raises `Unsupported` for a manifest that Holdfast did not write."""
     manifest = proven(DOCUMENT, raw)
     if manifest is None:
         raise Unsupported("the manifest was not written by Holdfast, and names files of other folders; convert it instead")

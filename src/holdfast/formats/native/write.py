@@ -57,7 +57,7 @@ def lay_out_native(
     """
     table = state.tensors
     rows, fields, notes = _checked(state)
-    reuse = take_over(table, rows) if take_over else NOTHING
+    reuse = take_over(table, rows) if take_over else Reuse()
     new = [row for row in rows if row not in reuse.chunks] if reuse.chunks else rows
     extents = shape_columns([kind.shape for kind in table.kinds])[:, table.kind_numbers]
     boxes = Boxes(table, np.broadcast_to(np.int64(0), extents.shape), table.kind)
@@ -76,9 +76,6 @@ def lay_out_native(
     there = [*zip(reuse.files, _taken_over(reuse, extents), strict=True)]
     plan = _directory(state, there, [(one, columns) for one in files], fields, save)
     return replace(plan, notes=(*notes, *reuse.notes), linked=reuse.linked)
-
-
-NOTHING = Reuse()
 
 
 def _taken_over(reuse: Reuse, extents: Ints) -> list[FileBoxes]:

@@ -34,20 +34,17 @@ CACHE_NBYTES = 256 << 20
 """Inflated members that stay in memory beyond the last one, so that the blocks of a member are read from one inflation."""
 
 BLOCK_NBYTES = 1 << 20
-"""Packed bytes that are read at a time."""
 
 LOCKS = 16
 """Threads that may inflate at the same time. Every member has one of the locks, so that it is inflated once."""
 
 MADE_NBYTES = 1 << 20
-"""Bytes that are inflated at a time."""
 
 FREE_NBYTES = 16 << 20
 """The most bytes of a member with any packed size."""
 
 
 def member_key(key: str, record: ZipRecord) -> str:
-    """The name of a member of an archive as a file of its own."""
     return f"{key}@{record.start}"
 
 
@@ -133,7 +130,6 @@ def _locks() -> list[threading.Lock]:
 
 
 def _inflated(stream: zlib._Decompress, packed: bytes, most: int) -> bytes | None:
-    """The next bytes, at most so many; None for bytes that were not deflated."""
     try:
         return stream.decompress(packed, most)
     except zlib.error:
@@ -169,8 +165,6 @@ def describe_npz(source: Source) -> Description:
 
 
 class Members:
-    """The members of an archive."""
-
     def __init__(self, source: Source, key: str) -> None:
         self._source, self._key = source, key
         archive = read_archive(source, key, fold_case=False)
@@ -261,7 +255,6 @@ class Members:
         return found
 
     def _bytes(self, start: int, stop: int) -> bytes:
-        """A range of the file. After a short member, more bytes are read for the next members."""
         at = start - self._ahead_at
         if at < 0 or stop - self._ahead_at > len(self._ahead):
             close = 0 <= start - self._last < NEXT_NBYTES
@@ -275,14 +268,11 @@ NEXT_NBYTES, AHEAD_NBYTES = 4 << 10, 64 << 10
 """The most bytes between two members for reading ahead, and the bytes to read."""
 
 MOST_HEADS = 10_000
-"""The most headers that are remembered."""
 
 PACKED_NBYTES = 1 << 10
-"""Packed bytes that are read in addition to get the first bytes of content."""
 
 
 def _parse_layout(first: Callable[[int], bytes], nbytes: int, source: Source) -> tuple[Layout, bytes]:
-    """The layout and the header of an array file of `nbytes`; `first` reads its first bytes."""
     head = first(USUAL_NBYTES)
     found = read_layout(head, nbytes, rank=source.limits.rank)
     if isinstance(found, int):

@@ -66,8 +66,6 @@ REASONS = {
 
 
 class Layout(Value, frozen=True):
-    """A checked header."""
-
     dtype: DType
     byteorder: str
     fortran: bool
@@ -79,7 +77,6 @@ class Layout(Value, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.bits // 8
 
 

@@ -36,7 +36,6 @@ def is_pt2(source: Source, key: str) -> bool:
 
 
 def _directory(source: Source, key: str, size: int) -> bytes:
-    """The directory of a zip; empty where the end records are invalid."""
     end = END.unpack(source.bytes(key, size - END.size, size))
     nbytes, start = end[5], end[6]
     if end[0] != b"PK\5\6":

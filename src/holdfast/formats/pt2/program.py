@@ -24,13 +24,11 @@ from holdfast.errors import MetadataError
 from holdfast.formats.pt2.schema import SCALARS
 
 SHOWN = 6
-"""Values and operators in a sentence."""
 
 TEXT = 120
-"""Characters of a text of the document that are shown."""
 
 SYMBOL = re.compile(r"Symbol\('([^']*)'[^)]*\)")
-"""How sympy writes a symbol (torch 2.13); its name is what people know."""
+"""sympy's text of a symbol (torch 2.13)."""
 
 
 class TensorValue(Value, frozen=True):
@@ -52,14 +50,11 @@ class TensorValue(Value, frozen=True):
 
 
 class Program(Value, frozen=True):
-    """The summary of an exported program."""
-
     inputs: tuple[TensorValue, ...]
     outputs: tuple[TensorValue, ...]
     operators: Mapping[str, int]
     """Calls of each operator in the outermost graph, most frequent first: `aten.linear.default`."""
     schema: str
-    """The version of the document: `8.20`."""
     opset: Mapping[str, int]
     torch_version: str
     symbols: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +62,6 @@ class Program(Value, frozen=True):
     weights: Mapping[str, TensorValue] = field(default_factory=dict)
     """The parameters and persistent buffers that it needs, by their names in the state dict."""
     constants: tuple[str, ...] = ()
-    """The other buffers, tensors and objects that it needs."""
 
     @property
     def nodes(self) -> int:
@@ -230,10 +224,14 @@ def _summary(document: _Document) -> Program:
         f"{version.major}.{version.minor}" if version is not None else "",
         document.opset_version,
         document.torch_version[:TEXT],
-        {name: _range(limits) for name, limits in document.range_constraints.items()},
+        {name: " to ".join(map(_bound, (one.min_val, one.max_val))) for name, one in document.range_constraints.items()},
         weights,
         tuple(constants),
     )
+
+
+def _bound(value: int | None) -> str:
+    return "…" if value is None else f"{value:,}"
 
 
 def _passed(passed: _Passed, tensors: Mapping[str, msgspec.Raw]) -> TensorValue:
@@ -262,16 +260,10 @@ def _size(size: _Size) -> int | str:
     return SYMBOL.sub(r"\1", size.as_expr.expr_str[:TEXT]) if size.as_expr is not None else "?"
 
 
-def _range(limits: _Range) -> str:
-    low = "…" if limits.min_val is None else f"{limits.min_val:,}"
-    return f"{low} to {'…' if limits.max_val is None else f'{limits.max_val:,}'}"
-
-
 def check_weights(program: Program, model: str, weights: Mapping[str, object], *, constants: Mapping[str, object]) -> list[str]:
-    """Compare what a program asks for with what the archive has; sentences about what differs in shape or dtype.
+    """Compare the weights that a program needs with the archive; sentences about differing shapes and dtypes.
 
-    Raises `MetadataError` for a weight that is in neither place. torch refuses such a program when it is loaded, and takes weights
-    of another shape: they fail, or not, when it is run.
+    Raises `MetadataError` for a missing weight. torch refuses such a program when it is loaded, and accepts other shapes.
     """
     lacking = [name for name in (*program.weights, *program.constants) if name not in weights and name not in constants]
     if lacking:

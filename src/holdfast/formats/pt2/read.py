@@ -1,30 +1,24 @@
 """A `.pt2` archive as a tree of lazy tensors: the weights and constants of every model in it. Nothing in it is run or imported.
 
     data/weights/weight_0 …                     raw storages, each shared by all views of it
-    data/weights/<m>_weights_config.json        name → record, dtype, sizes, strides, offset                        (schema.py)
-    data/constants/tensor_0 …                   the same for constants; custom_obj_N and opaque_obj_N are pickles   (payloads.py)
+    data/weights/<m>_weights_config.json        name → record, dtype, sizes, strides, offset
+    data/constants/tensor_0 …                   the same for constants; custom_obj_N and opaque_obj_N are pickles
     data/constants/<m>_constants_config.json
     data/weights/<m>.pt, data/constants/<m>.pt  older archives: a whole torch.save in place of the above
-    models/<m>.json                             the program                                                         (program.py)
+    models/<m>.json                             the program
     data/sample_inputs/<m>.pt                   a torch.save of the inputs that it was exported with
     data/aotinductor/<m>/…                      compiled code, listed and never loaded; weights_config.json for its weights
-    extra/<name>                                texts of whoever wrote it
-    archive_format, archive_version             'pt2', '0'
+    extra/<name>                                texts
 
-The tree of one model is its state dict, so that names are those of the module, and `convert` gives a state dict; what is no
-weight stands beside:
+The tree of one model is its state dict, with everything else beside the weights:
 
     {"emb.weight": …, "head.weight": …, "constants": {"mask": …}, "sample_inputs": ((…,), {…})}
 
-Several models are `{"encoder": {…}, "decoder": {…}}`, so names are `encoder.emb.weight` and `decoder.constants.mask`. Compiled
-weights of a model that has others are under `aotinductor`. A key that a weight has already gets `#2`.
-
-The oldest are a plain zip of a few records (`OLD`), with one model.
+Several models are `{"encoder": {…}, "decoder": {…}}`. Compiled weights of a model with others are under `aotinductor`. A key that a
+weight has already gets `#2`. The oldest archives are a plain zip of a few records (`OLD`), with one model.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from msgspec import Struct, field
 
@@ -54,7 +48,6 @@ EXTRAS = ("extra/", "extra_files/")
 """Folders of extra files; the second in the oldest archives."""
 
 LISTED = (COMPILED, *EXTRAS, "data/executorch/", "data/mtia", "xl_model_weights/")
-"""Folders that are listed and not read."""
 WEIGHTS_CONFIG, CONSTANTS_CONFIG, COMPILED_CONFIG = "_weights_config.json", "_constants_config.json", "weights_config.json"
 
 OLD = {
@@ -79,7 +72,6 @@ class Model(Struct):
     weights: Values = field(default_factory=dict)
     constants: Values = field(default_factory=dict)
     compiled: Values = field(default_factory=dict)
-    """Weights of code that AOTInductor compiled."""
     sample_inputs: object = None
     program: Program | None = None
 
@@ -99,20 +91,20 @@ class Model(Struct):
 
 
 def describe_pt2(source: Source) -> Description:
-    """Read the directory, the configs, the programs and the pickles of an archive."""
     (key,) = source.store.list()
     archive = read_archive(source, key)
     reader = Pt2Reader(source, key, archive)
     models = reader.old() if archive.get(OLD_PROGRAM) is not None and not archive.prefix else reader.models()
-    if len(models) == 1:
-        ((_, only),) = models.items()
-        tree = only.tree()
-    else:
-        tree = {name: model.tree() for name, model in models.items()}
+    trees = {name: model.tree() for name, model in models.items()}
+    tree: Values = {**trees} if len(trees) != 1 else trees.popitem()[1]
     named = name_tensors(tree, source.limits, reader.nbytes)
-    programs = [f"model {quoted(name)} {model.program}" for name, model in models.items() if model.program is not None]
-    notes = (*programs, *reader.notes, *named.notes)
-    metadata = _metadata(models, reader.texts)
+    programs = {name: model.program for name, model in models.items() if model.program is not None}
+    notes = (*(f"model {quoted(name)} {program}" for name, program in programs.items()), *reader.notes, *named.notes)
+    metadata = {"models": ", ".join(models)}
+    for name, program in programs.items():
+        prefix = f"{name}." if len(models) > 1 else ""
+        metadata |= {prefix + key: text for key, text in program.texts().items()}
+    metadata |= {key: text for key, text in reader.texts.items() if key not in metadata}
     return Description("pt2", ViewTable(named.tensors), tree, tuple(reader.payloads.foreign), notes, metadata)
 
 
@@ -123,15 +115,6 @@ def program_names(source: Source) -> list[str]:
     if archive.get(OLD_PROGRAM) is not None and not archive.prefix:
         return [DEFAULT_MODEL]
     return [name for name in Pt2Reader(source, key, archive).names() if archive.get(f"{MODELS}{name}.json") is not None]
-
-
-def _metadata(models: Mapping[str, Model], texts: Mapping[str, str]) -> dict[str, str]:
-    metadata = {"models": ", ".join(models)}
-    for name, model in models.items():
-        prefix = f"{name}." if len(models) > 1 else ""
-        if model.program is not None:
-            metadata |= {prefix + key: text for key, text in model.program.texts().items()}
-    return {**metadata, **{key: text for key, text in texts.items() if key not in metadata}}
 
 
 class Pt2Reader:
@@ -148,7 +131,6 @@ class Pt2Reader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that names came from."""
         return self._configs + self.payloads.nbytes
 
     def models(self) -> dict[str, Model]:
@@ -381,7 +363,6 @@ class Pt2Reader:
 
 
 def _checked(value: object, entry: ConfigEntry) -> object:
-    """A pickled weight, which must agree with the config."""
     if isinstance(value, LazyTensor) and entry.meta is not None:
         if value.dtype is not entry.meta.dtype or value.shape != entry.meta.sizes:
             raise MetadataError(

@@ -57,7 +57,6 @@ class SideRecords(Value, frozen=True):
     program: Data | None
     sample_inputs: Data | None
     extra: Mapping[str, Data | bytes]
-    """Extra files of the archive."""
     problems: tuple[str, ...]
 
 
@@ -89,7 +88,6 @@ def read_side_records(source: Source, model: str) -> SideRecords:
 
 
 def _pickled(source: Source, key: str, archive: Archive, *, model: str, folder: str) -> dict[str, Pickled]:
-    """The weights or constants of a model that are not raw records."""
     suffix, what = (WEIGHTS_CONFIG, "weight") if folder == WEIGHTS else (CONSTANTS_CONFIG, "constant")
     config = archive.get(folder + model + suffix)
     if config is None:
@@ -119,14 +117,10 @@ def copied(source: Source, key: str, record: ZipRecord) -> Data:
 
 
 OWN = frozenset({name for name, _ in HEADER} | {SERIALIZATION_ID, VERSION_RECORD, "version"})
-"""Records that every archive has."""
 
 
 def lay_out_replaced(source: Source, states: Mapping[str, Mapping[str, LazyTensor]], *, name: str = "archive") -> SavePlan:
-    """The plan of an archive like the open one, with other weights for some of its models.
-
-    Raises `CannotHold` with every name, dtype and shape that does not fit, and `Unsupported` for weights that are one pickle.
-    """
+    """The plan of an archive like the open one, with other weights. Raises `CannotHold` with all misfits, or `Unsupported`."""
     (key,) = source.store.list()
     archive = read_archive(source, key)
     reader = Pt2Reader(source, key, archive)
@@ -184,7 +178,6 @@ def _weights(
 def _lay_out(
     source: Source, key: str, archive: Archive, *, weights: Mapping[str, Mapping[str, LazyTensor | Pickled]], name: str
 ) -> SavePlan:
-    """The records in the order of the old archive. The weights of a model stand at the place of its first weight."""
     configs = {f"{WEIGHTS}{model}{WEIGHTS_CONFIG}": model for model in weights}
     owners = _owners(source, key, archive, configs=configs)
     kept = frozenset(short for short in archive.names if short not in owners and short not in configs)

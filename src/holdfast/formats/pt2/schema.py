@@ -49,12 +49,10 @@ class TensorMeta(NamedTuple):
     offset: int
     requires_grad: bool
     location: str
-    """The device: `cpu`, `cuda:0`."""
 
 
 class ConfigEntry(NamedTuple):
     record: str
-    """The record in the config's folder."""
     is_param: bool
     use_pickle: bool
     meta: TensorMeta | None
@@ -118,7 +116,6 @@ def _flag(value: Mapping[str, object], key: str, at: tuple[str, ...]) -> bool:
 
 
 def tensor_meta(value: object, at: tuple[str, ...], *, raw: bool = True) -> TensorMeta:
-    """Check the fields of a tensor in a config. A `raw` tensor must be strided."""
     if not isinstance(value, dict):
         raise HeaderError(f"at {pointer(*at)}: an object was expected, not {kind(value)}")
     number, layout = value.get("dtype"), value.get("layout")

@@ -31,7 +31,7 @@ from holdfast.core.tree import dict_leaves
 from holdfast.core.value import Value
 from holdfast.engine.saves import Data, FilePlan, Late, SavePlan
 from holdfast.errors import CannotHold
-from holdfast.formats.pt2.schema import SCALARS, STRIDED, TENSOR, WEIGHT
+from holdfast.formats.pt2.schema import RECORD, SCALARS, STRIDED, TENSOR, WEIGHT
 from holdfast.formats.torch.pickled import StorageRecord, StorageRecords
 from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, Identity
 from holdfast.formats.zip.writer import Payload, lay_out_zip
@@ -54,7 +54,6 @@ class Pickled(Value, frozen=True):
     prefix: str
     """`weight_`, `tensor_`, `custom_obj_` or `opaque_obj_`."""
     meta: Mapping[str, object] | None = None
-    """The `tensor_meta` of a tensor."""
     is_param: bool = False
 
 
@@ -62,9 +61,7 @@ class ModelWeights(Value, frozen=True):
     weights: Mapping[str, LazyTensor | Pickled]
     constants: Mapping[str, LazyTensor | Pickled] = field(default_factory=dict)
     program: bytes | Data | None = None
-    """The text of `models/<m>.json`."""
     sample_inputs: bytes | Data | None = None
-    """A file of `torch.save`."""
 
 
 def models_of(models_tree: object) -> dict[str, ModelWeights]:
@@ -98,7 +95,7 @@ def lay_out_pt2(
 
     Raises `CannotHold` with every tensor that has no place in such a file, by model and name.
     """
-    problems = [f"{model!r} is no name for a model" for model in models if not _plain(model)]
+    problems = [f"{model!r} is no name for a model" for model in models if model in (".", "..") or not RECORD(model)]
     first = {model.casefold(): model for model in reversed(list(models))}
     twice = [(model, first[model.casefold()]) for model in models if first[model.casefold()] != model]
     problems += [f"{model!r} and {other!r} are one name for readers of zip archives, which ignore case" for model, other in twice]
@@ -140,10 +137,6 @@ def lay_out_records(name: str, records: Sequence[tuple[str, Payload]], notes: Se
     identity = Late(NBYTES, Identity(every, crc=True))
     segments = lay_out_zip(name, [*every, (SERIALIZATION_ID, identity)])
     return SavePlan("pt2", (FilePlan("", segments),), tuple(notes))
-
-
-def _plain(model: str) -> bool:
-    return bool(model) and model not in (".", "..") and not any(c in "/\\:\0" for c in model)
 
 
 Placed = tuple[StorageRecord, int, tuple[int, ...]] | LazyTensor | Pickled

@@ -43,7 +43,6 @@ from holdfast.formats.torch.zip import PickleReader, saved_archive
 from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 STEP_NBYTES = 1 << 20
-"""Bytes that are compared at a time."""
 
 
 class ReplicaStorage(Storage, frozen=True, kw_only=True, eq=False):
@@ -85,7 +84,6 @@ class Replicas(Virtual):
         return (self._entry(name, copies, partial(_read, name, tuple(copies))),)
 
     def _entry(self, name: str, copies: Sequence[RankBox], read: partial[None]) -> Chunk:
-        """All elements in C order, little-endian, as content that is made when it is read. Tied names share one entry."""
         first = copies[0].tensor
         # What other names share, they share here: equal chunks of equal ranks are one entry.
         place = (first.dtype, first.shape, *((copy.rank, copy.tensor.chunks) for copy in copies))
@@ -230,7 +228,6 @@ class Assembly:
         return LazyTensor("", dtype, shape, tuple(chunks), self.source, traits)
 
     def replica(self, name: str, copies: Sequence[tuple[int, LazyTensor]]) -> LazyTensor:
-        """A tensor that each of these ranks has whole."""
         rank, first = copies[0]
         for other, tensor in copies[1:]:
             if tensor.dtype is not first.dtype or tensor.shape != first.shape:
@@ -264,7 +261,7 @@ FREE_STEPS = 10_000
 """Steps that are allowed for files of any size."""
 
 CHARACTERS_A_STEP = 16
-"""Of a name: a key is stored once and stands in the name of everything below it."""
+"""Characters of a name for one step: a key is stored once, and stands in the names of everything below it."""
 
 
 class Allowance:
@@ -318,13 +315,13 @@ def _keys(values: Leaf) -> Collection[object] | None:
     return None
 
 
+def _step(key: object) -> str:
+    return key if isinstance(key, str) else str(key) if type(key) is int else f"<{type(key).__name__}>"
+
+
 def _at(values: Leaf, key: Any) -> Leaf:  # noqa: ANN401  # of a dict
     inside = cast("Mapping[int, Any]", values)
     return {rank: one[key] for rank, one in inside.items() if (key in one if isinstance(one, dict) else key < len(one))}
-
-
-def _step(key: object) -> str:
-    return key if isinstance(key, str) else str(key) if type(key) is int else f"<{type(key).__name__}>"
 
 
 def described(
@@ -347,10 +344,7 @@ def described(
 
 
 def moved(value: object, assembly: Assembly) -> object:
-    """A copy of a value in plain dicts, whose tensors have the source of the assembly.
-
-    A value that stands in several places is copied once. No names are made: the keys of a file may be long, and nest.
-    """
+    """A copy of a value in plain dicts, whose tensors have the source of the assembly. Shared values are copied once."""
     return rebuild(value, lambda one, _: assembly.replica("", [(0, one)]) if isinstance(one, LazyTensor) else one, make=plainly)
 
 

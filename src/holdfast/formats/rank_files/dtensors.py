@@ -42,10 +42,10 @@ from holdfast.formats.rank_files.recognise import EXTRA, PATTERN, RankSet, by_wh
 from holdfast.formats.torch.tensors import brief, checked_ints, checked_shape
 
 MOST_AXES = 64
-"""Dimensions of a mesh, and what one may be made of."""
+"""The most dimensions of a mesh, and parts of a dimension."""
 
 Axis = tuple[tuple[int, ...], tuple[int, ...]]
-"""Lengths and strides of one dimension; several where it was made of several."""
+"""Lengths and strides of the parts of one dimension."""
 
 
 def read_mesh(record: Opaque, rank: int, world: int) -> Mesh:
@@ -146,7 +146,6 @@ UNDERSTOOD = frozenset({
 
 
 def describe(source: Source) -> Description:
-    """The main set of rank files in a folder, put together."""
     sets = by_what(rank_sets(source.store.list(), PATTERN))
     chosen = main_set(sets.values())
     check_complete(chosen)
@@ -174,8 +173,6 @@ def describe(source: Source) -> Description:
 
 
 class DTensorSpec(Value, frozen=True):
-    """A DTensor as one rank has it."""
-
     shape: tuple[int, ...]
     dtype: DType
     mesh: Mesh
@@ -298,7 +295,6 @@ class _Joined:
         return [RankBox(rank, whole, claim.local[own.slices]) for whole, own in boxes]
 
     def _check_meshes(self, claims: Mapping[int, DTensorSpec]) -> None:
-        """Raise unless all ranks of a mesh have the same mesh and placements."""
         by_mesh: dict[int, dict[int, DTensorSpec]] = {}
         for rank, claim in claims.items():
             by_mesh.setdefault(id(claim.mesh), {})[rank] = claim
@@ -381,7 +377,6 @@ def _is_dtensor(value: Opaque) -> bool:
 
 
 def _kind(value: object) -> str:
-    """The kind of a value, in words. Values of one kind can be joined."""
     if isinstance(value, Opaque):
         return "a DTensor" if _is_dtensor(value) else f"an object of {value.module[:64]}.{value.name[:64]}"
     match value:

@@ -61,16 +61,10 @@ RULES = (
 
 GATED = ("dense_h_to_4h", "linear_fc1")
 JOINED = ("query_key_value", "key_value")
-"""Layers that had three (or two) parts on each rank before version 1."""
 
 OWN_STATE = ("optimizer", "rng_state")
-"""State of a single rank."""
 
 MODEL = re.compile(r"model(\d{0,3})")
-
-
-def _under_texts(value: object) -> Iterable[tuple[object, object]] | None:
-    return [item for item in value.items() if isinstance(item[0], str)] if isinstance(value, dict) else None
 
 
 class Rank(Value, frozen=True):
@@ -93,7 +87,6 @@ class Rank(Value, frozen=True):
 
 
 def describe(source: Source) -> Description:
-    """The chosen iteration, put together."""
     steps = megatron_files(source.store.list())
     step = chosen_step(source, list(steps), POINTER, named=_folder)
     ranks = _grid(source, steps[step])
@@ -105,7 +98,6 @@ def _folder(said: str) -> str:
 
 
 def _grid(source: Source, files: Mapping[Place, str]) -> list[Rank]:
-    """Read every rank's file. Raises where the grid has holes or contradicts the arguments of the run."""
     experts = [key for (_, _, more), key in files.items() if more]
     if experts:
         raise Unsupported("ranks of experts are not put together; open the files one by one", file=experts[0])
@@ -237,7 +229,11 @@ class _Iteration:
 
     def _flatten(self, model: object) -> dict[str, LazyTensor]:
         found: dict[str, LazyTensor] = {}
-        for way, value in walk(model, _under_texts, most=self._spare, depth=self.source.limits.depth):
+
+        def inside(value: object) -> Iterable[tuple[object, object]] | None:
+            return [item for item in value.items() if isinstance(item[0], str)] if isinstance(value, dict) else None
+
+        for way, value in walk(model, inside, most=self._spare, depth=self.source.limits.depth):
             name = name_at(way)
             self._spare -= 1
             self._room -= len(name)

@@ -32,11 +32,8 @@ class RankSet(Struct):
     """Files that were written together, one a rank."""
 
     what: str
-    """Their content: `model`, `optim`."""
     world: int
-    """The expected number of files."""
     files: dict[int, str] = field(default_factory=dict)
-    """File keys by rank."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -79,7 +76,6 @@ def check_complete(found: RankSet) -> None:
 
 
 def begins_like_torch(source: Source, key: str) -> bool:
-    """Whether a file begins like one of `torch.save`, whatever it is called."""
     return source.first(key, len(ZIP)) == ZIP
 
 
@@ -104,8 +100,6 @@ def by_what(sets: Iterable[RankSet]) -> Mapping[str, RankSet]:
 
 
 def main_set(sets: Iterable[RankSet]) -> RankSet:
-    """The set that a folder opens as."""
-
     def place(found: RankSet) -> tuple[int, bool, str]:
         return ORDER.index(found.what) if found.what in ORDER else len(ORDER), found.what == EXTRA, found.what
 
@@ -153,7 +147,6 @@ def is_rank_files(source: Source) -> bool:
 
 
 POINTER_NBYTES = 4096
-"""Longer than any name of a folder."""
 
 
 def chosen_step(source: Source, folders: Sequence[str], pointer: str, *, named: Callable[[str], str] = str) -> str:

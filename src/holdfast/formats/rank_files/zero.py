@@ -1,30 +1,23 @@
 """DeepSpeed's folders: the weights in full precision under their names, and everything else beside them.
 
-    run/latest                                             the step that is meant, where a run is opened
+    run/latest                                             the step to open
     run/global_step9/mp_rank_00_model_states.pt            stages 1 and 2: the model in 16 bits, shapes, buffers, counters
-    …/zero_pp_rank_R_mp_rank_00_model_states.pt            stage 3: the same a rank, without the parameters
+    …/zero_pp_rank_R_mp_rank_00_model_states.pt            stage 3: the same for a rank, without the parameters
     …/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt     the rank's part of weights in full precision, and of moments
+
+    zero/emb.weight/fp32.pt       universal checkpoint (`ds_to_universal`): {"param": the whole tensor, "cat_dim": …}
+    zero/emb.weight/exp_avg.pt    a moment; of stage 3 as a flat row, whose shape is in `param_shapes`
+    zero/emb.weight/step.pt       a tensor or a number
 
 The folder opens as the trained model, with the names of the module:
 
-    emb.weight                            full precision, put together from all ranks; what is not trained as it is stored
-    deepspeed.module.emb.weight           the 16 bits that stages 1 and 2 store besides
+    emb.weight                            full precision, put together from all ranks; untrained tensors as they are stored
+    deepspeed.module.emb.weight           the 16 bits that stages 1 and 2 store as well
     deepspeed.optimizer.exp_avg.…         moments by the names of their parameters; `state` and `param_groups` as they are
-    deepspeed.state.global_steps          the rest of the first model file: counters, configuration, what the program added
+    deepspeed.state.global_steps          the rest of the first model file: counters, configuration, entries of the program
 
 Tied parameters stay tied. Newer files list them; in older files they are one tensor in the module. Frozen parameters are taken from
-the module where no list has them: files of stage 1 have no list.
-
-Folders with model-parallel ranks and experts are refused. A universal checkpoint has a folder for each parameter, with a file for
-the weight and one for each moment:
-
-    zero/emb.weight/fp32.pt       {"param": the whole tensor, "cat_dim": …}
-    zero/emb.weight/exp_avg.pt    the same of a moment
-    zero/emb.weight/step.pt       a tensor or a number
-    zero/optimizer_state.pt       settings
-
-`ds_to_universal` has put the ranks together already; of stage 3 as flat rows, whose shapes are those of `param_shapes`.
-Buffers, ties and counters are in the model files beside, as in any step.
+the module where no list has them: files of stage 1 have no list. Folders with model-parallel ranks and experts are refused.
 """
 
 from __future__ import annotations
@@ -51,8 +44,6 @@ WEIGHT = "fp32"
 
 
 class Universal:
-    """The files of all parameters of a universal checkpoint."""
-
     def __init__(
         self, source: Source, files: Mapping[str, tuple[str, str]], assembly: Assembly, *, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
@@ -104,7 +95,6 @@ class StepFiles(Struct):
     optimizers: dict[int, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     mp: set[int] = field(default_factory=set)
-    """Model-parallel ranks."""
     twice: list[str] = field(default_factory=list)
     """Second files of a rank."""
 
@@ -141,19 +131,15 @@ def _steps(keys: Iterable[str]) -> dict[str, StepFiles]:
             files.mp.add(int(model["mp"]))
             if model["rank"] is None:
                 files.whole = files.whole or key
-            else:
-                _put(files.models, int(model["rank"]), key, files)
+            elif files.models.setdefault(int(model["rank"]), key) != key:
+                files.twice.append(key)
         elif optimizer is not None:
             files.mp.add(int(optimizer["mp"]))
-            _put(files.optimizers, int(optimizer["rank"]), key, files)
+            if files.optimizers.setdefault(int(optimizer["rank"]), key) != key:
+                files.twice.append(key)
         else:
             files.others.append(key)
     return found
-
-
-def _put(ranks: dict[int, str], rank: int, key: str, files: StepFiles) -> None:
-    if ranks.setdefault(rank, key) != key:
-        files.twice.append(key)
 
 
 def _some_model(files: StepFiles) -> list[str]:
@@ -323,7 +309,6 @@ class _Step:
         return found
 
     def _is_placeholder(self, name: str, entry: LazyTensor) -> bool:
-        """Whether an empty entry stands for a parameter whose elements the optimizer has. A buffer may be empty as well."""
         buffers = self.contents[0].get("buffer_names")
         return entry.size == 0 and not (isinstance(buffers, list | tuple | set) and name in buffers)
 
@@ -338,7 +323,6 @@ class _Step:
         return self.assembly.replica(name, copies)
 
     def _optimizer(self, groups: FlatGroups) -> dict[object, object]:
-        """Moments by the names of their parameters; other state by group, equal on all ranks."""
         moments: dict[object, dict[str, LazyTensor]] = {}
         rest: dict[object, dict[object, object]] = {}
         for number in range(len(groups.places)):
@@ -357,7 +341,6 @@ class _Step:
         return {**moments, **{key: value for key, value in others.items() if value and key not in moments}}
 
     def _alike(self, name: str, values: Sequence[object]) -> object:
-        """A value that all ranks must have equal: a step, a flag."""
         first, key = values[0], self.optimizers[0].key
         if all(isinstance(value, LazyTensor) for value in values):
             copies = [
@@ -384,7 +367,6 @@ def _model_content(file: RankFile) -> dict[object, dict[object, object]]:
 
 
 def _same(tensor: LazyTensor) -> object:
-    """A key that entries of one tensor share. Empty entries are placeholders of stage 3, which differ in their records."""
     if not tensor.chunks:
         return id(tensor)
     return identity(tensor) if tensor.size else tensor.chunks[0].storage.label

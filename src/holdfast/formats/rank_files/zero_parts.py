@@ -65,9 +65,12 @@ class FlatRow:
         while start < stop:
             part, until = self._parts[at], min(stop, self._starts[at + 1])
             if until > start:
-                chunk = part.chunks[0]
-                first = chunk.offset // 8 + (start - self._starts[at]) * width
-                yield _range(chunk.storage, first, (until - start) * width, home=home), until - start
+                chunk, count = part.chunks[0], until - start
+                storage, first = chunk.storage, chunk.offset // 8 + (start - self._starts[at]) * width
+                crc = storage.crc32 if first == 0 and count * width == storage.nbytes else None
+                place = storage.key, storage.start + first, count * width
+                # Not `replace`: with many ranks these are 100,000.
+                yield Storage(*place, storage.byteorder, crc, storage.location, storage.label, home=home), count
             start, at = until, at + 1
 
 
@@ -96,13 +99,6 @@ def _check_flat(part: LazyTensor) -> None:
         raise MetadataError("a part of a row is not one plain row of elements", found=(part.dtype.name, part.shape))
 
 
-def _range(storage: Storage, start: int, nbytes: int, *, home: Store) -> Storage:
-    crc = storage.crc32 if start == 0 and nbytes == storage.nbytes else None
-    place = storage.key, storage.start + start, nbytes
-    # Not `replace`: with many ranks these are 100,000.
-    return Storage(*place, storage.byteorder, crc, storage.location, storage.label, home=home)
-
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 ALIGNMENT = 2
@@ -110,19 +106,14 @@ ALIGNMENT = 2
 
 
 class Optimizer(Value, frozen=True):
-    """The content of one rank's optimizer file."""
-
     rank: int
     key: str
     stage: int
     partitions: int
-    """The number of ranks that the file states."""
     masters: Sequence[LazyTensor]
     """The rank's part of each flat group, in full precision."""
     states: Sequence[Mapping[object, object]]
-    """The other state of the optimizer, by group."""
     content: Mapping[object, object]
-    """All entries of the file."""
 
 
 class ParameterRange(Value, frozen=True):
@@ -138,7 +129,6 @@ class ParameterRange(Value, frozen=True):
 
 
 def optimizer_of(file: RankFile) -> Optimizer:
-    """The checked content of one optimizer file."""
     with located(file=file.key):
         content = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
         if not isinstance(content, dict) or "zero_stage" not in content:
@@ -171,7 +161,6 @@ def _number(value: object, what: str) -> int:
 
 
 def _states(content: Mapping[object, object], stage: int, groups: int) -> list[Mapping[object, object]]:
-    """The optimizer's state of each flat group: a dict by numbers as in torch, or a list without padding."""
     base = content.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     if isinstance(base, dict):
         base = base.get("state")
@@ -205,7 +194,6 @@ class FlatGroups:
     def __init__(self, optimizers: Sequence[Optimizer], places: Sequence[Sequence[ParameterRange]]) -> None:
         self._optimizers = optimizers
         self.places = places
-        """The parameters of each flat group."""
         self.split = optimizers[0].stage == 3
         """Whether each parameter is cut by itself, and not the row of all of them."""
 
@@ -267,7 +255,6 @@ def flat_groups(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> Fl
 
 
 def _places_by_group(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> list[list[ParameterRange]]:
-    """Stages 1 and 2: one row of all ranks for each group."""
     first, world = optimizers[0], len(optimizers)
     if len(shapes) != len(first.masters):
         message = f"there are {len(first.masters)} flat groups and shapes for {len(shapes)}"
@@ -303,7 +290,6 @@ def _paddings(content: object, group: int, count: int) -> Sequence[int]:
 
 
 def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> list[list[ParameterRange]]:
-    """Stage 3: a row for each rank and each group or sub-group, all of one length."""
     first, world = optimizers[0], len(optimizers)
     rooms = [master.size for master in first.masters]
     for other in optimizers:
@@ -337,7 +323,6 @@ def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -
 
 
 def _check_mappings(places: Sequence[Sequence[ParameterRange]], optimizers: Sequence[Optimizer]) -> None:
-    """Compare with `param_slice_mappings`, which newer files have: the elements of each rank."""
     for group, own in enumerate(places):
         starts = [0]
         for optimizer in optimizers:

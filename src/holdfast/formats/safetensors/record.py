@@ -79,8 +79,6 @@ OTHER_TEXTS = (
 
 
 class HeaderRecord(Value, frozen=True):
-    """A checked record."""
-
     crcs: Sequence[int] = ()
     """CRC-32 of each tensor, in the order of the header; empty if not recorded."""
     recorded: Recorded = field(default_factory=Recorded)
@@ -90,7 +88,6 @@ class HeaderRecord(Value, frozen=True):
     changed: Corrupted | None = None
     """How the file differs from its record, for a verification."""
     present: bool = False
-    """Whether there is a record, also an unused one."""
 
 
 NO_RECORD = HeaderRecord()
@@ -114,7 +111,6 @@ def texts_fingerprint(texts: Mapping[str, object]) -> str:
 
 
 def checksum_digits(crcs: Mapping[str, int], labels: Sequence[str]) -> str:
-    """The digits of all checksums."""
     # From a list, as numbers of 64 bits: a third of the time that the others take.
     return np.array(list(map(crcs.__getitem__, labels)), np.int64).astype(">u4").tobytes().hex()
 
@@ -145,7 +141,6 @@ class RecordText:
         return quoted + end[: SEAL_NBYTES - len(CLOSING)]
 
     def whole(self) -> bytes:
-        """All of the text of a record without checksums of tensors."""
         return b"".join((self.opening, self.middle(), self.closing))
 
 
@@ -231,14 +226,10 @@ SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """The key in `__metadata__`, and the only field that torch writes or reads."""
 
 PAIRED = "F4"
-"""The dtype that torch counts in pairs."""
 
 
 def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
-    """The offset of each piece of a file in its whole tensor; empty if the file has no such metadata.
-
-    Raises `HeaderError` for text of another form, `MetadataError` where it does not fit the file's tensors.
-    """
+    """The offset of each piece of a file in its whole tensor. Raises `HeaderError` or `MetadataError` for a wrong text."""
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
         return {}
@@ -254,10 +245,7 @@ def saved_offsets(header: Header, limits: Limits) -> dict[str, tuple[int, ...]]:
 
 
 def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: Source) -> LazyTensor:
-    """One tensor out of its pieces: pairs of a header and the offset of that file's piece.
-
-    Raises `MetadataError` where the pieces differ in dtype or rank, or do not cover a box exactly once.
-    """
+    """One tensor out of its pieces: headers with the offset of each piece. Raises `MetadataError` if they do not fit together."""
     first, _ = pieces[0]
     dtype = ROWS[first.entry(name).dtype]
     rank = len(first.entry(name).shape)

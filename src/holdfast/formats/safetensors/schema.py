@@ -122,20 +122,16 @@ def parse_exact(raw: bytes, limits: Limits, *, file: str | None = None) -> Docum
     metadata: dict[str, str] = {}
     entries: dict[str, HeaderEntry] = {}
     for name, value in document.items():
-        if name == METADATA:
-            metadata = _metadata(value, file)
-        else:
+        if name != METADATA:
             entries[name] = _entry(name, value, file)
+            continue
+        if not isinstance(value, dict):
+            raise _wrong("an object", value, file, None, METADATA)
+        for key, text in value.items():
+            if not isinstance(text, str):
+                raise _wrong("text", text, file, None, METADATA, key)
+        metadata = value
     return Document(entries, metadata)
-
-
-def _metadata(value: object, file: str | None) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise _wrong("an object", value, file, None, METADATA)
-    for key, text in value.items():
-        if not isinstance(text, str):
-            raise _wrong("text", text, file, None, METADATA, key)
-    return value
 
 
 def _entry(name: str, value: object, file: str | None) -> HeaderEntry:

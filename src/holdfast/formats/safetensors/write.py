@@ -49,7 +49,6 @@ from holdfast.formats.tree_json.encode import encode_state
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 
 STEM = "model"
-"""The first part of the names of files in a directory."""
 
 DATA_ALIGNMENT = 64
 """Where the data begins: a multiple of a cache line, and of every element size. The library pads to 8; more spaces are allowed."""
@@ -139,7 +138,6 @@ def plan_file(
 
 @lru_cache(1024)
 def _opening(code: str, shape: tuple[int, ...]) -> str:
-    """The text of a header behind the name of a tensor, up to its first data offset."""
     text = msgspec.json.encode(HeaderEntry(code, shape, (0, 0))).decode()
     return ":" + text.removesuffix("0,0]}")
 
@@ -197,7 +195,6 @@ SEALED_NBYTES = len(_escaped(b'"' + OPENING + BLANK))
 
 
 def fill_shards(nbytes: Ints, max_nbytes: int) -> list[range]:
-    """Rows of these lengths in files of at most `max_nbytes`, in order; at least one file. A larger row has a file to itself."""
     if int(nbytes.sum()) <= max_nbytes:
         return [range(len(nbytes))]
     edges, room = [0], max_nbytes
@@ -210,7 +207,6 @@ def fill_shards(nbytes: Ints, max_nbytes: int) -> list[range]:
 
 
 def name_problem(name: str) -> str | None:
-    """Why a header cannot have this name, or None."""
     if name == METADATA:
         return "this name has another meaning in safetensors; rename it"
     return None if is_unicode(name) else NO_UNICODE
@@ -354,7 +350,7 @@ def file_order_notes(written: list[str], given: list[str]) -> list[str]:
 
 
 def metadata_problems(state: State, table: Table) -> list[str]:
-    """What in the names and texts of a state no JSON document can have, and tensors that are too large written out."""
+    """Names and texts of a state that JSON cannot hold, and tensors that are too large when written out."""
     problems = [
         f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not (is_unicode(key) and is_unicode(text))
     ]
@@ -371,7 +367,6 @@ def metadata_problems(state: State, table: Table) -> list[str]:
 
 @lru_cache(1024)
 def _header_kind(kind: Kind) -> HeaderKind | str:
-    """The header's dtype and shape for tensors of a kind, or the reason why the format has none."""
     dtype, shape = kind.dtype, kind.shape
     if dtype.name == PAIRS and shape:
         return HeaderKind("F4", (*shape[:-1], 2 * shape[-1]))
@@ -384,7 +379,6 @@ def _header_kind(kind: Kind) -> HeaderKind | str:
 
 
 def _not_tensors(state: State) -> list[str]:
-    """Problems with everything in a state that is neither a tensor nor a dict of tensors."""
     problems: list[str] = []
     leaves = state.leaves
     plain, more = {kind for kind in leaves.kinds if not issubclass(kind, LazyTensor)}, {*leaves.odd, *leaves.converted}

@@ -36,13 +36,11 @@ from holdfast.numeric.dequantize import BLOCKS
 Fields = dict[str, object]
 
 TRAITS = (*FLAGS, "subclass", "state")
-"""The optional fields of a tensor and of a composite."""
 
 LEVELS_BELOW = 8
 """Levels of tagged objects below the deepest container that `Limits.depth` allows."""
 
 Reader = Callable[["Decoder", Fields, Way], object]
-"""Reads a tagged object, from its fields and its place."""
 
 PLAIN = frozenset({str, float, bool, type(None)})
 """JSON values that are read as they are. Integers are not among them: some are too large for other readers."""
@@ -56,7 +54,6 @@ class Decoder:
         self.tensors: dict[str, LazyTensor] = {}
         self.spending = Spending(source.limits, 0)
         self.depth = 0
-        """Containers and tagged objects around the current value."""
         self.deepest = source.limits.depth + LEVELS_BELOW
 
     def node(self, value: object, at: Way) -> object:
@@ -192,7 +189,6 @@ class Decoder:
 
 
 def shown(at: Way) -> str:
-    """A place as a JSON pointer."""
     return pointer(*path_to(at))
 
 
@@ -321,7 +317,6 @@ def read_scalar(d: Decoder, fields: Fields, at: Way) -> object:
 
 
 def from_text(field: str, make: Callable[[str], object]) -> Reader:
-    """The reader of a tag whose only field is a text."""
     return lambda d, fields, at: make(d.text(fields, field, at))
 
 
@@ -337,10 +332,6 @@ def located(read: Reader) -> Reader:
             refuse(str(error), at)
 
     return with_place
-
-
-def _text_of(data: str) -> str:
-    return scalars.bytes_from(data).decode("utf-8", "surrogatepass")
 
 
 def read_global(d: Decoder, fields: Fields, at: Way) -> object:
@@ -374,7 +365,7 @@ READERS: dict[str, tuple[Reader, tuple[str, ...], tuple[str, ...]]] = {
     "numpy.dtype": (located(lambda d, fields, at: scalars.dtype_from(fields["dtype"])), ("dtype",), ()),
     "bytes": (located(from_text("base64", scalars.bytes_from)), ("base64",), ()),
     "bytearray": (located(from_text("base64", lambda text: bytearray(scalars.bytes_from(text)))), ("base64",), ()),
-    "str": (located(from_text("utf8", _text_of)), ("utf8",), ()),
+    "str": (located(from_text("utf8", lambda text: scalars.bytes_from(text).decode("utf-8", "surrogatepass"))), ("utf8",), ()),
     "int": (located(from_text("value", scalars.integer_from)), ("value",), ()),
     "float": (located(from_text("value", scalars.float_from)), ("value",), ()),
 }  # fmt: skip

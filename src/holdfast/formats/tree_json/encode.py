@@ -65,18 +65,14 @@ UNNAMED = "a tensor where tensors have no name (in a key, a set, or the attribut
 FLAGS = ("requires_grad", "parameter", "buffer")
 
 TENSOR = msgspec.json.encode({TAG: "tensor", "name": ""}).decode().removesuffix('""}')
-"""The text of a tensor, up to its name."""
 
 
 def flat_tree(names: Iterable[str]) -> object:
-    """The tree of a plain dict of tensors under their own names."""
     entries = {name: {TAG: "tensor", "name": name} for name in names}
     return {TAG: "dict", "entries": entries} if any(name.startswith(TAG) for name in entries) else entries
 
 
 class EncodedTree(Value, frozen=True):
-    """JSON values, and problems and notes about them."""
-
     value: object
     problems: tuple[str, ...] = ()
     """`path: description` for everything without a JSON form; then the value is useless."""
@@ -89,7 +85,6 @@ def encode_state(state: State) -> EncodedTree:
 
 
 def encode_value(value: object) -> EncodedTree:
-    """A value without tensors as JSON values."""
     return _encoded(value, NO_TEXTS)
 
 
@@ -120,7 +115,6 @@ class LeafTexts:
         self.texts = [f"{text[0]}{name}{text[1]}" if text and (quote or name) else "" for name, text in each]
         """The text of each tensor; empty where it needs more than a name and flags."""
         self.met = 0
-        """The number of tensors so far."""
 
     def count_next(self, values: Collection[object]) -> int:
         """The number of values, from the first on, that are the next tensors and have texts."""
@@ -152,7 +146,6 @@ def is_marked(traits: Traits) -> bool:
 
 
 def _traits_text(traits: Traits) -> str:
-    """The text of `Encoder.traits`, behind the name and up to the end; empty where it needs more than flags."""
     if traits.meta or traits.subclass is not None or traits.state is not None or traits.blocks is not None:
         return ""
     said = msgspec.json.encode({flag: True for flag in FLAGS if getattr(traits, flag)}).decode()
@@ -174,7 +167,6 @@ class Encoder:
         self.seen: set[int] = set()
         self.on_path: set[int] = set()
         self.known: dict[type, dict[object, str]] = {float: {}, str: {}, bool: {True: "true", False: "false"}, NONE: {None: "null"}}
-        """The JSON of short plain values."""
         self.forms: dict[tuple[object, ...], Sequence[str] | None] = {}
         """By the keys of a dict: the text before each value; None where they are not written as an object."""
         self.spending = Spending(self.limits, 0)
@@ -292,7 +284,6 @@ class Encoder:
         return text
 
     def add_form(self, form: tuple[object, ...]) -> Sequence[str] | None:
-        """The text before each value of a dict with these keys."""
         keys = cast("tuple[str, ...]", form)
         found: Sequence[str] | None = None
         if (
@@ -422,7 +413,6 @@ class Encoder:
         return {} if metadata is None else {"metadata": self.node(metadata, (*path, "_metadata"))}
 
     def tensor(self, tensor: LazyTensor, path: Path, given: object) -> object:
-        """A tensor; `given` is what stands for it in the state."""
         name = self.texts.next_name(tensor, given)
         if name is None:
             return self.problem(path, UNNAMED)
@@ -457,7 +447,6 @@ class Encoder:
         return self.written(value, path)
 
     def too_often(self, value: str | bytes | bytearray | np.ndarray | np.generic) -> bool:
-        """Whether a leaf stands in too many places to be written again."""
         nbytes = value.nbytes if isinstance(value, np.ndarray | np.generic) else len(value)
         if nbytes <= LONG_LEAF:
             return False
@@ -544,15 +533,12 @@ def _openings(keys: Collection[str]) -> list[str]:
 
 
 PLAIN_CONTAINERS: dict[type, tuple[str, str]] = {dict: ("{", "}"), list: ("[", "]"), tuple: (f'{{"{TAG}":"tuple","items":[', "]}")}
-"""The JSON text around the values of a container."""
 
 NONE = type(None)
 TEXT = frozenset({str})
 FIRST = ("",)
-"""The text before the first value of a list."""
 SAFE_INTEGER = scalars.SAFE_INTEGER
 MOST_KNOWN = 10_000
-"""The most plain values of a type whose JSON is remembered."""
 
 CONTAINERS = frozenset({dict, OrderedDict, Counter, defaultdict, DefaultDict, list, tuple, Size, set, frozenset})
 LEAVES = frozenset({

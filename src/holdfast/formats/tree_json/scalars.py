@@ -31,7 +31,6 @@ NAN_BITS = re.compile(r"nan:[0-9a-f]{16}\Z")
 """A NaN with a sign or a payload of its own, as the bits of the number."""
 
 CODE = re.compile(r"[<>|][?biufcSUVmM][0-9]{1,9}(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z")
-"""numpy's own text for a dtype without fields and without objects."""
 
 NO_UNICODE = "a name with half of a surrogate pair, which is no Unicode"
 

@@ -164,7 +164,7 @@ class Directory:
     def values(self, names: Sequence[str]) -> Mapping[str, object]:
         wanted = {name: self._item(name) for name in names}
         plain = {name: item for name, item in wanted.items() if not _is_foreign(item)}
-        found = dict(read_values(self._items, plain).values)
+        found = dict(read_values(self._items, plain)[0])
         return found | {name: self._transformed(item, name) for name, item in wanted.items() if name not in plain}
 
     def close(self) -> None:
