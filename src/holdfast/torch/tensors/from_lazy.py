@@ -1,8 +1,7 @@
 """From lazy tensors to torch tensors: the same bits, without a copy beyond the read.
 
 Storages that `LazyTensor.torch()` made are remembered, weakly, while a torch tensor uses them. Another name over the same storage
-of
-the file (a tied weight, a slice that was saved beside its base) becomes a view of what is there. The same name is read again, so
+of the file (a tied weight, a slice that was saved beside its base) becomes a view of what is there. The same name is read again, so
 that a tensor that was changed since does not come back.
 
 A part of a storage that comes first is read by itself, for a lazy tensor reads no more than itself. `holdfast.torch.open` knows the
@@ -12,7 +11,6 @@ whole checkpoint, and shares such storages as well.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -82,7 +80,8 @@ def tensor_from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(array.shape, dtype=dtype, device="cpu")
     if array.ndim == 0:
         return tensor_from_array(array.reshape(1), dtype).reshape(())
-    return torch.from_numpy(array.view(_view_dtype(array.dtype))).view(dtype)
+    # torch takes no other 16 bytes from numpy, and no integers of 16 bytes.
+    return torch.from_numpy(array.view("c16" if array.itemsize == 16 else f"i{array.itemsize}")).view(dtype)
 
 
 def array_of(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
@@ -112,12 +111,6 @@ def tensor_from_composite(whole: Composite) -> torch.Tensor:
         raise MetadataError(f"the parts of a {whole.kind} tensor do not fit: {error}", found=whole.shape) from error
 
 
-def _view_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
-    """A numpy dtype of the same width that torch takes."""
-    dtypes: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
-    return np.dtype(dtypes[dtype.itemsize])
-
-
 def _pairs(array: np.ndarray, lazy: LazyTensor) -> torch.Tensor:
     """Two 4-bit floats to the byte, the first in the low half, as torch's float4_e2m1fn_x2 has them."""
     if not array.ndim or array.shape[-1] % 2:
@@ -131,35 +124,10 @@ Place = tuple[str, int, int]
 """A storage of a source: its file, first byte and length. Not the `Storage`, which would keep the source's files open."""
 
 
-class SharedStorage(weakref.ref[torch.UntypedStorage]):
-    """A storage that is in use while the reference is alive, and the names that were given views of it."""
+_shared: weakref.WeakKeyDictionary[Source, weakref.WeakValueDictionary[Place, torch.UntypedStorage]] = weakref.WeakKeyDictionary()
+"""The storages of each source that are in use. Each has the names that were given views of it, as its attribute `NAMES`."""
 
-    __slots__ = ("names", "place")
-
-    names: tuple[str, ...]
-    place: Place
-
-
-class SharedStorages(dict[Place, SharedStorage]):
-    """The storages of one source that are in use."""
-
-    __slots__ = ("__weakref__", "forget")
-
-    forget: Callable[[weakref.ref[torch.UntypedStorage]], None]
-
-    def __init__(self) -> None:
-        super().__init__()
-        own = weakref.ref(self)
-
-        def forget(gone: weakref.ref[torch.UntypedStorage]) -> None:
-            known = own()
-            if known is not None and isinstance(gone, SharedStorage) and known.get(gone.place) is gone:
-                del known[gone.place]
-
-        self.forget = forget
-
-
-_shared: weakref.WeakKeyDictionary[Source, SharedStorages] = weakref.WeakKeyDictionary()
+NAMES = "_holdfast_names"
 
 
 def remember(lazy: LazyTensor, tensor: torch.Tensor) -> None:
@@ -172,10 +140,9 @@ def remember(lazy: LazyTensor, tensor: torch.Tensor) -> None:
         return
     known = _shared.get(lazy.source)
     if known is None:
-        known = _shared[lazy.source] = SharedStorages()
-    made = SharedStorage(tensor.untyped_storage(), known.forget)
-    made.names, made.place = (lazy.name,), _place(storage)
-    known[made.place] = made
+        known = _shared[lazy.source] = weakref.WeakValueDictionary()
+    made = known[_place(storage)] = tensor.untyped_storage()
+    setattr(made, NAMES, (lazy.name,))
 
 
 def view_of_shared(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -184,15 +151,15 @@ def view_of_shared(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     if not known:
         return None
     chunk = lazy.chunks[0]
-    there = known.get(_place(chunk.storage))
-    if there is None or lazy.name in there.names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
+    storage = known.get(_place(chunk.storage))
+    names: tuple[str, ...] = getattr(storage, NAMES, ())
+    if storage is None or lazy.name in names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
         return None
     bits = lazy.dtype.bits
-    storage = there()
-    if storage is None or chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
+    if chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
         return None
     lazy.source.store.size(chunk.storage.key)  # raises `Closed` as reading would
-    there.names = (*there.names, lazy.name)
+    setattr(storage, NAMES, (*names, lazy.name))
     strides = tuple(s // bits for s in chunk.strides)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, chunk.offset // bits, lazy.shape, strides)
 
