@@ -124,10 +124,28 @@ Place = tuple[str, int, int]
 """A storage of a source: its file, first byte and length. Not the `Storage`, which would keep the source's files open."""
 
 
-_shared: weakref.WeakKeyDictionary[Source, weakref.WeakValueDictionary[Place, torch.UntypedStorage]] = weakref.WeakKeyDictionary()
-"""The storages of each source that are in use. Each has the names that were given views of it, as its attribute `NAMES`."""
+class SharedStorage(weakref.ref[torch.UntypedStorage]):
+    """A storage that is in use while the reference is alive, and the names that were given views of it."""
 
-NAMES = "_holdfast_names"
+    __slots__ = ("among", "names", "place")
+
+    names: tuple[str, ...]
+    place: Place
+    among: weakref.ref[SharedStorages]
+
+
+class SharedStorages(dict[Place, SharedStorage]):
+    __slots__ = ("__weakref__",)
+
+
+def _forget(gone: weakref.ref[torch.UntypedStorage]) -> None:
+    assert isinstance(gone, SharedStorage)
+    known = gone.among()
+    if known is not None and known.get(gone.place) is gone:
+        del known[gone.place]
+
+
+_shared: weakref.WeakKeyDictionary[Source, SharedStorages] = weakref.WeakKeyDictionary()
 
 
 def remember(lazy: LazyTensor, tensor: torch.Tensor) -> None:
@@ -140,9 +158,10 @@ def remember(lazy: LazyTensor, tensor: torch.Tensor) -> None:
         return
     known = _shared.get(lazy.source)
     if known is None:
-        known = _shared[lazy.source] = weakref.WeakValueDictionary()
-    made = known[_place(storage)] = tensor.untyped_storage()
-    setattr(made, NAMES, (lazy.name,))
+        known = _shared[lazy.source] = SharedStorages()
+    made = SharedStorage(tensor.untyped_storage(), _forget)
+    made.names, made.place, made.among = (lazy.name,), _place(storage), weakref.ref(known)
+    known[made.place] = made
 
 
 def view_of_shared(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -151,15 +170,14 @@ def view_of_shared(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     if not known:
         return None
     chunk = lazy.chunks[0]
-    storage = known.get(_place(chunk.storage))
-    names: tuple[str, ...] = getattr(storage, NAMES, ())
-    if storage is None or lazy.name in names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
+    shared = known.get(_place(chunk.storage))
+    if shared is None or lazy.name in shared.names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
         return None
-    bits = lazy.dtype.bits
-    if chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
+    bits, storage = lazy.dtype.bits, shared()
+    if storage is None or chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
         return None
     lazy.source.store.size(chunk.storage.key)  # raises `Closed` as reading would
-    setattr(storage, NAMES, (*names, lazy.name))
+    shared.names = (*shared.names, lazy.name)
     strides = tuple(s // bits for s in chunk.strides)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, chunk.offset // bits, lazy.shape, strides)
 
