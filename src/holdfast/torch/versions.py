@@ -69,7 +69,6 @@ class Change(Value, frozen=True):
 
     @property
     def reason(self) -> str:
-        """Why this torch is not used for something."""
         ended = "" if self.until is None else f" and before {_text(self.until)}"
         return f"torch {_text(HERE)}: since {_text(self.since)}{ended}, {self.what}"
 
@@ -196,7 +195,6 @@ def is_fake(tensor: object) -> bool:
 
 
 def is_faking() -> bool:
-    """Whether tensors that are made now are fake."""
     # torch's own function takes as long as reading a small file. Without these two it never finds a mode.
     if not FAKE_KINDS and torch._guards.TracingContext.try_get() is None and not torch._C._len_torch_dispatch_stack():
         return False
@@ -216,7 +214,6 @@ def strides_of(properties: object) -> tuple[int, ...] | None:
 
 
 def set_strides(properties: object, strides: tuple[int, ...] | None) -> None:
-    """Set the strides in torch's description of a tensor, where it has a field for them."""
     if STRIDES:
         setattr(properties, "strides", strides)  # noqa: B010 (mypy knows the fields of one torch)
 

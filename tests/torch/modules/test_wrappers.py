@@ -17,7 +17,7 @@ import holdfast
 import holdfast.torch
 from holdfast.errors import DoesNotFit
 from holdfast.torch import load_into, load_sharded, save_sharded
-from holdfast.torch.modules.wrappers import names_put_back
+from holdfast.torch.modules.wrappers import names_with_wrappers
 
 
 class Extra(nn.Linear):
@@ -109,7 +109,7 @@ def test_the_names_are_those_of_torch():
     """torch's own helper is the oracle where it takes wrappers off; `nn.DataParallel` it leaves alone."""
     for make in KINDS[:-1]:
         net = make(1)
-        assert set(names_put_back(net, NAMES.__contains__) or NAMES) >= set(NAMES) == set(get_model_state_dict(net))
+        assert set(names_with_wrappers(net, NAMES.__contains__) or NAMES) >= set(NAMES) == set(get_model_state_dict(net))
 
 
 @pytest.mark.parametrize("target", KINDS)

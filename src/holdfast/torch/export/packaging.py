@@ -18,7 +18,6 @@ import pickle
 from collections.abc import Mapping
 
 import torch
-from msgspec import Struct, field
 from torch._export.serde.serialize import _dataclass_to_dict, serialize_tensor_meta
 from torch.export import ExportedProgram
 
@@ -93,22 +92,6 @@ def package_program(
     return Planned(plan, Saved(**planned_fields(plan, target)), writing).carry_out(progress)
 
 
-class _Values(Struct):
-    """The weights or the constants of a program: what goes into raw records, and what is pickled."""
-
-    order: list[str] = field(default_factory=list)
-    raw: dict[str, torch.Tensor] = field(default_factory=dict)
-    pickled: dict[str, Pickled] = field(default_factory=dict)
-
-    def merged(self, described: Mapping[str, object]) -> dict[str, LazyTensor | Pickled]:
-        merged: dict[str, LazyTensor | Pickled] = {}
-        for name in self.order:
-            value = self.pickled.get(name, described.get(name))
-            if isinstance(value, LazyTensor | Pickled):
-                merged[name] = value
-        return merged
-
-
 def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: dict[str, int] | None) -> dict[str, ModelWeights]:
     """The programs as parts of a package. Their tensors are described together, so that storages stay shared."""
     problems: list[str] = []
@@ -118,15 +101,15 @@ def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: 
         problems += _lacking(model, program)
     if problems:
         raise CannotHold("these programs cannot be packaged", problems)
-    raw = {model: {"weights": weights[model].raw, "constants": constants[model].raw} for model in programs}
+    raw = {model: {"weights": _tensors(weights[model]), "constants": _tensors(constants[model])} for model in programs}
     tree = lazy_tree(tabulate_state(raw))
     parts: dict[str, ModelWeights] = {}
     for model, program in programs.items():
         serialized, inputs = versions.serialize_program(program, opset, PROTOCOL)
         inner = tree[model] if isinstance(tree, dict) else {}
         part = ModelWeights(
-            weights[model].merged(inner["weights"]),
-            constants[model].merged(inner["constants"]),
+            _with_records(weights[model], inner["weights"]),
+            _with_records(constants[model], inner["constants"]),
             serialized,
             # What torch writes for a program that has none.
             inputs if sample_inputs else b"",
@@ -138,32 +121,36 @@ def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: 
     return parts
 
 
-def _sorted(model: str, values: Mapping[str, object], *, prefix: str, problems: list[str]) -> _Values:
-    """Sort values into raw records and pickles, as torch's writer does: tensor subclasses and objects are pickled."""
-    found = _Values()
-    last: list[str] = []
+def _with_records(values: Mapping[str, object], described: Mapping[str, object]) -> dict[str, LazyTensor | Pickled]:
+    both = {**values, **described}
+    return {name: value for name, value in both.items() if isinstance(value, LazyTensor | Pickled)}
+
+
+def _tensors(values: Mapping[str, torch.Tensor | Pickled]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _sorted(model: str, values: Mapping[str, object], *, prefix: str, problems: list[str]) -> dict[str, torch.Tensor | Pickled]:
+    """The tensors that become raw records, and the pickles of all other values, as in torch's writer. Objects come last."""
+    found: dict[str, torch.Tensor | Pickled] = {}
+    objects: dict[str, Pickled] = {}
     for name, value in values.items():
         if versions.is_fake(value):
             problems.append(f"{model}.{name}: a fake tensor has no data, and torch would load zeros")
         elif isinstance(value, torch.Tensor) and type(value.data) is torch.Tensor:
-            found.raw[name] = value
-            found.order.append(name)
+            found[name] = value
         elif isinstance(value, torch.Tensor):
             buffer = io.BytesIO()
             torch.save(value, buffer, pickle_protocol=PROTOCOL)
             meta = _dataclass_to_dict(serialize_tensor_meta(value))
-            found.pickled[name] = Pickled(buffer.getvalue(), prefix, meta, isinstance(value, torch.nn.Parameter))
-            found.order.append(name)
+            found[name] = Pickled(buffer.getvalue(), prefix, meta, isinstance(value, torch.nn.Parameter))
         elif prefix == TENSOR and isinstance(value, torch._C.ScriptObject):
-            found.pickled[name] = Pickled(torch._C._pickle_save(value), OBJECT)
-            last.append(name)
+            objects[name] = Pickled(torch._C._pickle_save(value), OBJECT)
         elif prefix == TENSOR and versions.is_custom_object(value):
-            found.pickled[name] = Pickled(pickle.dumps(value, protocol=PROTOCOL), OPAQUE)
-            last.append(name)
+            objects[name] = Pickled(pickle.dumps(value, protocol=PROTOCOL), OPAQUE)
         else:
             problems.append(f"{model}.{name}: a {type(value).__name__}, which such a file has no place for")
-    found.order += last
-    return found
+    return found | objects
 
 
 def _lacking(model: str, program: ExportedProgram) -> list[str]:

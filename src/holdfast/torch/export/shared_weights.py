@@ -8,9 +8,8 @@ The calls of `torch.export.pt2_archive` (and of `torch._inductor` before), by wh
         get_complete_tensor(group, weights)         its tensor; where none covers the storage, one is made that does
 
 A tensor covers its storage ("is complete") when it is contiguous and begins and ends where the storage does. A fake tensor counts
-as
-complete. `TensorProperties` here is not the one of `holdfast.metadata`. `holdfast.alias_graph` does the same without torch, and for
-files.
+as complete. `TensorProperties` here is not the one of `holdfast.metadata`. `holdfast.alias_graph` does the same without torch, and
+for files.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ else:
     OrderedSet = versions.ordered_set()
 
 Member = tuple[str, str]
-"""A model and a weight of it."""
 
 Group = OrderedSet[Member]
 """Weights over one storage, in the order in which they were met."""

@@ -2,8 +2,7 @@
 
 A place (`Slot`) is what `state_dict()` would list. A module that has its own way of loading (an overridden `_load_from_state_dict`,
 hooks that run before it) loads itself: it is given its part of the checkpoint as a state dict. The overrides of `torch.nn` that
-only
-update old state dicts are not called where the state is up to date.
+only update old state dicts are not called where the state is up to date.
 
 A slot is filled, or replaced where the caller wants that or it is on the meta device.
 """
@@ -11,6 +10,7 @@ A slot is filled, or replaced where the caller wants that or it is on the meta d
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 
@@ -27,7 +27,7 @@ from holdfast.core.tree import Unrolled, Way, mapped_children, name_at, unroll
 from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType
 from holdfast.torch.modules.match import Match, Names, Outcome, PlaceKind, match_places, plain_problem, short, tied_note
-from holdfast.torch.modules.wrappers import names_taken_off
+from holdfast.torch.modules.wrappers import removed_wrappers
 from holdfast.torch.ranks.shards import PLAIN, is_sharded
 from holdfast.torch.tensors.fill import CPU, is_dense
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -68,18 +68,14 @@ class Slot(Value, frozen=True, eq=False):
 
 
 class Targets(Struct):
-    """Everything that there is to fill."""
-
     slots: list[Slot] = field(default_factory=list)
     extras: dict[str, nn.Module] = field(default_factory=dict)
-    """Modules with an extra state, by its name."""
-    selves: dict[str, nn.Module] = field(default_factory=dict)
-    """Modules that load themselves, by prefix."""
-    listeners: list[nn.Module] = field(default_factory=list)
+    self_loading: dict[str, nn.Module] = field(default_factory=dict)
+    hooked: list[nn.Module] = field(default_factory=list)
     """Modules with hooks that run after loading, children first."""
-    taken_off: frozenset[str] = frozenset()
+    removed: frozenset[str] = frozenset()
     """Names of wrappers that the checkpoint does not have (`wrappers`)."""
-    doubles: list[str] = field(default_factory=list)
+    duplicates: list[str] = field(default_factory=list)
     """Names that two tensors have."""
 
 
@@ -90,20 +86,17 @@ def find_targets(into: nn.Module | Mapping[str, object], is_current: IsCurrent, 
     """
     targets = Targets()
     if isinstance(into, nn.Module):
-        targets.taken_off = names_taken_off(into, [slot.name for slot in all_slots(into)], there.__contains__)
+        targets.removed = removed_wrappers(into, [slot.name for slot in all_slots(into)], there.__contains__)
         if type(into).load_state_dict is not nn.Module.load_state_dict:
-            targets.selves[""] = into
+            targets.self_loading[""] = into
         else:
             _walk_module(into, "", "", targets=targets, is_current=is_current)
     elif isinstance(into, Mapping):
         unroll(_slots_in(into, None, targets.slots, set()))
     else:
         raise BadArgumentType(f"load_into fills an nn.Module or a mapping of tensors, not {shown(into)}", found=into)
-    seen: set[str] = set()
-    for slot in targets.slots:
-        if slot.name in seen:
-            targets.doubles.append(slot.name)
-        seen.add(slot.name)
+    counts = Counter(slot.name for slot in targets.slots)
+    targets.duplicates = [name for name, count in counts.items() if count > 1]
     return targets
 
 
@@ -126,17 +119,17 @@ def all_slots(module: nn.Module) -> Iterator[Slot]:
 def _walk_module(module: nn.Module, raw: str, prefix: str, *, targets: Targets, is_current: IsCurrent) -> None:
     """Add the places of a module. `raw` is the prefix of its names in the target, `prefix` that without the names of wrappers."""
     if _loads_itself(module, prefix, is_current):
-        targets.selves[prefix] = module
+        targets.self_loading[prefix] = module
         return
     targets.slots += module_slots(module, prefix)
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         targets.extras[prefix + EXTRA] = module
     for name, child in module._modules.items():
         if child is not None:
-            inner = prefix if raw + name in targets.taken_off else f"{prefix}{name}."
+            inner = prefix if raw + name in targets.removed else f"{prefix}{name}."
             _walk_module(child, f"{raw}{name}.", inner, targets=targets, is_current=is_current)
     if module._load_state_dict_post_hooks:
-        targets.listeners.append(module)
+        targets.hooked.append(module)
 
 
 def _loads_itself(module: nn.Module, prefix: str, is_current: IsCurrent) -> bool:
@@ -149,7 +142,6 @@ def _loads_itself(module: nn.Module, prefix: str, is_current: IsCurrent) -> bool
 
 
 def _slots_in(value: object, way: Way, found: list[Slot], above: set[int]) -> Unrolled[None]:
-    """Add the tensors in mappings, lists and tuples."""
     if id(value) in above:
         raise ValueError(f"{name_at(way)} contains itself")
     above.add(id(value))
@@ -169,7 +161,6 @@ class Choice(Value, frozen=True):
     assign: bool = False
 
     def fresh(self, target: torch.Tensor) -> bool:
-        """Whether the target is replaced by a fresh tensor."""
         return self.assign or target.is_meta
 
     def dtype_for(self, target: torch.Tensor, found: torch.dtype) -> torch.dtype:
@@ -189,7 +180,6 @@ class Fit(Outcome):
     matches: list[Match[Slot]] = field(default_factory=list)
     extras: dict[nn.Module, object] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
-    """By the checkpoint's names."""
     followers: list[Slot] = field(default_factory=list)
     """Slots that are not in the checkpoint, and tied to a tensor of a submodule that loads itself."""
     casts: dict[str, str] = field(default_factory=dict)
@@ -202,7 +192,7 @@ class SlotRules:
         self._names, self._choice, self._found = names, choice, found
         self._elsewhere = {
             id(slot.tensor): prefix + slot.name
-            for prefix, module in targets.selves.items()
+            for prefix, module in targets.self_loading.items()
             for slot in all_slots(module)
             if prefix + slot.name in names
         }
@@ -247,7 +237,7 @@ class SlotRules:
 def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
     """Match slots with the tensors of a checkpoint. Reads data only where one slot is offered two tensors."""
     found = Fit()
-    for name in targets.doubles:
+    for name in targets.duplicates:
         found.mismatched[name] = "two tensors of the target have this name"
     rules = SlotRules(targets, names, choice, found)
     found.matches = match_places(targets.slots, names, rules, found, strict=strict)
@@ -265,7 +255,7 @@ def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
             found.mismatched[name] = "it holds objects of classes that Holdfast does not build"
         else:
             found.extras[module] = value
-    for prefix in targets.selves:
+    for prefix in targets.self_loading:
         names.take_under(prefix)
     order = {slot.name: number for number, slot in enumerate(targets.slots)}
     found.missing.sort(key=lambda name: order.get(name, len(order)))
@@ -295,7 +285,6 @@ def wrapped_problem(tensor: torch.Tensor) -> str | None:
 
 
 def _problem(slot: Slot, offer: Kind | Composite, choice: Choice) -> str | None:
-    """Why the slot cannot take a tensor of a kind, or a composite."""
     target = slot.tensor
     if (wrapped := wrapped_problem(target)) is not None:
         return wrapped

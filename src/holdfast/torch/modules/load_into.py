@@ -49,8 +49,8 @@ from holdfast.torch.modules.fit import (
     wrapped_problem,
 )
 from holdfast.torch.modules.match import Match, Names, meet_places, shaped
-from holdfast.torch.modules.wrappers import names_put_back, plain_name, renamed
-from holdfast.torch.tensors.allocate import Want, empty_tensors, fresh_kinds, make_fresh, read_lazies
+from holdfast.torch.modules.wrappers import names_with_wrappers, plain_name, renamed
+from holdfast.torch.tensors.allocate import Want, empty_tensors, fresh_kinds, has_no_gaps, make_fresh, read_lazies
 from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
@@ -151,9 +151,9 @@ class Load:
         self._into, self._checkpoint, self._prefix, self._choice = into, checkpoint, prefix, choice
         self._max_host_memory = max_host_memory
         self._names = Names(checkpoint, prefix)
-        self._names_by_selves: list[str] = []
+        self._names_by_themselves: list[str] = []
         """Names that submodules loaded by themselves; their bytes are in `_nbytes_by_selves`."""
-        self._nbytes_by_selves = 0
+        self._nbytes_by_themselves = 0
         self._replaced: dict[int, torch.Tensor] = {}
         """New tensors by the identity of those that were there before: tied slots take them, too."""
         self._targets = find_targets(into, self._is_current, self._names)
@@ -166,9 +166,9 @@ class Load:
         table = self._names.table
         built = {match.number: (match, match.source(table).torch()) for match in found.matches if _is_built(match, table)}
         extras = self._read_extras(found)
-        for prefix, module in self._targets.selves.items():
+        for prefix, module in self._targets.self_loading.items():
             self._load_self(prefix, module, found, progress)
-        if self._targets.selves:
+        if self._targets.self_loading:
             changed = "only submodules that load themselves were"
             found.check(self._names, found.unexpected, wanted, strict=strict, changed=changed)
         self._fill([match for match in found.matches if match.number not in built], found, progress)
@@ -176,7 +176,7 @@ class Load:
             self._place(*one)
         for module, extra in extras.items():
             module.set_extra_state(extra)
-        for module in self._targets.listeners:
+        for module in self._targets.hooked:
             for hook in module._load_state_dict_post_hooks.values():
                 hook(module, _IncompatibleKeys(list(found.missing), list(found.unexpected)))
         return self._report(found)
@@ -210,7 +210,7 @@ class Load:
             message = f"sharded and wrapped tensors are not filled here (sharded ones by load_sharded): {names}"
             raise DoesNotFit(message, mismatched=wrapped, file=path)
         state = self._state_under(self._prefix + prefix, progress)
-        back = names_put_back(module, state.__contains__)
+        back = names_with_wrappers(module, state.__contains__)
         state = renamed(state, back)
         vars(state)["_metadata"] = renamed(self._versions.under(prefix), back)
         assign = choice.assign or any(slot.tensor.is_meta for slot in before)
@@ -227,7 +227,7 @@ class Load:
         found.missing += [prefix + plain.get(name, name) for name in getattr(result, "missing_keys", ())]
         unexpected = getattr(result, "unexpected_keys", ())
         found.unexpected += [self._prefix + prefix + plain.get(name, name) for name in unexpected]
-        self._names_by_selves += [name for slot in before if (name := prefix + plain.get(slot.name, slot.name)) not in missing]
+        self._names_by_themselves += [name for slot in before if (name := prefix + plain.get(slot.name, slot.name)) not in missing]
         for slot in before:
             now = getattr(slot.owner, str(slot.key), None)
             if now is slot.tensor or not isinstance(now, torch.Tensor):
@@ -255,7 +255,7 @@ class Load:
                 for part in [other for other in state if other.startswith(f"{name}.")]:
                     del state[part]
                 state[name] = value
-        self._nbytes_by_selves += sum(lazy.nbytes for lazy in lazy_tensors(state))
+        self._nbytes_by_themselves += sum(lazy.nbytes for lazy in lazy_tensors(state))
         made = read_lazies(state, device=self._choice.device, progress=progress)
         filled = torch_tree(state, lambda value: value.torch() if isinstance(value, Composite) else made[id(value)].detach())
         return filled if isinstance(filled, OrderedDict) else state
@@ -308,7 +308,8 @@ class Load:
         choice, target = self._choice, match.places[0].tensor
         lazy = shaped(match, self._names.table, tuple(target.shape))
         # A tensor on meta is given in the order of elements that it has; a replaced one takes the file's.
-        strides = None if choice.assign or not _dense(target) else tuple(target.stride())
+        dense = target.numel() > 0 and has_no_gaps(target.shape, target.stride(), 1)
+        strides = tuple(target.stride()) if dense and not choice.assign else None
         return Want(lazy, choice.dtype_for(target, torch_dtype(lazy.dtype)), choice.device_for(target), strides)
 
     def _place(self, match: Match[Slot], value: torch.Tensor) -> None:
@@ -331,10 +332,11 @@ class Load:
         loaded = {slot.name for match in found.matches for slot in match.places} | {slot.name for slot in found.followers}
         names = [slot.name for slot in self._targets.slots if slot.name in loaded]
         rows = [match.row for match in found.matches if match.other is None]
-        lazies = [part for match in found.matches if match.other is not None for part in _parts(match.other)]
+        others = [match.other for match in found.matches if match.other is not None]
+        lazies = [part for one in others for part in ([one] if isinstance(one, LazyTensor) else one.parts.values())]
         nbytes = int(self._names.table.nbytes_of(rows).sum())
         notes = list(found.notes)
-        for prefix in self._targets.selves:
+        for prefix in self._targets.self_loading:
             notes += [f"{prefix.removesuffix('.') or 'the module'} has its own way of loading, and was handed a state dict"]
         meta = self._still_meta()
         if meta:
@@ -343,11 +345,11 @@ class Load:
             )
         return Loaded(
             self._checkpoint.path,
-            (*names, *self._names_by_selves),
+            (*names, *self._names_by_themselves),
             tuple(found.missing),
             tuple(found.unexpected),
             tuple(found.casts),
-            sum(lazy.nbytes for lazy in lazies) + nbytes + self._nbytes_by_selves,
+            sum(lazy.nbytes for lazy in lazies) + nbytes + self._nbytes_by_themselves,
             tuple(notes),
             tuple(meta),
         )
@@ -360,7 +362,7 @@ class Load:
         for prefix, module in self._into.named_modules(remove_duplicate=False):
             held = {**module._parameters, **module._buffers, **vars(module)}
             tensors = [name for name, value in held.items() if isinstance(value, torch.Tensor) and value.is_meta]
-            found += [plain_name(f"{prefix}.{name}" if prefix else name, self._targets.taken_off) for name in tensors]
+            found += [plain_name(f"{prefix}.{name}" if prefix else name, self._targets.removed) for name in tensors]
         return found
 
 
@@ -374,21 +376,6 @@ def _is_built(match: Match[Slot], table: Table) -> bool:
     if isinstance(match.other, Composite):
         return True
     return not match.exact and (match.other or table.kind_of(match.row)).dtype.packed
-
-
-def _parts(found: LazyTensor | Composite) -> list[LazyTensor]:
-    return [found] if isinstance(found, LazyTensor) else list(found.parts.values())
-
-
-def _dense(target: torch.Tensor) -> bool:
-    """Whether a tensor's strides say no more than the order of its dimensions."""
-    room = 1
-    for n, stride in sorted(zip(target.shape, target.stride(), strict=True), key=lambda pair: pair[1]):
-        if n > 1:
-            if stride != room:
-                return False
-            room *= n
-    return target.numel() > 0
 
 
 def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -113,11 +113,6 @@ class Names:
         for part in found.parts if isinstance(found, Composite) else ():
             self.left.pop(f"{name}.{part}", None)
 
-    def take_all(self, names: Iterable[str]) -> None:
-        """Take names of plain tensors."""
-        for name in names:
-            self.left.pop(name, None)
-
     def take_under(self, prefix: str) -> None:
         """Take every name that begins so."""
         for name in [name for name in self.left if name.startswith(prefix)]:
@@ -142,8 +137,8 @@ class Outcome(Struct):
         counts = [f"{len(found):,} {word}" for found, word in kinds if found]
         lines = [f"the checkpoint does not fit, and {changed} changed: {', '.join(counts)}", *_hints(names, list(places))]
         lines += _shown([f"mismatched {name!r}: {why}" for name, why in self.mismatched.items()])
-        near = _similar(missing, [name[len(names.prefix) :] for name in left])
-        lines += _shown([f"missing {name!r}{near.get(name, '')}" for name in missing])
+        similar = _similar(missing, [name[len(names.prefix) :] for name in left])
+        lines += _shown([f"missing {name!r}{similar.get(name, '')}" for name in missing])
         lines += _shown([f"unexpected {name!r}" for name in left])
         raise DoesNotFit(
             "\n  - ".join(lines),
@@ -156,8 +151,7 @@ class Outcome(Struct):
 
 PlaceKind = tuple[torch.dtype, tuple[int, ...], bool, object]
 """Dtype, shape, whether a place is dense, so that it can take the bytes of a tensor as they are; and whatever else its rules
-compare.
-Places of one kind are judged together.
+compare. Places of one kind are judged together.
 """
 
 
@@ -168,7 +162,6 @@ class Match(Value, Generic[PlaceT], frozen=True, eq=False):
     """The number of the first of these places among all."""
     places: Sequence[PlaceT]
     name: str
-    """The checkpoint's name, without the prefix."""
     row: int
     """The row of the checkpoint's table; `ODD` where there is only `other`."""
     exact: bool
@@ -223,7 +216,8 @@ def match_places(
     found = match(table.rows, table.kind, [names.prefix + place.name for place in places], own, judge)
     pairs, kind = zip(found.target, found.source, strict=True), table.kind
     matches = {n: Match(n, (places[n],), places[n].name, row, exact[kind[row], own[n]]) for n, row in pairs}
-    names.take_all(places[number].name for number in (*found.target, *found.refused))
+    for number in (*found.target, *found.refused):
+        names.left.pop(places[number].name, None)
     ties = _ties(places, kinds, rules)
     tied = {number for group in ties for number in group}
     groups = [*ties, *([number] for number in (*found.missing, *found.refused) if number not in tied)]
@@ -359,7 +353,6 @@ def _differ(one: Match[PlaceT], other: Match[PlaceT], table: Table, rules: Rules
 
 
 def tied_note(followers: Sequence[str], name: str) -> str:
-    """A note about places whose own names are not there."""
     return f"not in the checkpoint, and tied to {name!r}: {', '.join(map(repr, followers))}"
 
 
@@ -380,7 +373,6 @@ def plain_problem(offer: Kind, shape: tuple[int, ...], dtype_problem: Callable[[
 
 
 def short(value: object) -> str:
-    """A dtype or a layout without the name of its module."""
     return str(value).removeprefix("torch.")
 
 
@@ -392,9 +384,9 @@ def _similar(missing: Sequence[str], left: Sequence[str]) -> dict[str, str]:
     """For missing names, a question with the similar ones among the names that are left over."""
     found = {}
     for name in missing[:SUGGESTED]:
-        near = difflib.get_close_matches(name, left[:COMPARED], n=3, cutoff=0.6)
-        if near:
-            found[name] = f"; did you mean {' or '.join(map(repr, near))}?"
+        similar = difflib.get_close_matches(name, left[:COMPARED], n=3, cutoff=0.6)
+        if similar:
+            found[name] = f"; did you mean {' or '.join(map(repr, similar))}?"
     return found
 
 

@@ -27,7 +27,6 @@ SILENT = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Names of wrappers that remove them in their own `state_dict()`."""
 
 There = Callable[[str], bool]
-"""Whether a checkpoint has a name."""
 
 T = TypeVar("T")
 
@@ -41,7 +40,7 @@ def wrapped_child(module: nn.Module) -> str | None:
     return "_orig_mod" if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
 
 
-def names_taken_off(module: nn.Module, names: Collection[str], there: There | None = None) -> frozenset[str]:
+def removed_wrappers(module: nn.Module, names: Collection[str], there: There | None = None) -> frozenset[str]:
     """The dotted names of all wrapped modules in a module, as its state dict has them: the last part of each is removed.
 
     `names` are those of its state dict. Where `there` tells what a checkpoint has, the naming is the one that fits it best.
@@ -60,26 +59,26 @@ def names_taken_off(module: nn.Module, names: Collection[str], there: There | No
     return ways[0] if there is None else max(ways, key=lambda way: sum(there(plain_name(name, way)) for name in names))
 
 
-def plain_name(name: str, taken_off: Collection[str]) -> str:
+def plain_name(name: str, removed: Collection[str]) -> str:
     """A name without the names of wrappers.
 
     >>> plain_name("module.layers.0._orig_mod.weight", {"module", "module.layers.0._orig_mod"})
     'layers.0.weight'
     """
-    if not taken_off:
+    if not removed:
         return name
     steps = name.split(".")
-    return ".".join(step for i, step in enumerate(steps) if ".".join(steps[: i + 1]) not in taken_off)
+    return ".".join(step for i, step in enumerate(steps) if ".".join(steps[: i + 1]) not in removed)
 
 
-def names_put_back(module: nn.Module, there: There) -> dict[str, str]:
+def names_with_wrappers(module: nn.Module, there: There) -> dict[str, str]:
     """By the plain name, every name of a module's state dict and of the modules in it; empty where nothing is wrapped."""
     if not has_wrappers(module):
         return {}
     names = list(module.state_dict())
-    taken_off = names_taken_off(module, names, there)
+    removed = removed_wrappers(module, names, there)
     paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
-    return {plain_name(name, taken_off): name for name in (*paths, *names)}
+    return {plain_name(name, removed): name for name in (*paths, *names)}
 
 
 def has_wrappers(module: nn.Module) -> bool:
@@ -108,8 +107,8 @@ class PlainlyNamed:
         state = self._ask(cast(Stateful, self._module))
         if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
             return state
-        taken_off = names_taken_off(self._module, state, self._there)
-        raw = {plain_name(name, taken_off): name for name in state}
+        removed = removed_wrappers(self._module, state, self._there)
+        raw = {plain_name(name, removed): name for name in state}
         if len(raw) != len(state):
             return state  # the wrapper has a tensor of its own under the same name: nothing may get lost
         self._raw = raw
@@ -117,7 +116,7 @@ class PlainlyNamed:
         versions = getattr(state, "_metadata", None)
         if isinstance(versions, Mapping):
             # A wrapper has a version as well; that of the wrapped module comes after it, and counts.
-            vars(made)["_metadata"] = OrderedDict((plain_name(str(name), taken_off), version) for name, version in versions.items())
+            vars(made)["_metadata"] = OrderedDict((plain_name(str(name), removed), version) for name, version in versions.items())
         return made
 
     def load_state_dict(self, state: object, /) -> object:

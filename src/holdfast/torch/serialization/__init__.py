@@ -1,6 +1,6 @@
-"""A drop-in for `torch.save` and `torch.load`, in both containers.
+"""A drop-in for `torch.save` and `torch.load`.
 
-save, load            what `torch.save` and `torch.load` do; `opening` turns what `load` is given into a source
+save, load            what `torch.save` and `torch.load` do, in both containers; `opening` has the argument of `load` as a source
 pickling              by the caller's pickle module: all that is saved, and what `weights_only=False` loads
 weights               the interpreter's table for `weights_only`: `rebuild` builds, `allowed` lists what may be built, `refusals`
                       has the errors

@@ -39,8 +39,6 @@ from holdfast.torch.serialization.pickling import StorageClass
 
 Item = Callable[..., object] | tuple[object, str]
 
-# The user's list.
-
 
 class AllowedItem(Value, frozen=True, eq=False):
     """An item with its full name. Equal to itself alone, so that one that was added twice is removed once."""
@@ -122,10 +120,7 @@ def user_globals() -> dict[str, object]:
         return {entry.name: entry.found for entry in (*torchs, *_added)}
 
 
-# What a file asks for.
-
-
-class Mentions(ReducerTable):
+class MentionedNames(ReducerTable):
     """Records what a stream names, and builds nothing: whatever it makes is one placeholder."""
 
     ANYTHING = Global("", "")
@@ -167,7 +162,7 @@ def get_unsafe_globals_in_checkpoint(f: str | os.PathLike[str] | BinaryIO) -> li
     TorchScript archive.
     """
     with opened(f) as file, located(file=file.path):
-        table = Mentions()
+        table = MentionedNames()
         interpret_whole(_pickle(file), table, limits=Limits())
     # torch gives its list anew each time: a program, and torch's own tests, may have changed it.
     allowed = versions.allowed_globals(default_globals()) | user_globals().keys()
@@ -239,35 +234,23 @@ BLOCKED = frozenset({"nt", "os", "posix", "sys"})
 """Modules of which nothing is built, even where a user allows it."""
 
 MODULES = {
-    "Queue": "queue",
-    "StringIO": "io",
-    "UserDict": "collections",
-    "UserList": "collections",
-    "UserString": "collections",
-    "__builtin__": "builtins",
-    "_abcoll": "collections.abc",
-    "cStringIO": "io",
-    "copy_reg": "copyreg",
-    "repr": "reprlib",
+    "Queue": "queue", "StringIO": "io", "UserDict": "collections", "UserList": "collections", "UserString": "collections",
+    "__builtin__": "builtins", "_abcoll": "collections.abc", "cStringIO": "io", "copy_reg": "copyreg", "repr": "reprlib",
     "whichdb": "dbm",
-}
+}  # fmt: skip
+"""Modules of Python 2 that have other names in Python 3."""
 
 NAMES = {
     ("UserDict", "IterableUserDict"): ("collections", "UserDict"),
-    ("__builtin__", "basestring"): ("builtins", "str"),
-    ("__builtin__", "intern"): ("sys", "intern"),
-    ("__builtin__", "long"): ("builtins", "int"),
-    ("__builtin__", "reduce"): ("functools", "reduce"),
-    ("__builtin__", "unichr"): ("builtins", "chr"),
-    ("__builtin__", "unicode"): ("builtins", "str"),
-    ("__builtin__", "xrange"): ("builtins", "range"),
-    ("exceptions", "StandardError"): ("builtins", "Exception"),
-    ("itertools", "ifilter"): ("builtins", "filter"),
-    ("itertools", "ifilterfalse"): ("itertools", "filterfalse"),
-    ("itertools", "imap"): ("builtins", "map"),
-    ("itertools", "izip"): ("builtins", "zip"),
+    ("__builtin__", "basestring"): ("builtins", "str"), ("__builtin__", "intern"): ("sys", "intern"),
+    ("__builtin__", "long"): ("builtins", "int"), ("__builtin__", "reduce"): ("functools", "reduce"),
+    ("__builtin__", "unichr"): ("builtins", "chr"), ("__builtin__", "unicode"): ("builtins", "str"),
+    ("__builtin__", "xrange"): ("builtins", "range"), ("exceptions", "StandardError"): ("builtins", "Exception"),
+    ("itertools", "ifilter"): ("builtins", "filter"), ("itertools", "ifilterfalse"): ("itertools", "filterfalse"),
+    ("itertools", "imap"): ("builtins", "map"), ("itertools", "izip"): ("builtins", "zip"),
     ("itertools", "izip_longest"): ("itertools", "zip_longest"),
-}
+}  # fmt: skip
+"""Names of Python 2 that are in other modules of Python 3, or have other names."""
 
 
 def python3_name(module: str, name: str) -> Name:

@@ -110,12 +110,13 @@ def load(
                         max_host_memory=max_host_memory,
                     )
             except Corrupted as error:
-                raise _named(error, file) from None
+                raise _name_tensor(error, file) from None
         if file.path is not None and file.path.endswith(".safetensors"):
             return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify, max_host_memory=max_host_memory)
         if mmap:
             raise Refused(MMAP_ZIP, file=file.path)
-        if _is_tar(file.head(512)):
+        head = file.head(512)
+        if head[257:262] == b"ustar" or begins_like_tar(head):  # only torch 0.1 wrote one
             if weights_only:
                 raise Refused(
                     "Cannot use ``weights_only=True`` with files saved in the legacy .tar format. If you trust the file, pass "
@@ -126,7 +127,6 @@ def load(
 
 
 def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[bool, ModuleType]:
-    """Whether this is a `weights_only` load, and the module that unpickles otherwise."""
     forced, forced_not = (os.environ.get(name, "0").lower() in YES for name in (FORCE, FORCE_NOT))
     if forced and forced_not:
         raise Refused(f"Only one of `{FORCE}` or `{FORCE_NOT}` should be set, but both were set.")
@@ -182,7 +182,7 @@ def _load_zip(
     mmap: bool,
     max_host_memory: int | None,
 ) -> object:
-    archive = _archive(file)
+    archive = _read_archive(file)
     if archive.get("constants.pkl") is not None:
         warnings.warn(
             "'torch.load' received a zip file that looks like a TorchScript archive dispatching to 'torch.jit.load' (call "
@@ -195,12 +195,12 @@ def _load_zip(
         file.file.seek(file.start)
         return torch.jit.load(file.file, map_location=map_location)
     _check_version(file, archive)
-    content = _record(file, archive, PICKLE, most=LIMITS.pickle_nbytes if weights_only else None)
+    content = _read_record(file, archive, PICKLE, most=LIMITS.pickle_nbytes if weights_only else None)
     if content is None:
         reason = f"failed locating file {PICKLE}: file not found; torch.save did not write this archive"
         raise broken_archive(reason, file=file.path)
     find, everything = archive_storages(archive)
-    swap = _swapped(file, archive)
+    swap = _is_swapped(file, archive)
     storages = LazyStorages(
         file.source,
         file.key,
@@ -212,7 +212,7 @@ def _load_zip(
         ahead=not weights_only,
         swap=swap,
         untyped=untyped_dtypes(content) if swap else None,
-        mapped=_mapped(file) if mmap else None,
+        mapped=_map_file(file) if mmap else None,
         verify=file.verify,
         max_host_memory=max_host_memory,
     )
@@ -232,7 +232,7 @@ def _load_zip(
     return result
 
 
-def _named(error: Corrupted, file: OpenedFile) -> Corrupted:
+def _name_tensor(error: Corrupted, file: OpenedFile) -> Corrupted:
     """Add the name of a tensor over a damaged storage: storages are loaded before tensors have names."""
     with suppress(HoldfastError):
         for name, tensor in describe(file.source).tensors.items():
@@ -279,7 +279,7 @@ def archive_storages(archive: Archive) -> tuple[Callable[[StorageId], Extent], C
     return find, everything
 
 
-def _archive(file: OpenedFile) -> Archive:
+def _read_archive(file: OpenedFile) -> Archive:
     """Read the directory of an archive. One that cannot be read is a RuntimeError, as in torch."""
     try:
         return read_archive(file.source, file.key, start=file.start)
@@ -293,7 +293,7 @@ def _archive(file: OpenedFile) -> Archive:
         raise broken_archive(f"failed reading zip archive: {words}: {reason}", file=file.path, offset=error.offset) from error
 
 
-def _record(file: OpenedFile, archive: Archive, name: str, *, most: int | None) -> bytes | None:
+def _read_record(file: OpenedFile, archive: Archive, name: str, *, most: int | None) -> bytes | None:
     record = archive.get(name)
     if record is None:
         return None
@@ -303,7 +303,7 @@ def _record(file: OpenedFile, archive: Archive, name: str, *, most: int | None) 
 
 def _check_version(file: OpenedFile, archive: Archive) -> None:
     """Refuse an archive of a later version: its records may mean something else."""
-    text = _record(file, archive, "version", most=64)
+    text = _read_record(file, archive, "version", most=64)
     if text is None:
         return
     text = text.strip()
@@ -317,10 +317,9 @@ def _check_version(file: OpenedFile, archive: Archive) -> None:
         )
 
 
-def _swapped(file: OpenedFile, archive: Archive) -> bool:
-    """Whether the file has the other byte order than this machine."""
+def _is_swapped(file: OpenedFile, archive: Archive) -> bool:
     native = sys.byteorder
-    recorded = _record(file, archive, "byteorder", most=16)
+    recorded = _read_record(file, archive, "byteorder", most=16)
     if recorded is not None:
         order = recorded.decode("ascii", "replace")
         if order not in ("little", "big"):
@@ -335,7 +334,7 @@ def _swapped(file: OpenedFile, archive: Archive) -> bool:
             return False
 
 
-def _mapped(file: OpenedFile) -> torch.UntypedStorage:
+def _map_file(file: OpenedFile) -> torch.UntypedStorage:
     """Map the whole file as one storage. torch maps by path, so the path must still be the file whose records were read."""
     shared = MAP_SHARED is not None and config.load.mmap_flags == MAP_SHARED
     path = str(file.path)
@@ -436,11 +435,6 @@ def _compare_source(kind: type, path: object, text: object) -> None:
         SourceChangeWarning,
         stacklevel=2,
     )
-
-
-def _is_tar(head: bytes) -> bool:
-    """Whether a file begins like a tar, which only torch 0.1 wrote. torch looks for one in paths and real files only."""
-    return head[257:262] == b"ustar" or begins_like_tar(head)
 
 
 def _load_tar(file: OpenedFile, map_location: MapLocation, *, pickle_module: ModuleType, arguments: Mapping[str, object]) -> object:

@@ -44,8 +44,6 @@ class Package(Value, frozen=True):
 
 
 class Packages:
-    """The packages, in order of priority."""
-
     def __init__(self, built_in: list[Package]) -> None:
         self._own = built_in
         self._lock = renewed(threading.Lock())
@@ -114,24 +112,19 @@ def default_restore_location(storage: AnyStorage, location: str) -> AnyStorage:
 
 def restorer(map_location: MapLocation) -> Callable[[torch.UntypedStorage, str], torch.UntypedStorage]:
     """A function that moves a storage from CPU memory, given the tag it was saved with, to where `map_location` wants it."""
-    if map_location is not None and not isinstance(map_location, str | bytes | torch.device | Mapping):
-        if not callable(map_location):
-            raise TypeError(
-                f"map_location is a device, its name, a dict of tags or a function, and a {type(map_location).__name__} "
-                "is not callable"
-            )
-        choose = map_location
+    tagged = map_location is None or isinstance(map_location, str | bytes | torch.device | Mapping)
+    if not tagged and not callable(map_location):
+        raise TypeError(
+            f"map_location is a device, its name, a dict of tags or a function, and a {type(map_location).__name__} is not callable"
+        )
 
-        def chosen(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-            restored = choose(storage, location)
-            return _untyped(default_restore_location(storage, location) if restored is None else restored)
+    def restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if map_location is None or isinstance(map_location, str | bytes | torch.device | Mapping):
+            return _untyped(default_restore_location(storage, _target(map_location, location)))
+        chosen = map_location(storage, location)
+        return _untyped(default_restore_location(storage, location) if chosen is None else chosen)
 
-        return chosen
-
-    def mapped(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        return _untyped(default_restore_location(storage, _target(map_location, location)))
-
-    return mapped
+    return restored
 
 
 def stays_on_cpu(map_location: MapLocation, location: str) -> bool:
@@ -153,7 +146,6 @@ def cuda_device(map_location: MapLocation, location: str) -> torch.device | None
 
 
 def _target(map_location: str | bytes | torch.device | Mapping[str, str] | None, location: str) -> str:
-    """The tag that is used instead of the one in the file."""
     match map_location:
         case None:
             return location
@@ -168,7 +160,6 @@ def _target(map_location: str | bytes | torch.device | Mapping[str, str] | None,
 
 
 def _untyped(storage: object) -> torch.UntypedStorage:
-    """The untyped storage of what a function of the user gave."""
     if isinstance(storage, torch.storage.TypedStorage):
         return storage._untyped_storage
     if not isinstance(storage, torch.UntypedStorage):

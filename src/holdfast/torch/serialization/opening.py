@@ -30,7 +30,7 @@ SEEKABLE = (
 class OpenedFile:
     """A file that is being loaded, as a context manager. Errors name the file as the caller does, and not by its key here."""
 
-    __slots__ = ("_file", "_lent", "_own", "nbytes", "path", "source", "start", "verify")
+    __slots__ = ("_file", "_own", "_views", "nbytes", "path", "source", "start", "verify")
 
     key = KEY
 
@@ -43,6 +43,7 @@ class OpenedFile:
         file: BinaryIO | None = None,
         own: io.FileIO | None = None,
         path: str | None = None,
+        views: tuple[memoryview, ...] = (),
     ) -> None:
         self.source = OpenSource(store, verify=verify)
         self.start = start
@@ -52,7 +53,8 @@ class OpenedFile:
         self.verify = verify
         self._own = own
         self._file = file
-        self._lent: tuple[memoryview, ...] = ()
+        self._views = views
+        """Released at the end: a buffer cannot grow while there is a view of it."""
 
     @property
     def file(self) -> BinaryIO:
@@ -63,15 +65,11 @@ class OpenedFile:
     def head(self, nbytes: int) -> bytes:
         return self.source.bytes(KEY, self.start, self.start + min(nbytes, self.nbytes))
 
-    def lend(self, *views: memoryview) -> None:
-        """Release these views at the end: a buffer cannot grow while there is a view of it."""
-        self._lent = views
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for view in self._lent:
+        for view in self._views:
             view.release()
         if self._own is not None:
             self._own.close()
@@ -88,9 +86,8 @@ def opened(f: object, *, verify: bool = True) -> OpenedFile:
     if type(file) is io.BytesIO:
         view = file.getbuffer()
         content = view.cast("B")
-        made = OpenedFile(MemoryStore.of(KEY, content, name="<BytesIO>"), file=file, start=start, verify=verify)
-        made.lend(content, view)
-        return made
+        store = MemoryStore.of(KEY, content, name="<BytesIO>")
+        return OpenedFile(store, file=file, start=start, verify=verify, views=(content, view))
     if isinstance(file.read(0), str):
         raise TypeError(f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text")
     return OpenedFile(_store(file), file=file, start=start, verify=verify)
@@ -128,7 +125,6 @@ def _position(f: object) -> int:
 
 
 def _store(file: BinaryIO) -> Store:
-    """The fastest store for a file object."""
     # No other wrapper is opened up: what it reads need not be what its file holds.
     raw = file.file if isinstance(file, tempfile._TemporaryFileWrapper) else file
     if type(raw) in (io.BufferedReader, io.BufferedRandom, io.FileIO) and not (isinstance(raw, io.BufferedRandom) and _dirty(raw)):

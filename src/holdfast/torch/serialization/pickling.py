@@ -107,7 +107,6 @@ OTHERS: set[type] = set()
 
 @cache
 def _storage_class(dtype: torch.dtype) -> type:
-    """The class that a file names for a storage of this dtype."""
     row = DTYPES.torch(str(dtype).removeprefix("torch."))
     if row is None or row.storage is None:
         raise KeyError(f"dtype {dtype} is not recognized")  # torch's words and type
@@ -124,7 +123,7 @@ def pickle_object(obj: object, ids: StorageIds, *, pickle_module: ModuleType, pr
     # On the object and not in a subclass: the C pickler then calls it without looking it up, once for every object.
     pickler.persistent_id = ids.persistent_id
     try:
-        if pickle_module is pickle and not is_changed() and not is_watched():
+        if pickle_module is pickle and _are_torchs_own():
             pickler.dispatch_table = reducers(pickler, ids, protocol)
         pickler.dump(obj)
     finally:
@@ -146,8 +145,6 @@ class ParameterData(Struct, eq=False):
 
 
 class Reducers(dict[type, Callable[..., object]]):
-    """Reducers of some classes; for all others, Python's."""
-
     def __missing__(self, kind: type) -> Callable[..., object]:
         return copyreg.dispatch_table[kind]
 
@@ -218,22 +215,17 @@ class _PlainDtypes(dict[torch.dtype, type | None]):
 PLAIN_DTYPES = _PlainDtypes()
 
 
-def is_changed() -> bool:
-    """Whether other code than torch's defines how tensors are pickled."""
-    changed = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__) != REDUCED_BY
-    return changed or not copyreg.dispatch_table.keys().isdisjoint(TYPES)
-
-
-def is_watched() -> bool:
-    """Whether a mode is active that sees all operations on tensors."""
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
-
-
 REDUCED_BY = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
 
 
+def _are_torchs_own() -> bool:
+    """Whether no other code than torch's defines how tensors are pickled, or sees all operations on tensors."""
+    if (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__) != REDUCED_BY or copyreg.dispatch_table.keys() & TYPES:
+        return False
+    return not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack()
+
+
 def check_pickle_module(pickle_module: ModuleType) -> None:
-    """Refuse a dill that is too old for persistent ids."""
     if getattr(pickle_module, "__name__", "") != "dill":
         return
     version = str(getattr(pickle_module, "__version__", ""))

@@ -35,7 +35,6 @@ from holdfast.torch.tensors.composites import KINDS, Elements, check_room, check
 from holdfast.torch.versions import is_faking
 
 TORCH_SAYS_NO = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, AssertionError)
-"""What torch's functions raise for bad arguments."""
 
 OWN = frozenset(name for kind in torch.Tensor.__mro__ for name, what in vars(kind).items() if hasattr(type(what), "__set__"))
 """Names of a tensor that are more than an entry in its `__dict__`."""
@@ -51,8 +50,7 @@ class RefusedTensor(MetadataError, Refused):
     """A tensor that torch refuses; a RuntimeError as well, which is what torch raises."""
 
 
-def no(what: str, error: Exception) -> HoldfastError:
-    """The error for an object that torch refused to build."""
+def refused_by_torch(what: str, error: Exception) -> HoldfastError:
     reason = str(error).partition("\n")[0]
     if isinstance(error, NotImplementedError):
         return Unsupported(f"torch cannot build {what} here: {reason}")
@@ -65,15 +63,14 @@ def refusing(what: str) -> Iterator[None]:
     try:
         yield
     except TORCH_SAYS_NO as error:
-        raise no(what, error) from error
+        raise refused_by_torch(what, error) from error
 
 
 def assign(target: torch.Tensor, state: object, spending: Spending) -> None:
     """Set attributes of a tensor from a dict, or from a pair of dicts (the second for slots), as `copyreg` makes them.
 
     A name that is torch's own (`data`, `requires_grad`, `__class__`) cannot come out of a tensor's `__dict__`, so torch did not
-    write
-    a file that has one.
+    write a file that has one.
     """
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     for part in parts:
@@ -119,8 +116,6 @@ class TorchBuilder:
     def unbuilt(self, what: Name, args: Args, why: str) -> object:
         raise PickleError(why, found=type(args[0]).__name__)
 
-    # Values.
-
     def dtype(self, value: object) -> torch.dtype:
         if not isinstance(value, torch.dtype):
             raise PickleError("a dtype was expected", found=type(value).__name__)
@@ -141,8 +136,6 @@ class TorchBuilder:
 
     def size(self, lengths: tuple[int, ...]) -> torch.Size:
         return torch.Size(lengths)
-
-    # Views of a storage.
 
     def view(
         self, storage: object, dtype: object, claim: Claim, *, grad: bool = False, conj: bool = False, neg: bool = False
@@ -165,7 +158,7 @@ class TorchBuilder:
             if grad:
                 made.requires_grad = True
         except TORCH_SAYS_NO as error:
-            raise no("a tensor over its storage", error) from error
+            raise refused_by_torch("a tensor over its storage", error) from error
         return made
 
     def _make(self, dtype: torch.dtype, untyped: UntypedStorage) -> Make:
@@ -228,8 +221,6 @@ class TorchBuilder:
             else:
                 target.data = made
 
-    # Parameters.
-
     def parameter(self, data: object, grad: bool, state: object) -> object:
         if not isinstance(data, torch.Tensor):
             return NotImplemented
@@ -240,7 +231,7 @@ class TorchBuilder:
             made = torch.nn.Parameter(data, grad)
         except TORCH_SAYS_NO as error:
             if plain:
-                raise no("a parameter", error) from error
+                raise refused_by_torch("a parameter", error) from error
             raise  # a subclass: making it a parameter runs its code, whose errors are its own
         assign(made, state, self._spending)
         return made
@@ -281,19 +272,15 @@ class TorchBuilder:
             raise Refused(f"a tensor cannot be put on the device {where}: {error}") from error
         return made
 
-    # Tensors of several.
-
     def composite(self, kind: str, whole: Apart, *, grad: bool = False) -> torch.Tensor:
         inspected = [self.inspected(part, name) for name, part in whole.parts.items() if type(part) is not Elements]
         CHECKS[kind].check(whole)
         if inspected:
             self._storages.fill()
-        try:
+        with refusing(CHECKS[kind].title):
             made = KINDS[kind].put_together(whole)
             if grad:
                 made.requires_grad = True
-        except TORCH_SAYS_NO as error:
-            raise no(CHECKS[kind].title, error) from error
         return made
 
     def inspected(self, value: object, what: str) -> torch.Tensor:
@@ -320,8 +307,6 @@ class TorchBuilder:
             known = None if lengths is None else self.inspected(lengths, "lengths")
             self._storages.fill()
             check_rows(values, self.inspected(offsets, "offsets"), known, axis=getattr(made, "_ragged_idx", None))
-
-    # Subclasses.
 
     def wrapper(self, args: Args, shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int) -> torch.Tensor:
         kind, dtype, _, _, _, layout, device, grad = args

@@ -13,7 +13,6 @@ A pickle of another protocol than 2 always gets the third form, as it does in to
 from __future__ import annotations
 
 from _pickle import UnpicklingError
-from enum import Enum
 from types import BuiltinMethodType, FunctionType, MethodType
 
 from holdfast.core.text import escape
@@ -55,8 +54,7 @@ DTENSOR = frozenset(
     }
 )
 """Names that torch allows once the modules of distributed tensors are imported. torch 2.13 forgets ShardOrderEntry and
-_StridedShard
-in its message.
+_StridedShard in its message.
 """
 
 
@@ -64,20 +62,12 @@ REGISTERED = JAGGED | DTENSOR | {"torch.distributed._mesh_layout._FlatLayout", "
 """Names that torch 2.13 allows by itself. An error in them is torch's, and not the user's."""
 
 
-class Remedy(Enum):
-    """What a person can do about a name that was refused."""
-
-    ALLOW = "allow it"
-    IMPORT = "import its module"
-    NOTHING = "nothing"
-
-
 class Forbidden(PickleError):
     """A global that this load may not use."""
 
-    def __init__(self, message: str, remedy: Remedy) -> None:
+    def __init__(self, message: str, advice: str) -> None:
         super().__init__(message)
-        self.remedy = remedy
+        self.advice = advice
 
 
 class Refusal(PickleError):
@@ -122,18 +112,26 @@ def forbidden(module: str, name: str, *, blocked: bool) -> Forbidden:
     full = f"{module}.{name}"
     shown = escape(full.removeprefix("builtins."))
     if blocked:
-        return Forbidden(f"Trying to load unsupported GLOBAL {shown} whose module {escape(module)} is blocked.", Remedy.NOTHING)
+        reason = f"Trying to load unsupported GLOBAL {shown} whose module {escape(module)} is blocked."
+        return Forbidden(reason, f"{reason}\nIt stays blocked whatever is allowed. {UNSAFE} {LOOK}")
     if full in JAGGED and not versions.NESTED_ASKED_FOR:
-        return Forbidden(
-            "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)", Remedy.IMPORT
-        )
+        reason = "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)"
+        return Forbidden(reason, f"{reason}\n{UNSAFE}")
     if full in DTENSOR:
-        return Forbidden("``torch.distributed.tensor`` must be imported to load DTensors", Remedy.IMPORT)
-    return Forbidden(
+        reason = "``torch.distributed.tensor`` must be imported to load DTensors"
+        return Forbidden(reason, f"{reason}\n{UNSAFE}")
+    reason = (
         f"Unsupported global: GLOBAL {shown} was not an allowed global by default. "
         f"Please use `torch.serialization.add_safe_globals([{shown}])` or the `torch.serialization.safe_globals([{shown}])` "
-        "context manager to allowlist this global if you trust this class/function.",
-        Remedy.ALLOW,
+        "context manager to allowlist this global if you trust this class/function."
+    )
+    return Forbidden(
+        reason,
+        "It names something that is neither a part of weights nor on your list of safe globals. "
+        "There are two ways to load it, both only if you trust the source:\n"
+        "    (1) allow what it names, and keep `weights_only=True`, as the error below says;\n"
+        "    (2) pass `weights_only=False`, which can run any code that the file holds.\n"
+        f"WeightsUnpickler error: {reason}\n{LOOK}",
     )
 
 
@@ -141,13 +139,17 @@ def refusal(error: Exception, *, protocol: int) -> Exception:
     """The error to raise in the place of `error`, which ended a `weights_only` load of a pickle of this protocol.
 
     An error of the stream becomes one that is an UnpicklingError and still what it was (`MetadataError`, `LimitExceeded`, …). All
-    others
-    (the file cannot be read, a device is missing, code of the user failed) are given back unchanged.
+    others (the file cannot be read, a device is missing, code of the user failed) are given back unchanged.
     """
     if not isinstance(error, FormatError | LimitExceeded | UnpicklingError):
         return error
     reason = error.message if isinstance(error, HoldfastError) else str(error)
-    text = "Weights only load failed. " + _advice(error, reason, protocol)
+    text = f"{ISSUE}{reason}\n{UNSAFE} {LOOK}"
+    if protocol == DEFAULT_PROTOCOL and isinstance(error, Forbidden):
+        text = error.advice
+    elif protocol == DEFAULT_PROTOCOL and isinstance(error, MetadataError | LimitExceeded | Truncated):
+        text = reason
+    text = f"Weights only load failed. {text}"
     made: HoldfastError
     match error:
         case MetadataError():
@@ -162,24 +164,3 @@ def refusal(error: Exception, *, protocol: int) -> Exception:
         made.file, made.tensor, made.offset = error.file, error.tensor, error.offset
         made.expected, made.found = error.expected, error.found
     return made
-
-
-def _advice(error: Exception, reason: str, protocol: int) -> str:
-    remedy = error.remedy if isinstance(error, Forbidden) else None
-    if protocol != DEFAULT_PROTOCOL:
-        return f"{ISSUE}{reason}\n{UNSAFE} {LOOK}"
-    if remedy is Remedy.ALLOW:
-        return (
-            "It names something that is neither a part of weights nor on your list of safe globals. "
-            "There are two ways to load it, both only if you trust the source:\n"
-            "    (1) allow what it names, and keep `weights_only=True`, as the error below says;\n"
-            "    (2) pass `weights_only=False`, which can run any code that the file holds.\n"
-            f"WeightsUnpickler error: {reason}\n{LOOK}"
-        )
-    if remedy is Remedy.IMPORT:
-        return f"{reason}\n{UNSAFE}"
-    if remedy is Remedy.NOTHING:
-        return f"{reason}\nIt stays blocked whatever is allowed. {UNSAFE} {LOOK}"
-    if isinstance(error, MetadataError | LimitExceeded | Truncated):
-        return reason
-    return f"{ISSUE}{reason}\n{UNSAFE} {LOOK}"

@@ -156,7 +156,6 @@ def _is_special(path: str) -> bool:
 
 
 def _records(ids: StorageIds, *, skip: bool, numbered: bool) -> Records:
-    """The bytes of storages; for meta or fake ones, and under `skip_data`, room for them."""
     storages, devices = ids.storages, {storage.device for storage in ids.storages}
     nbytes = [*map(torch.UntypedStorage.nbytes, storages)]
     kinds = {device.type for device in devices}

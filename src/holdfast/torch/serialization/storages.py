@@ -8,7 +8,7 @@ the order of the file. Bytes are read at once for other devices, and where code 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 
@@ -28,15 +28,7 @@ from holdfast.engine.coalesce import Ranges
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.memory_sink import UNKNOWN, MemoryRanges, Place, read_to_memory
 from holdfast.engine.threads import default_threads
-from holdfast.errors import (
-    Corrupted,
-    FormatError,
-    HoldfastError,
-    HoldfastWarning,
-    LimitExceeded,
-    MetadataError,
-    Unsupported,
-)
+from holdfast.errors import Corrupted, FormatError, HoldfastError, HoldfastWarning, LimitExceeded, MetadataError, Unsupported
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.pickle.tensor_templates import Make, TensorArguments
 from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id
@@ -44,7 +36,7 @@ from holdfast.formats.torch.tensors import reach
 from holdfast.formats.zip.layout import Place as RecordPlace
 from holdfast.torch.cuda.load import LARGE_NBYTES, load_rows, reserve
 from holdfast.torch.cuda.plan import DeviceRows
-from holdfast.torch.serialization.allowed import Mentions
+from holdfast.torch.serialization.allowed import MentionedNames
 from holdfast.torch.serialization.locations import MapLocation, cuda_device, located_by_caller, restorer, stays_on_cpu
 from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -54,7 +46,6 @@ from holdfast.torch.versions import is_faking, local
 CPU = torch.device("cpu")
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-"""Dtypes that mean nothing without a scale."""
 
 
 def storage_dtype(what: object) -> DType | None:
@@ -66,7 +57,6 @@ def storage_dtype(what: object) -> DType | None:
 
 
 dtype_of, row_of = cache(torch_dtype), cache(DTYPES.given)
-"""Between our dtypes and torch's, for every storage."""
 
 
 def as_text(pid: object) -> object:
@@ -79,9 +69,6 @@ def as_text(pid: object) -> object:
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
     """A storage with its dtype. torch's public constructor warns that the class is deprecated."""
     return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-# The other byte order.
 
 
 def _width(dtype: torch.dtype) -> int:
@@ -111,7 +98,7 @@ class _Key(Value, frozen=True):
     text: str
 
 
-class _UntypedUses(Mentions):
+class _UntypedUses(MentionedNames):
     """Builds nothing, and records the dtype that each `_rebuild_tensor_v3` gives to its storage."""
 
     def __init__(self) -> None:
@@ -138,6 +125,11 @@ class _UntypedUses(Mentions):
         return self.ANYTHING
 
 
+def damaged_storage(source: Source, key: str, place: tuple[int, int, int], label: str, found: int) -> Corrupted:
+    start, nbytes, crc = place
+    return damage(Storage(key, start, nbytes, crc32=crc, label=label, home=source.store), label, found)
+
+
 class OnGpu:
     """Storages on one GPU that wait for their bytes."""
 
@@ -145,7 +137,6 @@ class OnGpu:
         self.places: list[tuple[int, int, int]] = []
         """First byte in the file, length, and CRC-32 or `UNKNOWN`."""
         self.targets: list[torch.Tensor] = []
-        """A tensor over each whole storage, of any strides."""
         self.labels: list[str] = []
 
     def rows(self, source: Source, key: str, device: torch.device) -> DeviceRows:
@@ -153,9 +144,7 @@ class OnGpu:
         labels, places = self.labels, self.places
 
         def damaged(number: int, found: int) -> Corrupted:
-            start, nbytes, crc = places[number]
-            label = labels[number]
-            return damage(Storage(key, start, nbytes, crc32=crc, label=label, home=source.store), label, found)
+            return damaged_storage(source, key, places[number], labels[number], found)
 
         ranges = Ranges([key], np.zeros(len(starts), np.int64), starts, nbytes)
         targets = [target if target.is_contiguous() else flat(target) for target in self.targets]
@@ -205,9 +194,7 @@ class LazyStorages(Storages[TypedStorage]):
         self._max_host_memory = max_host_memory
         self._swap = swap
         self._untyped = untyped or {}
-        """The result of `untyped_dtypes`, where bytes are swapped."""
         self._mapped = mapped
-        """The whole file, mapped: storages are slices of it."""
         self._verify = verify
         self._views: dict[str, TypedStorage] = {}
         self._waiting: list[tuple[torch.UntypedStorage, StorageId]] = []
@@ -276,7 +263,6 @@ class LazyStorages(Storages[TypedStorage]):
                 self._swap_bytes(storage, asked)
 
     def _wait(self, start: int, nbytes: int, address: int, crc32: int | None, label: str) -> None:
-        """Add memory of this process that is to be filled."""
         self._places.append((start, nbytes, address, UNKNOWN if crc32 is None else crc32))
         self._labels.append(label)
 
@@ -286,7 +272,12 @@ class LazyStorages(Storages[TypedStorage]):
         if not places:
             return
         wanted_in_large_pages((address, nbytes) for _, nbytes, address, _ in places)
-        wanted = memory_ranges(self._key, places, labels)
+
+        def damaged(number: int, found: int) -> Corrupted:
+            start, nbytes, _, crc = places[number]
+            return damaged_storage(self._source, self._key, (start, nbytes, crc), labels[number], found)
+
+        wanted = MemoryRanges.of_file(self._key, places, labels.__getitem__, damaged)
         read_to_memory(self._source.store, wanted, threads=default_threads(), verify=self._verify)
 
     def _swap_bytes(self, storage: torch.UntypedStorage, asked: StorageId) -> None:
@@ -407,18 +398,3 @@ class LazyStorages(Storages[TypedStorage]):
         groups = [one.rows(self._source, self._key, device) for device, one in waiting.items()]
         for note in load_rows(groups, most=self._max_host_memory):
             warnings.warn(note, HoldfastWarning, stacklevel=2)
-
-
-def memory_ranges(key: str, places: Sequence[Place], labels: Sequence[str]) -> MemoryRanges:
-    def damaged(number: int, found: int) -> Corrupted:
-        start, _, _, crc = places[number]
-        return Corrupted(
-            f"{labels[number]}: the bytes do not have the checksum that the file records for them; the file is damaged",
-            file=key,
-            tensor=labels[number],
-            offset=start,
-            expected=crc,
-            found=found,
-        )
-
-    return MemoryRanges.of_file(key, places, labels.__getitem__, damaged)

@@ -15,9 +15,12 @@ from holdfast.numeric.threshold import Threshold
 from holdfast.torch.sparsity.fake import (
     FakeSparsity,
     FakeStructuredSparsity,
+    fqn_to_module,
+    get_arg_info_from_tensor_fqn,
     get_dynamic_sparse_quantized_mapping,
     get_static_sparse_quantized_mapping,
     module_contains_param,
+    module_to_fqn,
     swap_module,
 )
 from holdfast.torch.sparsity.kinds import (
@@ -29,7 +32,6 @@ from holdfast.torch.sparsity.kinds import (
     WeightNormSparsifier,
 )
 from holdfast.torch.sparsity.masks import block_mask, global_masks, global_threshold, magnitude_mask, nm_mask, random_mask
-from holdfast.torch.sparsity.names import fqn_to_module, get_arg_info_from_tensor_fqn, module_to_fqn
 from holdfast.torch.sparsity.schedule import BaseScheduler, CubicSL, LambdaSL, LinearSL
 from holdfast.torch.sparsity.semi_structured import from_semi_structured, is_two_of_four, to_semi_structured
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier, pack_mask, unpack_mask

@@ -22,21 +22,19 @@ from torch.nn.utils import parametrize
 
 from holdfast.errors import Unsupported
 from holdfast.numeric.pack import matrix_shape
-from holdfast.torch.sparsity.fake import FakeStructuredSparsity, fake_of, put_mask, take_mask_off, whole_of
-from holdfast.torch.sparsity.masks import (
-    Keys,
-    Norm,
-    block_mask,
-    checked_level,
-    drawn_seed,
-    global_masks,
-    keep_above,
-    random_mask,
-    score_keys,
-    select,
+from holdfast.torch.sparsity import masks
+from holdfast.torch.sparsity.fake import (
+    FakeSparsity,
+    FakeStructuredSparsity,
+    Weight,
+    fake_of,
+    parametrized_names,
+    put_mask,
+    take_mask_off,
+    whole_of,
 )
-from holdfast.torch.sparsity.names import Weight
-from holdfast.torch.sparsity.sparsifier import BaseSparsifier, Group, KnownTensor
+from holdfast.torch.sparsity.masks import Norm, checked_level
+from holdfast.torch.sparsity.sparsifier import BaseSparsifier, Group
 
 
 class WeightNormSparsifier(BaseSparsifier):
@@ -92,10 +90,9 @@ class WeightNormSparsifier(BaseSparsifier):
         **kwargs: object,
     ) -> None:
         weight, mask = whole_of(module, tensor_name), _mask(module, tensor_name)
-        pruned = (mask == 0).view(weight.shape)
-        mask.copy_(
-            block_mask(weight, sparse_block_shape, sparsity_level, zeros_per_block=zeros_per_block, norm=self.norm, pruned=pruned)
-        )
+        zeros, pruned = zeros_per_block, (mask == 0).view(weight.shape)
+        kept = masks.block_mask(weight, sparse_block_shape, sparsity_level, zeros_per_block=zeros, norm=self.norm, pruned=pruned)
+        mask.copy_(kept)
 
 
 def _check(level: float, shape: Sequence[int], zeros: int | None) -> None:
@@ -140,9 +137,7 @@ class _Elements(BaseSparsifier):
             if SUPPORTED_MODULES and parametrize.type_before_parametrizations(module) not in SUPPORTED_MODULES:
                 continue
             names = [name for name, found in module._parameters.items() if found is not None and found.dim() > 1]
-            if parametrize.is_parametrized(module):
-                assert isinstance(module.parametrizations, nn.ModuleDict)
-                names += [name for name in module.parametrizations if fake_of(module, name) is not None]
+            names += [name for name in parametrized_names(module) if fake_of(module, name) is not None]
             config += [{"tensor_fqn": f"{prefix}.{name}" if prefix else name} for name in names if "weight" in name]
         self.config = config
 
@@ -180,9 +175,9 @@ class MagnitudeSparsifier(_Elements):
 
     @staticmethod
     def _prune(places: list[tuple[nn.Module, str]], level: float) -> None:
-        masks = [_mask(*place) for place in places]
-        kept = global_masks([whole_of(*place) for place in places], level, pruned=[mask == 0 for mask in masks])
-        for mask, keep in zip(masks, kept, strict=True):
+        old = [_mask(*place) for place in places]
+        kept = masks.global_masks([whole_of(*place) for place in places], level, pruned=[mask == 0 for mask in old])
+        for mask, keep in zip(old, kept, strict=True):
             mask.copy_(keep)
 
 
@@ -197,7 +192,7 @@ class RandomSparsifier(_Elements):
         if seed is not None and generator is not None:
             raise ValueError("give a seed or a generator, not both")
         checked_level(sparsity_level)
-        super().__init__({"sparsity_level": sparsity_level, "seed": drawn_seed(generator if seed is None else seed)})
+        super().__init__({"sparsity_level": sparsity_level, "seed": masks.drawn_seed(generator if seed is None else seed)})
 
     def update_mask(  # type: ignore[override]  # torch's signature: the settings by name
         self, module: nn.Module, tensor_name: str, sparsity_level: float, seed: int, tensor_fqn: str, **kwargs: object
@@ -205,7 +200,7 @@ class RandomSparsifier(_Elements):
         mask = _mask(module, tensor_name)
         digest = hashlib.sha256(f"{seed}:{tensor_fqn}".encode()).digest()
         own = int.from_bytes(digest[:8], "little")
-        mask.copy_(random_mask(whole_of(module, tensor_name), sparsity_level, own, pruned=mask == 0))
+        mask.copy_(masks.random_mask(whole_of(module, tensor_name), sparsity_level, own, pruned=mask == 0))
 
 
 def _mask(module: nn.Module, tensor_name: str) -> torch.Tensor:
@@ -272,13 +267,14 @@ class BaseStructuredSparsifier(BaseSparsifier):
     def mask_shape(self, weight: Weight, config: Group) -> tuple[int, ...]:
         return (weight.tensor.shape[config.get("dim", 0)],)
 
+    def _fake_for(self, weight: Weight, group: Group, mask: torch.Tensor) -> FakeSparsity:
+        return self._fake_class(weight, group)(mask, group.get("dim", 0))  # type: ignore[call-arg]  # a FakeStructuredSparsity
+
     def fresh_mask(self, weight: Weight, config: Group) -> torch.Tensor:
         return torch.ones(self.mask_shape(weight, config), dtype=torch.bool, device=weight.tensor.device)
 
-    def _put(self, placed: KnownTensor) -> None:
-        group = placed.group
-        fake = placed.fake(placed.mask, group.get("dim", 0))  # type: ignore[call-arg]  # it is derived from FakeStructuredSparsity
-        put_mask(group["module"], group["tensor_name"], fake)
+    def _put(self, group: Group, fake: FakeSparsity) -> None:
+        super()._put(group, fake)
         if _masks_bias(group):
             put_mask(group["module"], "bias", fake)
 
@@ -317,5 +313,5 @@ class SaliencyPruner(BaseStructuredSparsifier):
         assert isinstance(fake, FakeStructuredSparsity)
         rows = whole_of(module, tensor_name).movedim(fake.dim, 0).reshape(len(fake.mask), -1)
         sums = rows.to(torch.float64).abs().sum(1)
-        keys = [Keys(score_keys(sums), ~fake.mask)]
-        fake.mask.copy_(keep_above(keys, select(keys, int(checked_level(sparsity_level) * len(sums))))[0])
+        keys = [masks.Keys(masks.score_keys(sums), ~fake.mask)]
+        fake.mask.copy_(masks.keep_above(keys, masks.select(keys, int(checked_level(sparsity_level) * len(sums))))[0])

@@ -3,8 +3,8 @@
 A mask is a boolean tensor of the same shape and on the same device, true for what is kept. All functions here
 
 - prune exactly `pruned_count(level, count)` of `count` elements (or blocks);
-- prune the lowest first, and of equals the one with the lowest index in row-major order, so that a mask depends on nothing but
-  the values;
+- prune the lowest first, and of equals the one with the lowest index in row-major order, so that a mask depends on nothing but the
+  values;
 - take NaN for the largest of all, so that it is pruned last;
 - prune what `pruned` marks before everything else, for masks that are to grow.
 
@@ -16,8 +16,7 @@ A mask is a boolean tensor of the same shape and on the same device, true for wh
 
 Elements are ordered by integer keys. The key of a magnitude is its bits as a float64, to which every float of fewer bits converts
 exactly. What is pruned already has the lowest keys (`HELD` is added), so that it goes first, and comes back, the largest first,
-only
-where fewer are to be pruned.
+only where fewer are to be pruned.
 """
 
 from __future__ import annotations
@@ -182,9 +181,6 @@ def block_mask(
     return spread.reshape(tensor.shape).contiguous()
 
 
-# Blocks.
-
-
 def _block_shape(shape: Sequence[int]) -> tuple[int, int]:
     sizes = tuple(operator.index(n) for n in shape)
     if len(sizes) != 2 or min(sizes) < 1:
@@ -206,7 +202,6 @@ def _scored(matrix: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def _block_sums(matrix: torch.Tensor, height: int, width: int, *, square: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over each block, and the number of its elements."""
     shape = (-(-matrix.shape[0] // height), -(-matrix.shape[1] // width))
     sums = torch.zeros(shape, dtype=torch.float64, device=matrix.device)
     counts = torch.zeros(shape, dtype=torch.int64, device=matrix.device)
@@ -222,7 +217,6 @@ def _block_sums(matrix: torch.Tensor, height: int, width: int, *, square: bool =
 def _keep_in_blocks(
     scores: torch.Tensor, marks: torch.Tensor | None, *, height: int, width: int, zeros: torch.Tensor
 ) -> torch.Tensor:
-    """Keep all but the lowest `zeros` of each block."""
     rows, columns = scores.shape
     full = (zeros.shape[0] * height, zeros.shape[1] * width)
 
@@ -257,9 +251,6 @@ def _keep_in_rows(values: torch.Tensor, marks: torch.Tensor | None, zeros: torch
         stays = place >= (zeros if isinstance(zeros, int) else zeros[part, None])
         kept[part].scatter_(1, keys.sort(dim=1, stable=True).indices, stays.expand(keys.shape))
     return kept
-
-
-# Arguments.
 
 
 def _threshold(keys: Sequence[Keys], level: SupportsFloat) -> Threshold:
@@ -342,7 +333,6 @@ class Keys(Value, frozen=True, eq=False):
     values: torch.Tensor
     """Numbers to be ordered by magnitude, or keys, in one dimension."""
     pruned: torch.Tensor | None = None
-    """True for what is pruned already, in one dimension."""
     seed: int | None = None
     """The seed of a random order, which ignores the values."""
 

@@ -19,8 +19,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from holdfast.torch.sparsity.fake import similar_names
 from holdfast.torch.sparsity.masks import checked_level
-from holdfast.torch.sparsity.names import near
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier, plain
 
 log = logging.getLogger("holdfast.torch.sparsity")
@@ -87,7 +87,7 @@ class BaseScheduler:
         known = vars(self)
         for key in state_dict:
             if key not in known or key == "sparsifier":
-                raise ValueError(f"a state of {type(self).__name__} has no {key!r}{near(key, known)}")
+                raise ValueError(f"a state of {type(self).__name__} has no {key!r}{similar_names(key, known)}")
         levels = state_dict.get("_last_sl", self._last_sl)
         if not isinstance(levels, Sequence) or len(levels) != len(self.sparsifier.groups):
             raise ValueError(f"the state is of a schedule for another number of groups than {len(self.sparsifier.groups)}")
@@ -119,7 +119,6 @@ def _checked(sparsifier: BaseSparsifier) -> BaseSparsifier:
 
 
 def _counts_steps(sparsifier: BaseSparsifier) -> bool:
-    """Whether steps of the sparsifier are counted."""
     return type(sparsifier).step is BaseSparsifier.step or sparsifier._steps > 0
 
 
@@ -127,11 +126,7 @@ class LambdaSL(BaseScheduler):
     """The level of each group times a function of the epoch, one for all or a list."""
 
     def __init__(
-        self,
-        sparsifier: BaseSparsifier,
-        sl_lambda: Factor | Sequence[Factor],
-        last_epoch: int = -1,
-        verbose: bool = False,
+        self, sparsifier: BaseSparsifier, sl_lambda: Factor | Sequence[Factor], last_epoch: int = -1, verbose: bool = False
     ) -> None:
         self.sparsifier = _checked(sparsifier)
         self.sl_lambdas: list[Factor] = self._make_sure_a_list(sl_lambda)

@@ -33,19 +33,20 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from holdfast.core.tree import MOST_LEAVES, Way, mapped_children, plainly, rebuild
-from holdfast.core.value import Value
 from holdfast.errors import DoesNotFit, NoSuchTensor, Refused
 from holdfast.torch.sparsity.fake import (
     FakeSparsity,
     Mapped,
+    Weight,
+    Weights,
     convert_children,
     fake_of,
     is_cut,
     original_of,
     put_mask,
+    similar_names,
     take_mask_off,
 )
-from holdfast.torch.sparsity.names import Weight, Weights, near
 
 Group = dict[str, Any]
 """The settings of one tensor. Any, for it has a module, names and whatever a sparsifier is set by, as torch's does."""
@@ -80,15 +81,6 @@ def _equal(a: object, b: object) -> bool:
 
 Config = Mapping[str, object]
 Phase = Literal["new", "waiting", "prepared", "squashed"]
-
-
-class KnownTensor(Value, frozen=True, eq=False):
-    """A tensor that was checked and has no mask yet."""
-
-    weight: Weight
-    group: Group
-    mask: torch.Tensor
-    fake: type[FakeSparsity]
 
 
 class BaseSparsifier(abc.ABC):
@@ -146,8 +138,8 @@ class BaseSparsifier(abc.ABC):
     FAKE: ClassVar[type[FakeSparsity]] = FakeSparsity
     """The parametrization of a tensor whose config names none."""
 
-    def _put(self, placed: KnownTensor) -> None:
-        put_mask(placed.weight.module, placed.weight.name, placed.fake(placed.mask))
+    def _put(self, group: Group, fake: FakeSparsity) -> None:
+        put_mask(group["module"], group["tensor_name"], fake)
 
     def _take_off(self, group: Group, *, apply: bool) -> None:
         take_mask_off(group["module"], group["tensor_name"], apply=apply)
@@ -203,9 +195,7 @@ class BaseSparsifier(abc.ABC):
         self._remember()
 
     def squash_mask(
-        self,
-        params_to_keep: Iterable[str] | None = None,
-        params_to_keep_per_layer: Mapping[str, Iterable[str]] | None = None,
+        self, params_to_keep: Iterable[str] | None = None, params_to_keep_per_layer: Mapping[str, Iterable[str]] | None = None
     ) -> None:
         """Apply the masks for good and take them off; the sparsifier remembers them.
 
@@ -220,8 +210,8 @@ class BaseSparsifier(abc.ABC):
         kept = [self._kept(group, params_to_keep or (), params_to_keep_per_layer or {}) for group in self.groups]
         unknown = set(params_to_keep_per_layer or ()) - {group["module_fqn"] for group in self.groups}
         if unknown:
-            name = min(unknown)
-            raise NoSuchTensor(f"no module {name!r} has a mask{near(name, [group['module_fqn'] for group in self.groups])}")
+            name, masked = min(unknown), [group["module_fqn"] for group in self.groups]
+            raise NoSuchTensor(f"no module {name!r} has a mask{similar_names(name, masked)}")
         for known in self.state.values():
             if isinstance(mask := known.get("mask"), torch.Tensor):
                 known["mask"] = mask.clone()
@@ -236,7 +226,7 @@ class BaseSparsifier(abc.ABC):
         names = dict.fromkeys((*everywhere, *by_layer.get(group["module_fqn"], ())))
         for name in names:
             if name not in group:
-                raise KeyError(f"{group['tensor_fqn']!r} has no setting {name!r}{near(name, group)}")
+                raise KeyError(f"{group['tensor_fqn']!r} has no setting {name!r}{similar_names(name, group)}")
         return {name: group[name] for name in names}
 
     def convert(
@@ -273,21 +263,16 @@ class BaseSparsifier(abc.ABC):
                 )
 
     def _place(
-        self,
-        model: nn.Module,
-        configs: Iterable[Config],
-        *,
-        masks: Mapping[str, object],
-        own: Collection[tuple[int, str]] = (),
-    ) -> list[KnownTensor]:
+        self, model: nn.Module, configs: Iterable[Config], *, masks: Mapping[str, object], own: Collection[tuple[int, str]] = ()
+    ) -> list[tuple[Group, FakeSparsity]]:
         """Find and check every tensor that gets a mask, or has one of this sparsifier. Changes nothing."""
         weights = Weights(model)
-        placed: dict[tuple[int, str], KnownTensor] = {}
+        placed: dict[tuple[int, str], tuple[Group, FakeSparsity]] = {}
         for config in configs:
             weight = weights.find(str(config["tensor_fqn"]))
             _check_agrees(config, weight)
             if weight.place in placed:
-                raise ValueError(f"{weight.fqn!r} is in the config twice, here and as {placed[weight.place].weight.fqn!r}")
+                raise ValueError(f"{weight.fqn!r} is in the config twice, here and as {placed[weight.place][0]['tensor_fqn']!r}")
             if weight.place not in own:
                 weights.check_free(weight)
             group: Group = {**copy.deepcopy(self.defaults), **{key: config[key] for key in config if key != "mask"}}
@@ -298,10 +283,13 @@ class BaseSparsifier(abc.ABC):
                 mask.copy_(self._given_mask(given, weight, group))
             elif isinstance(loaded := masks.get(weight.fqn), torch.Tensor):
                 mask = mask.copy_(loaded) if is_binary(loaded) else loaded.to(mask.device, copy=True)
-            placed[weight.place] = KnownTensor(weight, group, mask, self._fake_for(weight, group))
+            placed[weight.place] = group, self._fake_for(weight, group, mask)
         return list(placed.values())
 
-    def _fake_for(self, weight: Weight, group: Group) -> type[FakeSparsity]:
+    def _fake_for(self, weight: Weight, group: Group, mask: torch.Tensor) -> FakeSparsity:
+        return self._fake_class(weight, group)(mask)
+
+    def _fake_class(self, weight: Weight, group: Group) -> type[FakeSparsity]:
         """The class of a tensor's parametrization; torch's setting `parametrization` may name another one."""
         found = group.get("parametrization", self.FAKE)
         if not isinstance(found, type) or not issubclass(found, self.FAKE):
@@ -323,18 +311,17 @@ class BaseSparsifier(abc.ABC):
             raise ValueError(f"the mask of {weight.fqn!r} has other values than 0 and 1")
         return mask
 
-    def _attach(self, model: nn.Module, placed: list[KnownTensor]) -> None:
-        done: list[KnownTensor] = []
+    def _attach(self, model: nn.Module, placed: list[tuple[Group, FakeSparsity]]) -> None:
+        done: list[Group] = []
         try:
-            for item in placed:
-                self._put(item)
-                done.append(item)
+            for group, fake in placed:
+                self._put(group, fake)
+                done.append(group)
         except BaseException:
-            for item in done:
-                self._take_off(item.group, apply=False)
+            for group in done:
+                self._take_off(group, apply=False)
             raise
-        self.model = model
-        self.groups = [item.group for item in placed]
+        self.model, self.groups = model, done
         self._phase = "prepared"
         self._remember()
 
@@ -353,7 +340,14 @@ class BaseSparsifier(abc.ABC):
         """
         if self._phase == "prepared":
             self._remember()
-        return {"state": plain_state(self.state, packed=packed), "groups": [plain_group(group) for group in self.groups]}
+
+        def saved(key: str, value: object) -> object:
+            return pack_mask(value) if packed and key == "mask" and isinstance(value, torch.Tensor) else plain(value)
+
+        return {
+            "state": {fqn: {key: saved(key, value) for key, value in known.items()} for fqn, known in self.state.items()},
+            "groups": [{key: plain(value) for key, value in group.items() if key not in PLACE} for group in self.groups],
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, *, model: nn.Module | None = None) -> None:
         """Take over what another sparsifier saved, ours or torch's, and leave it as it is.
@@ -363,8 +357,7 @@ class BaseSparsifier(abc.ABC):
         have a mask (torch 2.13 forgets masks in what it saves after a load); without, those that are not there are left out, and
         masks that are missing are ones. Nothing has changed where this raises.
         """
-        saved, saved_groups = check_saved(state_dict)
-        state, groups = read_state(saved), [read_group(group) for group in saved_groups]
+        state, groups = read_saved(state_dict)
         prepared = self._phase == "prepared"
         if prepared and model is not None and model is not self.model:
             raise Refused("this sparsifier is prepared with another model")
@@ -418,21 +411,15 @@ class BaseSparsifier(abc.ABC):
 
     def __getstate__(self) -> dict[str, object]:
         """For pickling: everything but the model, which `prepare` gives back. A model with masks cannot be pickled."""
-        if self._phase == "prepared":
-            self._remember()
         own = {key: value for key, value in vars(self).items() if key not in ("model", "config")}
-        return {
-            **own,
-            "state": plain_state(self.state, packed=True),
-            "groups": [plain_group(group) for group in self.groups],
-            "_phase": "waiting" if self._phase == "prepared" else self._phase,
-        }
+        phase = "waiting" if self._phase == "prepared" else self._phase
+        return {**own, **BaseSparsifier.state_dict(self), "_phase": phase}
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
-        saved, groups = check_saved(state)
+        saved, groups = read_saved(state)
         vars(self).update(state)
         self.model = self.config = None
-        self.state, self.groups = read_state(saved), [read_group(group) for group in groups]
+        self.state, self.groups = saved, groups
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A copy with a copy of the model; with the copy that is there already when both are copied together."""
@@ -505,23 +492,8 @@ def _entered(value: object) -> Iterable[tuple[object, object]] | None:
     return enumerate(value) if type(value) is set else None
 
 
-def plain_state(state: Mapping[str, Mapping[str, object]], *, packed: bool) -> dict[str, dict[str, object]]:
-    """A state for saving; with `packed`, masks are bits."""
-    saved: dict[str, dict[str, object]] = {}
-    for fqn, known in state.items():
-        saved[fqn] = {
-            key: pack_mask(value) if packed and key == "mask" and isinstance(value, torch.Tensor) else plain(value)
-            for key, value in known.items()
-        }
-    return saved
-
-
-def plain_group(group: Mapping[str, object]) -> dict[str, object]:
-    return {key: plain(value) for key, value in group.items() if key not in PLACE}
-
-
-def check_saved(saved: object) -> tuple[Mapping[str, Mapping[str, object]], list[Mapping[str, object]]]:
-    """The state and the groups of a saved state dict."""
+def read_saved(saved: object) -> tuple[State, list[Group]]:
+    """The state and the groups of what `state_dict()` gave; the groups are in no model yet."""
     if not isinstance(saved, Mapping) or not {"state", "groups"} <= saved.keys():
         found = f"a dict of {sorted(map(str, saved))[:5]}" if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
         raise ValueError(f"a sparsifier's state dict has 'state' and 'groups'; found {found}")
@@ -530,24 +502,15 @@ def check_saved(saved: object) -> tuple[Mapping[str, Mapping[str, object]], list
         raise ValueError("'state' of a sparsifier's state dict is a dict of dicts, by tensor name")
     if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) and "tensor_fqn" in group for group in groups):
         raise ValueError("'groups' of a sparsifier's state dict is a list of dicts with 'tensor_fqn'")
-    return state, list(groups)
-
-
-def read_state(saved: Mapping[str, Mapping[str, object]]) -> State:
-    """A state from its saved form."""
-    state: State = defaultdict(Remembered)
-    for fqn, known in saved.items():
-        state[fqn] = Remembered({key: unpack_mask(value) if key == "mask" else plain(value) for key, value in known.items()})
-    return state
-
-
-def read_group(saved: Mapping[str, object]) -> Group:
-    """A group from its saved form. torch also saves the mask that a config began with; the state has the present one."""
-    return {str(key): plain(value) for key, value in saved.items() if key not in (*PLACE, "mask")}
+    read: State = defaultdict(Remembered)
+    for fqn, known in state.items():
+        read[fqn] = Remembered({key: unpack_mask(value) if key == "mask" else plain(value) for key, value in known.items()})
+    # torch also saves the mask that a config began with; the state has the present one.
+    left_out = (*PLACE, "mask")
+    return read, [{str(key): plain(value) for key, value in group.items() if key not in left_out} for group in groups]
 
 
 def is_binary(mask: torch.Tensor) -> bool:
-    """Whether a mask has no other values than 0 and 1."""
     return mask.dtype is torch.bool or bool(((mask == 0) | (mask == 1)).all())
 
 

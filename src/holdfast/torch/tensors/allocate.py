@@ -60,8 +60,6 @@ class Want(Value, frozen=True):
 
 
 class Fresh(Struct):
-    """Tensors that were made, and how they are filled."""
-
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     fills: list[Fill] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -106,8 +104,7 @@ def read_tensors(
     """Read many tensors, all or those of these names, as torch tensors, in one pass over the files.
 
     `dtype` is for floating-point tensors; the others keep theirs. `max_host_memory` is for GPUs, as in `fill`; its notes are
-    warnings
-    here.
+    warnings here.
     """
     place, keys = device or CPU, [*dict.fromkeys(tensors if names is None else names)]
     with gc_paused():
@@ -120,7 +117,7 @@ def read_tensors(
         kinds = fresh_kinds(table, rows, device=place, dtype=dtype)
         found = [(key, row, kind) for key, row, kind in zip(keys, rows, kinds, strict=True) if kind is not None]
         others = {key: table.view(row) for key, row, kind in zip(keys, rows, kinds, strict=True) if kind is None}
-        fresh = make_fresh({key: Want(lazy, wanted_dtype(lazy, dtype), place) for key, lazy in others.items()})
+        fresh = make_fresh({key: Want(lazy, _wanted_dtype(lazy, dtype), place) for key, lazy in others.items()})
         chosen, wanted, on_gpu = [row for _, row, _ in found], NO_FILLS, list[tuple[DeviceRows, list[int]]]()
         if place.type == "cpu":
             own = empty_tensors([kind for _, _, kind in found], place)
@@ -156,12 +153,11 @@ def read_lazies(
 def fresh_kinds(
     table: Table, rows: Sequence[int], *, device: torch.device, dtype: torch.dtype | None = None
 ) -> list[ByteKind | None]:
-    """The kinds of fresh tensors that take rows of a table as they are, without an object each; None for a row that cannot be
-    taken so.
+    """The kinds of fresh tensors that take rows of a table as they are, without an object each; None for a row that cannot be taken
+    so.
 
     Such a row fills a storage that no other of these rows has. What shares a storage is tied again by its regions, and what has
-    another
-    order, dtype or several pieces is copied element by element.
+    another order, dtype or several pieces is copied element by element.
     """
     storages = table.storages
     if not isinstance(storages, FileStorages):
@@ -200,8 +196,7 @@ def _byte_kind(kind: Kind, cast: torch.dtype | None) -> ByteKind | None:
     return ByteKind.of(own, kind.shape) if usual and (cast in (None, own) or dtype.kind != "float") else None
 
 
-def wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The file's dtype, or `dtype` where that is given and the elements are floating-point numbers."""
+def _wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:
     with located(tensor=lazy.name):
         own = torch_dtype(lazy.dtype)
     return dtype if dtype is not None and lazy.dtype.kind == "float" and not lazy.dtype.packed else own
@@ -221,18 +216,18 @@ def make_storage(region: Region, wants: Mapping[str, Want], fresh: Fresh) -> tor
         return None
     dtype = next(iter(dtypes), torch_dtype(region.dtype))
     (device,) = devices
-    first = region.pieces[0].tensor
+    first, _ = region.pieces[0]
     if not dtypes and device == CPU and region.whole and first.source.mapped:
-        view = first.source.view(first)
-        if view is not None:
-            return tensor_from_array(view, dtype).untyped_storage()
+        mapped = first.source.view(first)
+        if mapped is not None:
+            return tensor_from_array(mapped, dtype).untyped_storage()
     if device != CPU and not region.castable and not region.whole:
         return None
     make = torch.empty if region.whole else torch.zeros
     storage = make(region.count * dtype.itemsize, dtype=torch.uint8, device=device).untyped_storage()
-    for piece in region.pieces:
-        own = dtype if dtypes else torch_dtype(piece.view.dtype)
-        fresh.fills.append(Fill(piece.tensor, view_of(storage, piece.view, own)))
+    for tensor, view in region.pieces:
+        own = dtype if dtypes else torch_dtype(view.dtype)
+        fresh.fills.append(Fill(tensor, view_of(storage, view, own)))
     return storage
 
 
@@ -253,6 +248,17 @@ def _alone(want: Want, fresh: Fresh) -> torch.Tensor:
     return made
 
 
+def has_no_gaps(shape: Sequence[int], strides: Sequence[int], width: int) -> bool:
+    """Whether elements of a width lie one after the other, with the dimensions in any order."""
+    room = width
+    for n, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if n > 1:
+            if stride != room:
+                return False
+            room *= n
+    return True
+
+
 def _dense_strides(lazy: LazyTensor) -> tuple[int, ...]:
     """The strides of the file, in elements, where they leave no gaps (channels last, a transpose); else C order."""
     order = c_strides(lazy.shape, 1)
@@ -260,12 +266,8 @@ def _dense_strides(lazy: LazyTensor) -> tuple[int, ...]:
     if place is None or len(place.strides) != lazy.ndim or not lazy.size:
         return order
     bits = lazy.dtype.bits
-    room = bits
-    for n, stride in sorted(zip(lazy.shape, place.strides, strict=True), key=lambda pair: (pair[1], pair[0])):
-        if n > 1:
-            if stride != room:
-                return order
-            room *= n
+    if not has_no_gaps(lazy.shape, place.strides, bits):
+        return order
     return tuple(s // bits if n > 1 else c for n, s, c in zip(lazy.shape, place.strides, order, strict=True))
 
 
@@ -283,21 +285,13 @@ class View(Value, frozen=True):
     neg: bool = False
 
 
-class RegionRead(Value, frozen=True):
-    """A tensor of the file that is read into a region, and its place there."""
-
-    tensor: LazyTensor
-    view: View
-
-
 class Region(Value, frozen=True, eq=False):
-    """The content of one torch storage."""
-
     dtype: DType
     """The dtype of all views, or uint8 where they have several."""
     count: int
     views: Mapping[str, View]
-    pieces: tuple[RegionRead, ...]
+    pieces: tuple[tuple[LazyTensor, View], ...]
+    """The tensors of the file that are read into it, and their places there."""
     whole: bool
     """Whether the pieces leave no hole."""
 
@@ -305,12 +299,10 @@ class Region(Value, frozen=True, eq=False):
     def castable(self) -> bool:
         """Whether the region can be cast: all views have one dtype, and nothing is written twice."""
         one = all(view.dtype is self.dtype for view in self.views.values())
-        return one and not any(repeats(piece.view.shape, piece.view.strides) for piece in self.pieces)
+        return one and not any(repeats(view.shape, view.strides) for _, view in self.pieces)
 
 
 class Regions(Struct):
-    """The regions of some tensors; names that stand alone are in none."""
-
     by_name: dict[str, Region] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     """The first name of a tensor, by each later name of it."""
@@ -411,7 +403,7 @@ def _region(
     if members[first].source is originals[first].source:
         chunk = Chunk(Box((0,), (count,)), storage, start * 8, (dtype.bits,))
         row = LazyTensor(first, dtype, (count,), (chunk,), members[first].source)
-        return Region(dtype, count, views, (RegionRead(row, View(dtype, (count,), 0, (1,))),), True)
+        return Region(dtype, count, views, ((row, View(dtype, (count,), 0, (1,))),), True)
     return Region(dtype, count, views, tuple(_pieces(views, originals)), False)
 
 
@@ -422,7 +414,7 @@ def _view(tensor: LazyTensor, start: int) -> View:
     return View(tensor.dtype, tensor.shape, (chunk.offset - start * 8) // bits, strides, tensor.traits.conj, tensor.traits.neg)
 
 
-def _pieces(views: Mapping[str, View], originals: Mapping[str, LazyTensor]) -> Iterable[RegionRead]:
+def _pieces(views: Mapping[str, View], originals: Mapping[str, LazyTensor]) -> Iterable[tuple[LazyTensor, View]]:
     """The copies that fill a region, names of one copy once. An expanded one gives one of its equal elements."""
     seen: set[object] = set()
     for name, view in views.items():
@@ -432,4 +424,4 @@ def _pieces(views: Mapping[str, View], originals: Mapping[str, LazyTensor]) -> I
         seen.add((tensor.chunks, view))
         index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in view.strides)
         part = tensor[index] if index else tensor
-        yield RegionRead(part, View(view.dtype, part.shape, view.offset, view.strides))
+        yield part, View(view.dtype, part.shape, view.offset, view.strides)

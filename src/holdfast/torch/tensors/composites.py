@@ -43,11 +43,8 @@ class Elements(Value, frozen=True, eq=False):
 
 
 class TorchKind(Value, frozen=True, eq=False):
-    """One kind of tensors, in torch."""
-
     is_kind: Callable[[torch.Tensor], bool]
     take_apart: Callable[[torch.Tensor], Apart]
-    """The parts of a detached tensor."""
     put_together: Callable[[Apart], torch.Tensor]
     """Raises `MetadataError`, or what torch raises, where the parts cannot be true."""
     functions: Mapping[Name, object] = {}

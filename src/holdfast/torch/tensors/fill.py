@@ -73,7 +73,6 @@ class Fills(Value, frozen=True, eq=False):
 
     @property
     def nbytes(self) -> Ints:
-        """Bytes of each tensor in the checkpoint."""
         lengths, kind = [kind.nbytes for kind in self.table.kinds], self.table.kind
         found = [lengths[kind[row]] if row != ODD else self.lazies[position].nbytes for position, row in enumerate(self.rows)]
         return np.array(found, np.int64)
@@ -84,7 +83,6 @@ class Fills(Value, frozen=True, eq=False):
         return own | {lazy.source for lazy in self.lazies.values()}
 
     def only(self, positions: Sequence[int]) -> Fills:
-        """The fills at these positions, in order."""
         if len(positions) == len(self):
             return self
         lazies = {at: self.lazies[position] for at, position in enumerate(positions) if position in self.lazies}
@@ -341,7 +339,6 @@ class Blocks:
         self._turn = 1
 
     def hold(self, parts: list[ScratchPiece]) -> ScratchBatch:
-        """Room for these parts, together, in the next block."""
         self._turn = 1 - self._turn
         if len(self._memory) <= self._turn:
             self._memory.append(torch.empty(self.nbytes, dtype=torch.uint8, device="cpu"))

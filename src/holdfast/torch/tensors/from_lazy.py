@@ -1,8 +1,7 @@
 """From lazy tensors to torch tensors: the same bits, without a copy beyond the read.
 
 Storages that `LazyTensor.torch()` made are remembered, weakly, while a torch tensor uses them. Another name over the same storage
-of
-the file (a tied weight, a slice that was saved beside its base) becomes a view of what is there. The same name is read again, so
+of the file (a tied weight, a slice that was saved beside its base) becomes a view of what is there. The same name is read again, so
 that a tensor that was changed since does not come back.
 
 A part of a storage that comes first is read by itself, for a lazy tensor reads no more than itself. `holdfast.torch.open` knows the
@@ -12,7 +11,6 @@ whole checkpoint, and shares such storages as well.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -82,7 +80,8 @@ def tensor_from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(array.shape, dtype=dtype, device="cpu")
     if array.ndim == 0:
         return tensor_from_array(array.reshape(1), dtype).reshape(())
-    return torch.from_numpy(array.view(_view_dtype(array.dtype))).view(dtype)
+    # torch takes no other 16 bytes from numpy, and no integers of 16 bytes.
+    return torch.from_numpy(array.view("c16" if array.itemsize == 16 else f"i{array.itemsize}")).view(dtype)
 
 
 def array_of(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
@@ -112,12 +111,6 @@ def tensor_from_composite(whole: Composite) -> torch.Tensor:
         raise MetadataError(f"the parts of a {whole.kind} tensor do not fit: {error}", found=whole.shape) from error
 
 
-def _view_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
-    """A numpy dtype of the same width that torch takes."""
-    dtypes: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
-    return np.dtype(dtypes[dtype.itemsize])
-
-
 def _pairs(array: np.ndarray, lazy: LazyTensor) -> torch.Tensor:
     """Two 4-bit floats to the byte, the first in the low half, as torch's float4_e2m1fn_x2 has them."""
     if not array.ndim or array.shape[-1] % 2:
@@ -134,29 +127,22 @@ Place = tuple[str, int, int]
 class SharedStorage(weakref.ref[torch.UntypedStorage]):
     """A storage that is in use while the reference is alive, and the names that were given views of it."""
 
-    __slots__ = ("names", "place")
+    __slots__ = ("among", "names", "place")
 
     names: tuple[str, ...]
     place: Place
+    among: weakref.ref[SharedStorages]
 
 
 class SharedStorages(dict[Place, SharedStorage]):
-    """The storages of one source that are in use."""
+    __slots__ = ("__weakref__",)
 
-    __slots__ = ("__weakref__", "forget")
 
-    forget: Callable[[weakref.ref[torch.UntypedStorage]], None]
-
-    def __init__(self) -> None:
-        super().__init__()
-        own = weakref.ref(self)
-
-        def forget(gone: weakref.ref[torch.UntypedStorage]) -> None:
-            known = own()
-            if known is not None and isinstance(gone, SharedStorage) and known.get(gone.place) is gone:
-                del known[gone.place]
-
-        self.forget = forget
+def _forget(gone: weakref.ref[torch.UntypedStorage]) -> None:
+    assert isinstance(gone, SharedStorage)
+    known = gone.among()
+    if known is not None and known.get(gone.place) is gone:
+        del known[gone.place]
 
 
 _shared: weakref.WeakKeyDictionary[Source, SharedStorages] = weakref.WeakKeyDictionary()
@@ -173,8 +159,8 @@ def remember(lazy: LazyTensor, tensor: torch.Tensor) -> None:
     known = _shared.get(lazy.source)
     if known is None:
         known = _shared[lazy.source] = SharedStorages()
-    made = SharedStorage(tensor.untyped_storage(), known.forget)
-    made.names, made.place = (lazy.name,), _place(storage)
+    made = SharedStorage(tensor.untyped_storage(), _forget)
+    made.names, made.place, made.among = (lazy.name,), _place(storage), weakref.ref(known)
     known[made.place] = made
 
 
@@ -184,15 +170,14 @@ def view_of_shared(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     if not known:
         return None
     chunk = lazy.chunks[0]
-    there = known.get(_place(chunk.storage))
-    if there is None or lazy.name in there.names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
+    shared = known.get(_place(chunk.storage))
+    if shared is None or lazy.name in shared.names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
         return None
-    bits = lazy.dtype.bits
-    storage = there()
+    bits, storage = lazy.dtype.bits, shared()
     if storage is None or chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
         return None
     lazy.source.store.size(chunk.storage.key)  # raises `Closed` as reading would
-    there.names = (*there.names, lazy.name)
+    shared.names = (*shared.names, lazy.name)
     strides = tuple(s // bits for s in chunk.strides)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, chunk.offset // bits, lazy.shape, strides)
 

@@ -31,16 +31,7 @@ from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
-from holdfast.torch.tensors.allocate import (
-    Fresh,
-    Region,
-    Want,
-    make_storage,
-    plan_regions,
-    read_lazies,
-    read_tensors,
-    view_of,
-)
+from holdfast.torch.tensors.allocate import Fresh, Region, Want, make_storage, plan_regions, read_lazies, read_tensors, view_of
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.tree import find_value, torch_tree
@@ -204,8 +195,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         lazies = {name: self.lazy[name] for name in region.views}
         fresh = Fresh()
         storage = make_storage(region, {name: Want(lazy, torch_dtype(lazy.dtype)) for name, lazy in lazies.items()}, fresh)
-        if storage is None:
-            raise AssertionError("tensors that are neither cast nor moved share a storage")
+        assert storage is not None, "tensors that are neither cast nor moved share a storage"
         fill(fresh.fills)
         self._storages[region] = storage
         return storage

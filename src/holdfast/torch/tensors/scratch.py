@@ -31,8 +31,6 @@ class Fill(Value, frozen=True, eq=False):
 
 
 class ScratchPiece(Value, frozen=True, eq=False):
-    """A piece of a fill that fits into a block of scratch."""
-
     lazy: LazyTensor
     target: torch.Tensor
     conj: bool
@@ -104,9 +102,8 @@ class CastLosses:
         self._waiting: list[tuple[DType, str, int, torch.Tensor]] = []
 
     def add(self, name: str, value: torch.Tensor, target: torch.Tensor) -> None:
-        """Compare elements with what a copy made of them. Other casts than to floating-point numbers are not looked at:
-        `load_into` makes
-        none.
+        """Compare elements with what a copy made of them. Other casts than to floating-point numbers are not looked at: `load_into`
+        makes none.
         """
         dtype = _dtype(target)
         if value.dtype == target.dtype or dtype is None or dtype.kind != "float" or value.is_complex() or not value.numel():
@@ -121,7 +118,6 @@ class CastLosses:
         self._waiting += [(dtype, name, one.numel(), _compared(one, other)) for one, other in pairs]
 
     def notes(self) -> list[str]:
-        """A sentence for each way in which elements were lost."""
         for dtype, name, count, sums in self._waiting:
             found = dict(zip(OUTCOMES, sums.tolist(), strict=True))
             self._of(dtype).add(name, count, {outcome: lost for outcome, lost in found.items() if lost})

@@ -120,12 +120,7 @@ class Slices(Mapping[str, Slice]):
 
 @validated
 def slices(
-    path: Openable | os.PathLike[str],
-    *,
-    prefix: str = "",
-    mmap: bool = False,
-    verify: bool = True,
-    limits: Limits | None = None,
+    path: Openable | os.PathLike[str], *, prefix: str = "", mmap: bool = False, verify: bool = True, limits: Limits | None = None
 ) -> Slices:
     """A checkpoint of any format as a mapping of unread tensors, for programs that load a model piece by piece.
 

@@ -4,8 +4,7 @@ A property of a tensor takes 50 to 100 ns where one call reads it of all of them
 properties of fifty thousand tensors take 50 ms.
 
 *Plain* is a tensor or Parameter of exactly these classes in memory or on a GPU, strided, without attributes or hooks, and of a
-dtype
-that is not quantised. Others are left out.
+dtype that is not quantised. Others are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from holdfast.engine.table import Tabulated
 from holdfast.torch.cuda.memory import GpuStorages
 
 TYPES = (torch.Tensor, torch.nn.Parameter)
-"""By exact class."""
 
 DEVICE, DTYPE, SHAPE, GRAD, HOOKS, LAYOUT, NESTED = map(
     attrgetter, ("device", "dtype", "shape", "requires_grad", "_backward_hooks", "layout", "is_nested")
@@ -48,7 +46,6 @@ TRAITS: dict[tuple[bool, type], Traits] = {
     (True, torch.Tensor): Traits(requires_grad=True),
     (True, torch.nn.Parameter): Traits(requires_grad=True, parameter=True),
 }
-"""By whether a tensor wants a gradient, and by its class."""
 
 
 class TensorStorages:
@@ -99,7 +96,6 @@ class TensorStorages:
         return memories_at([*map(add, addresses, starts)], [*nbytes])
 
     def alone(self, number: int, label: str) -> Memory | Data | bytes:
-        """The bytes of one storage, not copied."""
         ((address,), (nbytes,)) = self._places([number])
         if not nbytes:
             return b""
@@ -152,7 +148,6 @@ class _Columns(Value, frozen=True, eq=False):
     kind: list[int]
     storages: list[torch.UntypedStorage]
     nbytes: list[int]
-    """Bytes of the storage of each."""
     addresses: list[int]
     offsets: Mapping[int, int]
     """Elements of the storage before the first one, by position, where there are some."""

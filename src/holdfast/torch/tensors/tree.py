@@ -101,8 +101,7 @@ def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Te
     """A copy of a tree with torch's tensors, sizes, dtypes and devices in it; `tensor` gives the tensor for one of ours.
 
     Parameters are parameters, and gradients are required, as before. A value in two places stays one. Objects that were not built
-    stay
-    as they are.
+    stay as they are.
     """
     made: dict[int, object] = {}
 
