@@ -166,8 +166,7 @@ def by_source(requests: Iterable[Request]) -> dict[Source, list[Request]]:
     return found
 
 
-Content = bytes
-"""In the class below `bytes` is a method."""
+Content = bytes  # In the class below `bytes` is a method.
 
 
 class Source(Protocol):
@@ -259,12 +258,8 @@ class Description(Value, frozen=True):
 class State(Value, frozen=True):
     """What is to be saved, made by `saving.state.tabulate_state`."""
 
-    tree: object
-    """The nested state: the caller's own containers, and in them what `leaves` knows as tensors."""
-    tensors: Table
-    """Every tensor under its dotted name, a row each. Two rows with one storage are aliases."""
+    tree: object  # The nested state: the caller's own containers, and in them what `leaves` knows as tensors.
+    tensors: Table  # Every tensor under its dotted name, a row each. Two rows with one storage are aliases.
     leaves: Leaves
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Text to be kept with it (safetensors `__metadata__`)."""
-    notes: tuple[str, ...] = ()
-    """What the tensors of the caller are, and no format is told of."""
+    metadata: Mapping[str, str] = field(default_factory=dict)  # Text to be kept with it (safetensors `__metadata__`).
+    notes: tuple[str, ...] = ()  # What the tensors of the caller are, and no format is told of.

@@ -81,8 +81,7 @@ class _Lock(Protocol):
 
 L = TypeVar("L")
 
-_locks: set[ref[_Lock]] = set()
-"""Each goes with its lock. Adding and discarding are one step each: no lock is needed."""
+_locks: set[ref[_Lock]] = set()  # Each goes with its lock. Adding and discarding are one step each: no lock is needed.
 
 
 def renewed(lock: L) -> L:

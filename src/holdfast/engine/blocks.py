@@ -20,10 +20,8 @@ from holdfast.core.value import Value
 
 
 class ContiguousBlock(Value, frozen=True):
-    tensor: LazyTensor
-    """The part, as a tensor of its own."""
-    start: int
-    """Its first byte in the C-ordered bytes of the whole."""
+    tensor: LazyTensor  # The part, as a tensor of its own.
+    start: int  # Its first byte in the C-ordered bytes of the whole.
 
     @property
     def nbytes(self) -> int:

@@ -36,8 +36,7 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 
-BLOCK_NBYTES = 8 << 20
-"""Bytes of a piece: enough rows of a strided tensor that neighbouring runs are read together."""
+BLOCK_NBYTES = 8 << 20  # Bytes of a piece: enough rows of a strided tensor that neighbouring runs are read together.
 
 
 def recorded_crc(tensor: LazyTensor) -> int | None:

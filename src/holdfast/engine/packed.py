@@ -52,14 +52,9 @@ from holdfast.numeric.pack import (
 from holdfast.numeric.zeros import PATTERNS, BitCounts, BlockCounts, whole_patterns
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
-SMALLEST_NBYTES = 4096
-"""Dense bytes below which nothing is packed: the entries of the parts in the header would take what is saved."""
-
-LARGEST_SHARE = 0.95
-"""The part of the dense bytes that a packed tensor may take at the most."""
-
-SAMPLED_GROUPS = 8
-"""Groups of rows of a tensor in which blocks are looked for first."""
+SMALLEST_NBYTES = 4096  # Smaller tensors are not packed: the entries in the header would take what is saved.
+LARGEST_SHARE = 0.95  # The part of the dense bytes that a packed tensor may take at the most.
+SAMPLED_GROUPS = 8  # Groups of rows of a tensor in which blocks are looked for first.
 
 
 def choose(tensors: Mapping[str, LazyTensor], wanted: AllowedEncodings, *, threads: int | None = None) -> dict[str, SparseParts]:
@@ -131,10 +126,8 @@ that threads do not wait for each other's turn at the interpreter."""
 class Counted(Value, frozen=True):
     tensor: LazyTensor
     encoding: Encoding
-    starts: np.ndarray
-    """Values before each group, and in all."""
-    crcs: np.ndarray
-    """CRC-32 of the dense bytes of each group."""
+    starts: np.ndarray  # Values before each group, and in all.
+    crcs: np.ndarray  # CRC-32 of the dense bytes of each group.
 
     @property
     def width(self) -> int:
@@ -250,8 +243,7 @@ def _plain(name: str) -> DType:
 
 class AllowedEncodings(Value, frozen=True):
     kinds: frozenset[str]
-    pattern: tuple[int, int] | None = None
-    """N:M that is asked for, instead of those that are found."""
+    pattern: tuple[int, int] | None = None  # N:M that is asked for, instead of those that are found.
     block: tuple[int, int] | None = None
 
 

@@ -48,8 +48,7 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
     ThreadPool(tasks).run(min(threads, len(tasks)) - 1)
 
 
-KEPT_NBYTES = 16 << 20
-"""More than the arrays between two calls take together, of one thread."""
+KEPT_NBYTES = 16 << 20  # More than the arrays between two calls take together, of one thread.
 
 
 AT_ONCE = 4
@@ -95,8 +94,7 @@ class ThreadPool:
         self._turn = threading.Lock()
         self._helpers = 0
         self._over = False
-        self._rested = threading.Lock()
-        """Taken, until the last helper has come to rest after the end."""
+        self._rested = threading.Lock()  # Taken, until the last helper has come to rest after the end.
         self._rested.acquire()
 
     def run(self, helpers: int) -> None:

@@ -29,9 +29,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 
-Elements = np.ndarray
-"""One dimension of unsigned integers, or of 16-byte records; little-endian as stored."""
-
+Elements = np.ndarray  # One dimension of unsigned integers, or of 16-byte records; little-endian as stored.
 Octets = np.ndarray
 
 
@@ -91,8 +89,7 @@ def set_bits(byte_rows: Octets) -> int:
     return int(translate(byte_rows, POPULATION).sum(dtype=np.int64))
 
 
-BITMAP_ELEMENTS = 1 << 16
-"""Elements of a group: little enough that a slice unpacks hardly more than it needs, and that all of it stays in a cache."""
+BITMAP_ELEMENTS = 1 << 16  # Elements of a group: a slice unpacks hardly more than it needs, and all stays in a cache.
 
 
 class Bitmap(Value, frozen=True):
@@ -107,10 +104,8 @@ class Bitmap(Value, frozen=True):
 
     count: int
     name: ClassVar[str] = "bitmap"
-    counted: ClassVar[bool] = True
-    """Whether groups have different numbers of values, so that there are `starts`."""
-    unit: ClassVar[int] = 1
-    """Values come in multiples of this."""
+    counted: ClassVar[bool] = True  # Whether groups have different numbers of values, so that there are `starts`.
+    unit: ClassVar[int] = 1  # Values come in multiples of this.
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -147,14 +142,9 @@ class Bitmap(Value, frozen=True):
         fill(out, np.flatnonzero(marks_of(where, len(out))), values)
 
 
-BLOCKS_ELEMENTS = 1 << 17
-"""Elements that a group of bands has if it can."""
-
-BAND_ELEMENTS = 1 << 20
-"""Elements of the largest band: what has to be unpacked for one of its elements."""
-
-GROUP_ROWS = 64
-"""Rows that a group has at the least, as long as they fit: blocks up to this height then have groups of one size."""
+BLOCKS_ELEMENTS = 1 << 17  # Elements that a group of bands has if it can.
+BAND_ELEMENTS = 1 << 20  # Elements of the largest band: what has to be unpacked for one of its elements.
+GROUP_ROWS = 64  # Rows that a group has at the least, as long as they fit: blocks up to this height then have groups of one size.
 
 
 def group_rows(columns: int) -> int:
@@ -264,9 +254,7 @@ class Blocks(Value, frozen=True):
         return are_set(joined.reshape(-1)).reshape(joined.shape)
 
 
-LARGEST_M = 16
-"""The largest `m`: a position takes half a byte at the most."""
-
+LARGEST_M = 16  # The largest `m`: a position takes half a byte at the most.
 PACKED_GROUPS = 1 << 14
 
 
@@ -413,12 +401,9 @@ def _most_in_octet(m: int) -> bytes:
 class Tables(Value, frozen=True):
     """What a byte of one kind is as a byte of another, for eight elements whose positions take one byte; 0 where it is nothing."""
 
-    stored: bytes
-    """Which elements have bits → which are stored, `n` of each group."""
-    positions: bytes
-    """Which elements have bits → the positions of those that are stored."""
-    marks: bytes
-    """Positions → which are stored."""
+    stored: bytes  # Which elements have bits → which are stored, `n` of each group.
+    positions: bytes  # Which elements have bits → the positions of those that are stored.
+    marks: bytes  # Positions → which are stored.
 
 
 @lru_cache(maxsize=4)
@@ -506,8 +491,7 @@ class SparseParts(Value, frozen=True):
     """A tensor that is to be stored packed: what is written in its place."""
 
     encoding: Encoding
-    crc32: int
-    """Of the dense elements."""
+    crc32: int  # Of the dense elements.
     values: LazyTensor
     where: LazyTensor
     starts: LazyTensor | None
@@ -516,10 +500,8 @@ class SparseParts(Value, frozen=True):
 class Packing(Value, frozen=True):
     """How a tensor is stored, for people."""
 
-    text: str
-    """`bitmap`, `2:4`, `16x16`; several where its chunks differ."""
-    stored_nbytes: int
-    """What it takes, chunks that are not packed included."""
+    text: str  # `bitmap`, `2:4`, `16x16`; several where its chunks differ.
+    stored_nbytes: int  # What it takes, chunks that are not packed included.
 
 
 def packing_of(tensor: LazyTensor) -> Packing | None:

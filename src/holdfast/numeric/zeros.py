@@ -24,9 +24,7 @@ PATTERNS = (2, 4, 8, 16)
 Shape = tuple[int, int]
 
 
-SIDES, LENGTHS = (4, 8, 16, 32, 64), (8, 16, 32, 64)
-"""Sides of square blocks that are looked for, and lengths of blocks of one row or one column."""
-
+SIDES, LENGTHS = (4, 8, 16, 32, 64), (8, 16, 32, 64)  # Sides of square blocks, and lengths of blocks of one row or column.
 SHAPES: tuple[Shape, ...] = (*((1, n) for n in LENGTHS), *((n, 1) for n in LENGTHS), *((n, n) for n in SIDES))
 
 

@@ -1,7 +1,7 @@
 """`Place`: a path or a URL as one thing, which can be asked what differs between a disk and a bucket.
 
-Text is what goes through the library and what results show: a `str`, and for a place in an object store a `Url`, which is one, too.
-Whoever has to know more asks `place_at(text)`. There are two kinds with the same members, and no other module asks which one it is:
+Text goes through the library: a `str`, and for a place in an object store a `Url`, which is one, too. `place_at(text)` knows more.
+There are two kinds with the same members, and no other module asks which one it is:
 
     LocalPlace    a file or a folder of this machine
     Url           an object, or all objects below a prefix (`stores/remote/url`)

@@ -112,11 +112,8 @@ def if_there(ask: Callable[..., T], *given: object) -> T | None:
         return None
 
 
-FIRST_S, LONGEST_S = 0.05, 10.0
-"""The first pause after a failure, and the longest."""
-
-AGAIN_S = 180.0
-"""How long a request is sent again and again, in all."""
+FIRST_S, LONGEST_S = 0.05, 10.0  # The first pause after a failure, and the longest.
+AGAIN_S = 180.0  # How long a request is sent again and again, in all.
 
 
 def pauses(first: float = FIRST_S) -> Iterator[float]:
