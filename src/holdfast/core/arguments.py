@@ -124,7 +124,7 @@ def limits(value: object, name: str) -> Limits:
 
 
 def progress(value: object, name: str) -> Callable[[int], None] | None:
-    """A function that is told how many bytes more are done."""
+    """A function that is called with how many bytes more are done."""
     if value is None or value is False:
         return None
     if callable(value):

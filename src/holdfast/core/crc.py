@@ -70,7 +70,7 @@ def have_crcs(data: memoryview, begins: Sequence[int], ends: Sequence[int], crcs
 
 
 class Sums:
-    """The checksum of a message whose blocks come in any order, from any thread: each is noted by its place, and folded when asked.
+    """The checksum of a message whose blocks come in any order, from any thread: recorded by their places, folded at the end.
 
     >>> sums = Sums()
     >>> sums.add(4, memoryview(b"fast")) == crc32(b"fast"), sums.covers(8)

@@ -92,7 +92,7 @@ def lent_bytes(piece: ContiguousBlock) -> AbstractContextManager[memoryview]:
 
 
 def block_size(tensor: LazyTensor, block: int) -> int:
-    """Bytes of a piece: what the store would rather have than `block`, where it has a preference. Of a store that is far away it is
+    """Bytes of a piece: what the store would rather have than `block`, where it has a preference. Of a remote store it is
     what one request fetches at the most, and `block` may be what memory allows."""
     store = tensor.source.store
     wished = store.medium.block_nbytes or block

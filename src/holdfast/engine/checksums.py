@@ -26,7 +26,7 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import Scratch, Sink, run_reads, tasks
 from holdfast.errors import Corrupted, HoldfastError, detached, located
 
-Progress = Callable[[int], None]  # Is told how many more bytes are done; may be called from several threads at once.
+Progress = Callable[[int], None]  # Called with how many more bytes are done, from several threads at once.
 
 
 class Span(Value, frozen=True):
@@ -138,7 +138,7 @@ class _Summed(Sink):
 
     def _done(self, number: int) -> None:
         if self._progress is not None:
-            # Without what lies between the parts: nobody expects to be told of that.
+            # Without what lies between the parts: nobody counts that.
             _, begins, ends = self._parts.columns(number)
             self._progress(int((ends - begins).sum()))
 

@@ -36,7 +36,7 @@ class Located(Value, frozen=True, eq=False):
 
 def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None, *, threads: int | None = None) -> list[bool]:
     """Whether each pair has one dtype, one shape and the same bytes. False also where that cannot be told without looking at
-    elements: strides, pieces, byte orders. Progress is told of pairs that turn out to be the same; whoever reads the others again
+    elements: strides, pieces, byte orders. Progress counts pairs that turn out to be the same; whoever reads the others again
     counts those."""
     same = [canonical(a.dtype, a.shape) == canonical(b.dtype, b.shape) for a, b in pairs]
     by_stores: dict[tuple[Store, Store], tuple[list[int], Places, Places]] = {}

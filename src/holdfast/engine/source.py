@@ -33,7 +33,7 @@ from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
 from holdfast.errors import HoldfastError, Unsupported, located
 from holdfast.stores.virtual import Virtual
 
-HEAD_NBYTES = 4096  # First bytes of a file that are read at once, since formats are told by them.
+HEAD_NBYTES = 4096  # First bytes of a file that are read at once, since formats are recognised by them.
 NO_FILE = (None, b"", 0)
 
 

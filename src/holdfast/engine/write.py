@@ -46,7 +46,7 @@ GATHERERS = 4
 """Threads that write a file of which most is gathered, at the most: what makes such segments holds the interpreter lock for a part
 of the time, and sixteen threads would rather wait for it than write."""
 
-Progress = Callable[[int], None]  # Told how many bytes have been written since it was told last; called from several threads.
+Progress = Callable[[int], None]  # Called with the bytes that were written since the last call, from several threads.
 
 
 class WritableFile(Protocol):

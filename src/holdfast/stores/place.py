@@ -119,7 +119,7 @@ class LocalPlace(Value, frozen=True):
 
     def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
         """Every folder at or below this one, with the names of its files, at most so many of them in a bucket. Links to folders are
-        not followed. `problem` is told of what cannot be listed, when all else was."""
+        not followed. `problem` is called with what cannot be listed, when all else was."""
         problems: list[OSError] = []
         for folder, folders, names in os.walk(self.path, onerror=problems.append):
             folders.sort()

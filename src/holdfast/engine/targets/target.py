@@ -3,7 +3,7 @@
                  a file or a folder (`folder`)                objects (`bucket`)
 
 unpublished      under a hidden name beside the target        names that carry the id of the save, or hidden ones
-others are told  the name of the hidden folder                that id
+others are sent  the name of the hidden folder                that id
 published        by one rename                                by one put with a condition: of the index, or of the object
 given up         the part that opened it removes it           each part removes its objects, the first one all of the save
 """
@@ -81,7 +81,7 @@ class Target:
 
     @property
     def join_name(self) -> str:
-        """What other parts are told, so that they find it (`join_target`)."""
+        """The name by which other parts find the target (`join_target`)."""
         return self.save
 
     def link(self, file: LinkedFile) -> bool:
