@@ -17,7 +17,6 @@ what it inherits from saves, and in a child a `Files` of its parent's refuses ev
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import os
 import re
@@ -477,12 +476,14 @@ class PathFiles(Files):
         return sorted(os.listdir(self._path("", descriptor)))
 
     def lock(self, descriptor: int) -> bool:
+        from hashlib import blake2b  # on Windows alone
+
         self._check()
         if platform.REMOVES_OPEN_FILES:
             raise OSError(errno.ENOTSUP, "no lock can be taken here")
         known = _known(descriptor)
         folder = os.path.dirname(known.path)
-        name = hashlib.blake2b(repr(known.identity).encode(), digest_size=8).hexdigest()
+        name = blake2b(repr(known.identity).encode(), digest_size=8).hexdigest()
         path = os.path.join(folder, f".holdfast.{name}.lock")
         try:
             with suppress(FileNotFoundError):

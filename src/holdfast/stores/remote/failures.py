@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import random
 import re
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -118,6 +117,8 @@ AGAIN_S = 180.0  # How long a request is sent again and again, in all.
 
 def pauses(first: float = FIRST_S) -> Iterator[float]:
     """Growing pauses. Each is shortened at random: those who failed at once do not come back at once."""
+    import random  # not for those who only have a path
+
     while True:
         yield random.uniform(first / 2, first)
         first = min(2 * first, LONGEST_S)
