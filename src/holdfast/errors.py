@@ -246,8 +246,7 @@ class CannotHold(HoldfastError, ValueError):
         self.shown = [*problems[:20], *([f"… and {len(problems) - 20} more"] if len(problems) > 20 else [])]
         """Those that the message lists."""
         super().__init__("\n  - ".join([message, *self.shown]), file=file)
-        self.what = message
-        """The message without them."""
+        self.what = message  # The message without them.
         self.problems = tuple(problems)
 
 
@@ -288,12 +287,9 @@ class DoesNotFit(HoldfastError, RuntimeError):
         file: str | None = None,
     ) -> None:
         super().__init__(message, file=file)
-        self.missing = tuple(missing)
-        """Names of the target that the checkpoint does not have."""
-        self.unexpected = tuple(unexpected)
-        """Names of the checkpoint that the target does not have."""
-        self.mismatched = dict(mismatched or {})
-        """Names that both have and that cannot be loaded, with the reason."""
+        self.missing = tuple(missing)  # Names of the target that the checkpoint does not have.
+        self.unexpected = tuple(unexpected)  # Names of the checkpoint that the target does not have.
+        self.mismatched = dict(mismatched or {})  # Names that both have and that cannot be loaded, with the reason.
 
 
 class Refused(HoldfastError, RuntimeError):

@@ -172,13 +172,9 @@ class TensorProperties:
         pinned, stride = getattr(tensor, "is_pinned", None), getattr(tensor, "stride", None)
         # Compressed layouts have none, and raise.
         strided = Layout(layout) in (Layout.STRIDED, Layout.SPARSE_COO)
-        return TensorProperties(
-            dtype,
-            Layout(layout),
-            bool(getattr(tensor, "requires_grad", False)),
-            pin_memory=bool(pinned()) if callable(pinned) else False,
-            strides=tuple(stride()) if strided and callable(stride) else None,
-        )
+        strides = tuple(stride()) if strided and callable(stride) else None
+        pin_memory, requires_grad = bool(pinned()) if callable(pinned) else False, bool(getattr(tensor, "requires_grad", False))
+        return TensorProperties(dtype, Layout(layout), requires_grad, pin_memory=pin_memory, strides=strides)
 
 
 class Tensorlike(Protocol):

@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from holdfast.core.runtime import SignalOverride
+from holdfast.core.signals import SignalOverride
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SIGUSR1 is sent here")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.value import replace
-from holdfast.engine.commit import new_file, replaced, temporaries
+from holdfast.engine.commit import new_file, temporaries
 from holdfast.engine.commit.temporaries import recover, temporary_name
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
@@ -983,9 +983,9 @@ def unnamed() -> int:
 
 @pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
 def test_what_is_replaced_is_freed_behind_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: bool):
-    monkeypatch.setattr(replaced, "LARGE_NBYTES", 100)
+    monkeypatch.setattr(temporaries, "LARGE_NBYTES", 100)
     later = []
-    monkeypatch.setattr(replaced, "start", lambda run, *, name, daemon: later.append(run) or threading.Thread())
+    monkeypatch.setattr(temporaries, "start", lambda run, *, name, daemon: later.append(run) or threading.Thread())
     path, before = tmp_path / "model", (unnamed(), len(os.listdir("/proc/self/fd")))
     for data in (b"1" * 100, b"2" * 99, b"3" * 100):
         put_directory(path, a=data, b=b"small") if directory else put(path, data)
@@ -994,11 +994,11 @@ def test_what_is_replaced_is_freed_behind_the_save(tmp_path: Path, monkeypatch: 
     assert names(tmp_path) == ["model"]
     later.pop()()
     assert (unnamed(), len(os.listdir("/proc/self/fd"))) == before
-    assert not replaced.wait_for_room()
+    assert not temporaries.wait_for_room()
 
 
 def test_a_failed_rename_leaves_nothing_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replaced, "LARGE_NBYTES", 1)
+    monkeypatch.setattr(temporaries, "LARGE_NBYTES", 1)
 
     class Failing(Files):
         def rename(self, source: str, target: str, *, at: int) -> None:
@@ -1008,13 +1008,13 @@ def test_a_failed_rename_leaves_nothing_held(tmp_path: Path, monkeypatch: pytest
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(NotCommitted):
         put(tmp_path / "model", files=Failing())
-    replaced.wait_for_room()
+    temporaries.wait_for_room()
     assert len(os.listdir("/proc/self/fd")) == before
     assert (tmp_path / "model").read_bytes() == b"old"
 
 
 def test_who_finds_no_room_waits_for_what_is_being_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replaced, "LARGE_NBYTES", 1)
+    monkeypatch.setattr(temporaries, "LARGE_NBYTES", 1)
     go, freed = threading.Event(), []
 
     class Tight(Files):
@@ -1041,11 +1041,11 @@ def test_who_finds_no_room_waits_for_what_is_being_freed(tmp_path: Path, monkeyp
         t.commit()
     assert (tmp_path / "model").read_bytes() == b"third"
     go.set()
-    replaced.wait_for_room()
+    temporaries.wait_for_room()
 
 
 def test_a_fork_waits_for_nothing_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replaced, "LARGE_NBYTES", 1)
+    monkeypatch.setattr(temporaries, "LARGE_NBYTES", 1)
     go = threading.Event()
 
     class Slow(Files):
@@ -1062,10 +1062,10 @@ def test_a_fork_waits_for_nothing_of_its_parent(tmp_path: Path, monkeypatch: pyt
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process that has threads
         child = os.fork()
     if not child:
-        os._exit(int(replaced.wait_for_room()) + 2 * (unnamed() - before))
+        os._exit(int(temporaries.wait_for_room()) + 2 * (unnamed() - before))
     assert os.waitpid(child, 0)[1] == 0
     go.set()
-    assert replaced.wait_for_room()
+    assert temporaries.wait_for_room()
 
 
 class Listing(Files):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SAME = "formats,writers,commands,replaced,positions,leftovers,failures,crashes,sealed,runs,odd"
 
 
-GUARDED = {("core/runtime.py", "register_at_fork"), ("core/runtime.py", "pthread_sigmask")}
+GUARDED = {("core/runtime.py", "register_at_fork"), ("core/signals.py", "pthread_sigmask")}
 """Behind a question whether the system has it."""
 
 

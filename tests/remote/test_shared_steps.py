@@ -28,7 +28,7 @@ from obstore.store import MemoryStore
 import holdfast
 from holdfast.core.documents import proven, seal
 from holdfast.engine.targets import bucket_claims as claims
-from holdfast.engine.targets.bucket_claims import CLAIMS, Claim, Said
+from holdfast.engine.targets.bucket_claims import CLAIMS, Claim, ClaimContent
 from holdfast.errors import (
     BadArgument,
     DurabilityUncertain,
@@ -299,10 +299,10 @@ def test_claims_of_the_dead(store: MemoryStore, monkeypatch: pytest.MonkeyPatch)
     for number in (1, 2):
         run.save(number, state(number))
     base = url_of("run", store)
-    obstore.put(store, f"run/{CLAIMS}/dead", msgspec.json.encode(Said("deletes", ("step-00000001",))))
+    obstore.put(store, f"run/{CLAIMS}/dead", msgspec.json.encode(ClaimContent("deletes", ("step-00000001",))))
     run.save(3, state(3))
     assert not any("/" in name for name in run[3].files)
-    obstore.put(store, f"run/{CLAIMS}/dead", msgspec.json.encode(Said("uses", ("step-00000001", "step-00000002"))))
+    obstore.put(store, f"run/{CLAIMS}/dead", msgspec.json.encode(ClaimContent("uses", ("step-00000001", "step-00000002"))))
     with pytest.warns(HoldfastWarning, match="a save uses"):
         run.save(4, state(4))
     assert "run/step-00000001" in {f"run/{key.partition('/')[0]}" for key in keys(store)}

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import holdfast
-from holdfast.engine import readback
+from holdfast.engine import write
 from holdfast.errors import CannotHold, Corrupted, LimitExceeded, NotCommitted, Unsupported
 
 
@@ -230,7 +230,7 @@ def test_no_byte_is_published_that_does_not_read_back(target, tmp_path, monkeypa
     state = {"large": np.arange(90_000, dtype=np.float32), **{f"small.{i}": np.full(3, i, np.int8) for i in range(20)}}
     holdfast.save(state, tmp_path / "a.pt")
     whole = holdfast.convert(tmp_path / "a.pt", tmp_path / target)
-    real = readback.read_at
+    real = write.read_at
     rng = np.random.default_rng(0)
     named = set()
     for place in [0, 5, 300, whole.nbytes - 1, *rng.integers(0, whole.nbytes, 30).tolist()]:
@@ -240,7 +240,7 @@ def test_no_byte_is_published_that_does_not_read_back(target, tmp_path, monkeypa
             if start <= place < start + out.nbytes:
                 out[place - start] ^= 1
 
-        monkeypatch.setattr(readback, "read_at", read)
+        monkeypatch.setattr(write, "read_at", read)
         with pytest.raises(NotCommitted, match="does not read back the same") as failed:
             holdfast.convert(tmp_path / "a.pt", tmp_path / f"new-{target}")
         named.add(failed.value.tensor)

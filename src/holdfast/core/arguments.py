@@ -1,13 +1,5 @@
 """What callers give, read in one place: what is plain is taken, the rest is refused in a sentence.
 
-    keep="model.*"                  ("model.*",)            never read letter by letter
-    rename={"model.*": "*"}         (("model.*", "*"),)
-    dtype=torch.bfloat16            DType(bfloat16)         also np.float16, "bf16"
-    max_memory=1e9, "2GB"           bytes
-    limits={"files": 10}            Limits(files=10)
-    metrics={"loss": np.float32(2)} {"loss": 2.0}
-    progress=False, None            None
-
 Each function takes a value and the name of its parameter. Anything else is a `BadArgument` that names the parameter, what was given
 and what is taken. `core/options.py` says which parameter is read by which. No numpy is imported here: `--help` needs none.
 """
@@ -17,11 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, SupportsFloat, TypeAlias
 
 from holdfast.core.limits import Limits
-from holdfast.core.quantities import byte_count, shown, whole_number
+from holdfast.core.quantities import byte_count, number, shown, whole_number
 from holdfast.errors import BadArgument, BadArgumentType
 
 if TYPE_CHECKING:
@@ -30,16 +21,11 @@ if TYPE_CHECKING:
 
     from holdfast.core.dtype import DType
 
-MOST = 65_536
-"""Of things that are all made: threads, bins. Nobody means a million of them."""
-
-LAST_STEP = (1 << 63) - 1
-"""What 64-bit readers of other languages hold."""
-
+MOST = 65_536  # Of things that are all made: threads, bins. Nobody means a million of them.
+LAST_STEP = (1 << 63) - 1  # What 64-bit readers of other languages hold.
 AnyDType: TypeAlias = "str | DType | np.dtype[np.generic] | type[np.generic] | torch.dtype"
 
-Reader = Callable[[object, str], object]
-"""Given a value and, for the message, the name of the parameter with its `=`; what the verb sees."""
+Reader = Callable[[object, str], object]  # Takes a value and the name of the parameter with its `=`; gives what the verb sees.
 
 
 def flag(value: object, name: str) -> bool:
@@ -117,8 +103,7 @@ def texts(value: object, name: str) -> dict[str, str]:
     return dict(value)
 
 
-def size(value: object, name: str) -> int:
-    return byte_count(value, name)
+size = byte_count
 
 
 def count(value: object, name: str) -> int:
@@ -139,7 +124,7 @@ def limits(value: object, name: str) -> Limits:
 
 
 def progress(value: object, name: str) -> Callable[[int], None] | None:
-    """A function that is told how many bytes more are done."""
+    """A function that is called with how many bytes more are done."""
     if value is None or value is False:
         return None
     if callable(value):
@@ -202,14 +187,10 @@ def metrics(value: object, name: str) -> dict[str, float]:
     """Numbers under names; anything that is a number to Python is one (of numpy, a tensor without dimensions), NaN as well."""
     found: dict[str, float] = {}
     for key, item in named(value, name).items():
-        number: float | None = None
-        if isinstance(item, SupportsFloat) and not isinstance(item, bool):
-            # A tensor of several numbers says that it has no float, each library in its own way.
-            with suppress(TypeError, ValueError, RuntimeError, OverflowError):
-                number = float(item)
-        if number is None:
+        metric = number(item) if isinstance(item, SupportsFloat) else None
+        if metric is None:
             raise BadArgumentType(f"{name} takes numbers under names, and {key!r} is {shown(item)}", found=value)
-        found[key] = number
+        found[key] = metric
     return found
 
 

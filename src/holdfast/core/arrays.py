@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-"""Offsets, lengths, counts: whatever may pass 2^31."""
+Ints = npt.NDArray[np.int64]  # Offsets, lengths, counts: whatever may pass 2^31.
 AnyDType = np.dtype[np.generic]
 Bools = npt.NDArray[np.bool_]
 
-DOT_ELEMENTS = 8192
-"""Of a row that BLAS multiplies by itself: from 10,000 on it would start threads of its own, for each of ours."""
+DOT_ELEMENTS = 8192  # Of a row that BLAS multiplies by itself: from 10,000 on it would start threads of its own, for each of ours.
 
 
 def listed(column: Sequence[int] | Ints) -> Sequence[int]:

@@ -81,7 +81,7 @@ class Box(Value, frozen=True, gc=False):
         return all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same box in coordinates that begin at `origin`."""
+        """This box in coordinates that begin at `origin`."""
         return Box(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -118,7 +118,7 @@ def run_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def _run_boxes(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The same of a tensor that lies at a place of one with more dimensions."""
+    """The boxes of a run in the part of a tensor that lies `at` the given first coordinates."""
     upper = tuple(n + 1 for n in at)
     if start == 0 and stop == math.prod(shape):
         yield Box((*at, *(0,) * len(shape)), (*upper, *shape))

@@ -9,9 +9,6 @@ same bytes: `core/sharing.py` builds on that. A chunk places the elements of one
 Offsets and strides are counted in bits, so that packed 4- and 6-bit types need no second mechanism; for every other type they
 are multiples of 8. Strides may be 0 (an expanded view), negative (a reversed slice) or smaller than an element's row (windows
 that overlap): a chunk is read-only, so none of that matters.
-
-Because a chunk is strided, every basic numpy index on it is again a chunk: an integer moves the offset and drops a dimension,
-a slice moves the offset and scales the stride, a new axis gets stride 0. Slicing is arithmetic and reads nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class Storage(Extent, frozen=True, kw_only=True, eq=False):
     """The store that has the file. Nothing is asked of it but whether it is the same object: two stores may use one key."""
 
     def moved(self, home: object) -> Storage:
-        """The same range, in a home that has the same file."""
+        """This range in another home, which has the same file."""
         return replace(self, home=home)
 
     @property
@@ -103,7 +100,7 @@ class Chunk(Value, frozen=True):
         return self.box.shape
 
     def over(self, storage: Storage) -> Chunk:
-        """The same box at the same place of another storage."""
+        """A chunk at the same place of another storage."""
         return Chunk(self.box, storage, self.offset, self.strides)
 
     def narrow(self, box: Box) -> Chunk:

@@ -26,22 +26,16 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 from holdfast.core.crc import Sums, crc32
 
 HASH = "xxh3-128/1MiB"
-PIECE_NBYTES = 1 << 20
-"""A cache full, which is what a thread has in its hands when it writes; a smaller one would be more calls for the same bytes."""
-
-HEAD_NBYTES = 64 << 10
-"""Enough that a step of an optimizer shows in it, and a fraction of a percent of a large tensor."""
-
+PIECE_NBYTES = 1 << 20  # A cache full, which a thread holds when it writes; smaller pieces would be more calls.
+HEAD_NBYTES = 64 << 10  # Enough that a step of an optimizer shows in it, and a fraction of a percent of a large tensor.
 Bytes = bytes | bytearray | memoryview
 
 
 class Hashed(NamedTuple):
     """The hash of some bytes, and their head. A tuple, since a hundred thousand of them are made several times in a save."""
 
-    hash: int | None
-    """None where only the head is known."""
-    head: int | None
-    """None where they are not more than a head."""
+    hash: int | None  # None where only the head is known.
+    head: int | None  # None where they are not more than a head.
 
 
 def head_bytes(data: Bytes) -> Hashed:

@@ -10,15 +10,11 @@ from collections.abc import Sequence
 
 from isal import isal_zlib
 
-KEPT_NBYTES = 5 << 10
-"""What is longer is summed without the interpreter lock (isal_zlibmodule.c, as CPython's zlib does it)."""
-
-SHORT_NBYTES = 64 << 10
-"""What takes about as long as a hand-over of that lock between threads."""
+KEPT_NBYTES = 5 << 10  # What is longer is summed without the interpreter lock (isal_zlibmodule.c, as CPython's zlib does it).
+SHORT_NBYTES = 64 << 10  # What takes about as long as a hand-over of that lock between threads.
 
 
-crc32 = isal_zlib.crc32
-"""The CRC-32 of a buffer (that of zip, gzip and PNG), continued from a second argument. Releases the interpreter lock."""
+crc32 = isal_zlib.crc32  # CRC-32 as in zip, continued from a second argument. Releases the interpreter lock.
 
 
 def crc32_each(pieces: Sequence[bytes | memoryview]) -> list[int]:
@@ -39,9 +35,7 @@ def _kept(piece: bytes | memoryview) -> int:
     return found
 
 
-def combine(first: int, second: int, nbytes: int) -> int:
-    """The CRC of two messages in a row, from their CRCs and the length of the second."""
-    return isal_zlib.crc32_combine(first, second, nbytes)
+combine = isal_zlib.crc32_combine  # The CRC of two messages in a row, from their CRCs and the length of the second.
 
 
 def rest_of(whole: int, first: int, nbytes: int) -> int:
@@ -76,7 +70,7 @@ def have_crcs(data: memoryview, begins: Sequence[int], ends: Sequence[int], crcs
 
 
 class Sums:
-    """The checksum of a message whose blocks come in any order, from any thread: each is noted by its place, and folded when asked.
+    """The checksum of a message whose blocks come in any order, from any thread: recorded by their places, folded at the end.
 
     >>> sums = Sums()
     >>> sums.add(4, memoryview(b"fast")) == crc32(b"fast"), sums.covers(8)

@@ -2,7 +2,7 @@
 
 A tensor is dense where it is one piece of one file, without gaps, in C order, little-endian, a whole number of bytes an element.
 Its elements stand for themselves: they are neither conjugated nor negated, and not on the meta device. Of such a tensor a start, a
-length and a checksum say all. Every other one is read by a plan (`engine/reads.py`), in the same call.
+length and a checksum say all.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from holdfast.core.value import Value
 class DenseRows(Value, frozen=True):
     """Dense tensors among some that are wanted, as columns of one length."""
 
-    numbers: Sequence[int]
-    """The number of each among those that are wanted."""
+    numbers: Sequence[int]  # The number of each among those that are wanted.
     dtypes: Sequence[AnyDType]
     shapes: Sequence[tuple[int, ...]]
     keys: Sequence[str]
-    files: Ints
-    """The file of each, as a position in `keys`."""
+    files: Ints  # The file of each, as a position in `keys`.
     starts: Ints
     nbytes: Ints
-    crcs: Ints
-    """CRC-32 of just these bytes as the file records it; `NO_CRC` where it does not."""
+    crcs: Ints  # CRC-32 of just these bytes as the file records it; `NO_CRC` where it does not.
 
     def __len__(self) -> int:
         return len(self.numbers)

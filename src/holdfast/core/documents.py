@@ -9,8 +9,8 @@ A `DocumentKind` says what a kind of them is. `write_document` makes the text of
    stands at a known distance from the end, so it is compared before anything is parsed: damage is not taken for another form.
 3. msgspec reads the text as the type of the kind. The proof that it read nothing else is that it writes the same text again:
    there is no double key, odd number or other spelling in it. So nearly every text is read, for nearly all are ours.
-4. Any other text is read by `core.strict_json`, which refuses what readers disagree about; its format and its version are looked
-   at, since another version has other fields; and then msgspec reads it. What does not fit is named, with its place.
+4. Any other text is read by `core.strict_json`, which refuses what readers disagree about; its format and version are checked, and
+   then msgspec reads it. What does not fit is named, with its place.
 5. A field that came with a later version is refused, and so is a version without the checksum that it has.
 """
 
@@ -35,8 +35,7 @@ D = TypeVar("D")
 
 UNLIMITED = 1 << 62
 
-TOGETHER = 4096
-"""Entries whose text is made at a time, of a field that may have a million."""
+TOGETHER = 4096  # Entries whose text is made at a time, of a field that may have a million.
 
 FAILURES = (ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 """What msgspec raises of a text or a value that is no document of ours."""

@@ -3,11 +3,6 @@
 A row says how many bits an element takes where it is stored, which numpy dtype holds it in memory (ml_dtypes supplies what
 numpy lacks), and what safetensors and torch call it. Elements narrower than a byte are packed on disk, lowest bits first, and
 take one byte each in numpy.
-
-    name           bits  numpy           safetensors  torch           torch storage class
-    float32        32    float32         F32          float32         FloatStorage
-    float4_e2m1fn  4     ml_dtypes       F4           (as the pair float4_e2m1fn_x2)
-    quint4x2       4     uint8           -            quint4x2        QUInt4x2Storage
 """
 
 from __future__ import annotations
@@ -188,8 +183,7 @@ class DTypes:
 
 DTYPES = DTypes(_rows())
 
-WIDEST_NBYTES = 16
-"""Bytes of the widest element, complex128: what begins at a multiple of it begins at an element of every dtype."""
+WIDEST_NBYTES = 16  # Bytes of the widest element, complex128: what begins at a multiple of it begins at an element of every dtype.
 
 
 def _by_name(name: str) -> DType:

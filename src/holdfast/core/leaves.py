@@ -54,24 +54,16 @@ DICTS = frozenset({dict, OrderedDict})
 CONTAINERS = DICTS | {list, tuple}
 INTEGER = frozenset({int})
 
-AGAIN = 100_000
-"""Of a state in memory: steps through containers with tensors that stand in several places, beyond the first of each."""
-
-FREE_STEPS = 10_000
-"""Such steps that are allowed however small a file is: the same few dicts under several keys."""
-
-HELD_NBYTES = 64
-"""What a child of a container takes in memory, at the least: its object, and the two references to it and its key."""
-
-SAMPLED = 16
-"""Values of a container that stand for all of them."""
+AGAIN = 100_000  # Of a state in memory: steps through containers that stand in several places, beyond the first of each.
+FREE_STEPS = 10_000  # Such steps that are allowed however small a file is: the same few dicts under several keys.
+HELD_NBYTES = 64  # What a child of a container takes in memory, at the least: its object, and the two references to it and its key.
+SAMPLED = 16  # Values of a container that stand for all of them.
 
 Convert = Callable[[object, Path], object]
 """From a leaf to a lazy tensor, a composite, or whatever is to be kept of it. Raises `Unsupported` where it cannot be kept."""
 
 
-Sort = tuple[type, frozenset[type], frozenset[type]]
-"""Of a container: its type, the types of its keys, and those of its values."""
+Sort = tuple[type, frozenset[type], frozenset[type]]  # Of a container: its type, the types of its keys, and those of its values.
 
 Form = tuple[bool, bool, bool, bool, bool, bool]
 """Of containers of one sort: whether all keys are texts; whether some are neither texts nor integers; whether there are plain
@@ -113,27 +105,18 @@ class Leaves:
         self.names: list[str] = []
         self.values: list[object] = []
         """The tensor of each name: as it stands in the state, or the lazy tensor that was made of a leaf of another type."""
-        self.beyond = False
-        """Whether there is anything but tensors in dicts of texts."""
+        self.beyond = False  # Whether there is anything but tensors in dicts of texts.
         self.nested = False
-        self.alone = False
-        """Whether the state is one tensor, with nothing around it."""
+        self.alone = False  # Whether the state is one tensor, with nothing around it.
         self.marked = False
         """Whether a tensor is more than its elements: a Parameter, one that wants a gradient. Said by whoever has asked."""
-        self.converted: dict[int, tuple[object, object]] = {}
-        """By identity: leaves of other types, and what was made of them."""
-        self.odd: dict[int, LazyTensor] = {}
-        """By identity: the lazy tensors of those whose rows are odd."""
-        self.places: list[tuple[str, object]] = []
-        """Those that became tensors, with their names."""
-        self.problems: list[str] = []
-        """What stands in the way of a save, by its path."""
-        self.paths: dict[int, Path] = {}
-        """Of the tensors of these numbers, where they were asked for."""
-        self.doubled: list[tuple[int, str]] = []
-        """Tensors whose names got a number, and what these were before."""
-        self.left_out = 0
-        """References to containers that were gone through too often already."""
+        self.converted: dict[int, tuple[object, object]] = {}  # By identity: leaves of other types, and what was made of them.
+        self.odd: dict[int, LazyTensor] = {}  # By identity: the lazy tensors of those whose rows are odd.
+        self.places: list[tuple[str, object]] = []  # Those that became tensors, with their names.
+        self.problems: list[str] = []  # What stands in the way of a save, by its path.
+        self.paths: dict[int, Path] = {}  # Of the tensors of these numbers, where they were asked for.
+        self.doubled: list[tuple[int, str]] = []  # Tensors whose names got a number, and what these were before.
+        self.left_out = 0  # References to containers that were gone through too often already.
         self._convert = convert
         self._like: dict[tuple[type, frozenset[type], frozenset[type]], object] = {}
 
@@ -168,7 +151,7 @@ class Leaves:
         self.names, self.values, self.nested = [*names, *self.names[done:]], [*values, *self.values[done:]], True
 
     def over(self, table: Table) -> Leaves:
-        """These leaves as rows of another table, which has a row for each of them, in their order."""
+        """The leaves as rows of another table, which has a row for each of them, in their order."""
         made = copy.copy(self)
         wholes = [(key, value, one) for key, (value, one) in self.converted.items() if isinstance(one, Composite)]
         if wholes:
@@ -209,19 +192,16 @@ class Leaves:
         names, values, forms = self.names, self.values, dict[Sort, Form]()
         spare, characters, room = policy.again, 0, FREE_CHARACTERS
         is_tensor = kinds.__contains__
-        walked: dict[int, bool] = {}
-        """Containers, and whether there may be tensors in them."""
+        walked: dict[int, bool] = {}  # Containers, and whether there may be tensors in them.
         on_path: set[int] = set()
         pending: list[tuple[Iterator[tuple[str | int, object]], str | None, object, Sequence[int], int]] = []
         """Containers that are entered: what is left around each, what names around it begin with, itself, the identities of what it
         is stored in, and how much was found before it."""
         level = 0
-        passed = 0
-        """Containers that were passed over, and may have tensors in them."""
+        passed = 0  # Containers that were passed over, and may have tensors in them.
         path: list[str | int] = []
         inside: Iterator[tuple[str | int, Any]] = iter([("", state)])
-        prefix: str | None = ""
-        """What names in the container at work begin with; None where nobody asked for it yet."""
+        prefix: str | None = ""  # What names in the container at work begin with; None where nobody asked for it yet.
         owners: Sequence[int]
         keys: Any
         content: Any
@@ -279,7 +259,9 @@ class Leaves:
                         passed += 1
                         continue
                 if level >= depth:
-                    self._refuse_depth((*path, key), policy)
+                    if not refuses:
+                        raise LimitExceeded(f"the state nests deeper than Limits(depth={depth})", expected=depth, found=depth + 1)
+                    self.problems.append(f"{dotted((*path, key)[:4])}…: nested deeper than Limits(depth={depth})")
                     continue
                 sort = kind, INTEGER if type(keys) is range else frozenset(map(type, keys)), frozenset(map(type, content))
                 if sort not in forms:
@@ -358,12 +340,6 @@ class Leaves:
 
     def _problem(self, path: Path, what: str) -> None:
         self.problems.append(f"{dotted(path) or 'the state'}: {what}")
-
-    def _refuse_depth(self, path: Path, policy: Policy) -> None:
-        depth = policy.depth
-        if not policy.refuses:
-            raise LimitExceeded(f"the state nests deeper than Limits(depth={depth})", expected=depth, found=depth + 1)
-        self.problems.append(f"{dotted(path[:4])}…: nested deeper than Limits(depth={depth})")
 
     def _leaf(self, value: object, name: str, path: Path) -> None:
         found = self.converted.get(id(value))

@@ -26,10 +26,8 @@ class Matched(Value, frozen=True):
 
     source: list[int]
     target: list[int]
-    missing: list[int]
-    """Rows of the target whose name the source does not have."""
-    refused: dict[int, str]
-    """Rows of the target that cannot have what the source has under their name, each with the reason."""
+    missing: list[int]  # Rows of the target whose name the source does not have.
+    refused: dict[int, str]  # Rows of the target that cannot have what the source has under their name, each with the reason.
 
 
 class Met(Value, frozen=True):

@@ -51,8 +51,8 @@ def text(value: str, limit: int = LONGEST) -> str:
 
 
 def card(title: str, facts: Iterable[tuple[str, str]], *, tables: Iterable[str] = ()) -> str:
-    told = " · ".join(f'<span style="{FAINT}">{text(label)}</span> {text(value)}' for label, value in facts)
-    return f'<div style="margin:.4em 0"><div><strong>{text(title, 200)}</strong></div><div>{told}</div>{"".join(tables)}</div>'
+    line = " · ".join(f'<span style="{FAINT}">{text(label)}</span> {text(value)}' for label, value in facts)
+    return f'<div style="margin:.4em 0"><div><strong>{text(title, 200)}</strong></div><div>{line}</div>{"".join(tables)}</div>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], total: int) -> str:

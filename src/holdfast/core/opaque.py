@@ -55,18 +55,12 @@ class Opaque:
         self, what: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None, *, state: object = None,
         items: list[object] | None = None, entries: list[tuple[object, object]] | None = None,
     ) -> None:  # fmt: skip
-        self.what = what
-        """The callable or class: a `Global`, or another `Opaque` when the pickle computed it."""
-        self.args = args
-        """Positional arguments of the call or of `__new__`."""
-        self.kwargs = kwargs
-        """Keyword arguments (NEWOBJ_EX), if there were any."""
-        self.state = state
-        """What `__setstate__` would have received, or what would have become `__dict__`."""
-        self.items: list[object] = [] if items is None else items
-        """Elements that would have been appended or added."""
-        self.entries: list[tuple[object, object]] = [] if entries is None else entries
-        """Key/value pairs that would have been set."""
+        self.what = what  # The callable or class: a `Global`, or another `Opaque` when the pickle computed it.
+        self.args = args  # Positional arguments of the call or of `__new__`.
+        self.kwargs = kwargs  # Keyword arguments (NEWOBJ_EX), if there were any.
+        self.state = state  # What `__setstate__` would have received, or what would have become `__dict__`.
+        self.items: list[object] = [] if items is None else items  # Elements that would have been appended or added.
+        self.entries: list[tuple[object, object]] = [] if entries is None else entries  # Key/value pairs that would have been set.
 
     @property
     def module(self) -> str:

@@ -10,8 +10,6 @@ A verb names its record in its signature. From the record come `inspect.signatur
 `--help` of the command (cli/options.py), and the page of the reference. A verb sees every option of its record, checked, with the
 default where nothing was given; None stands for the default as well. Records of the layers below (`Edits`, `Writing`, `Selection`)
 are filled from it by the names of their fields (`pick`).
-
-To add an option: a line in a record, and the code that does it.
 """
 
 # No `from __future__ import annotations`: the annotations are data.
@@ -49,19 +47,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-MAX_MEMORY = "1GiB"
-"""What verbs keep to that make a checkpoint of a checkpoint, unless told otherwise."""
-
-DEADLINE = 60.0
-"""After so many seconds without a sign of life, a rank is lost."""
-
+MAX_MEMORY = "1GiB"  # What verbs keep to that make a checkpoint of a checkpoint, unless told otherwise.
+DEADLINE = 60.0  # After so many seconds without a sign of life, a rank is lost.
 DIGESTS = ("xxh3-128", "sha256")
 
-Progress = Callable[[int], None]
-"""Called with how many bytes more are done."""
-
-CopyConfig = bool | str | os.PathLike[str]
-"""Whether config and tokenizer come along, or the folder that they are taken from."""
+Progress = Callable[[int], None]  # Called with how many bytes more are done.
+CopyConfig = bool | str | os.PathLike[str]  # Whether config and tokenizer come along, or the folder that they are taken from.
 
 
 class Option(NamedTuple):
@@ -283,8 +274,7 @@ OTHERS: dict[str, Reader] = {
     "sample": share,
 }
 
-SELF = frozenset({"max_memory"})
-"""Where None is no word for the default: no budget at all."""
+SELF = frozenset({"max_memory"})  # Where None is no word for the default: no budget at all.
 
 
 OF_STATES: Mapping[str, object] = {"read_back": False, "max_memory": None}

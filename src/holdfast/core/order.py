@@ -14,9 +14,7 @@ T = TypeVar("T")
 
 DIGITS = re.compile("([0-9]+)")
 
-LEVELS = 32
-"""Parts of a name that are looked at one by one. A hostile one may have a million."""
-
+LEVELS = 32  # Parts of a name that are looked at one by one. A hostile one may have a million.
 Number = tuple[int, str]
 
 

@@ -28,11 +28,8 @@ from holdfast.errors import BadArgument
 
 Renames = Sequence[tuple[str, str]]
 
-MOST = 10_000
-"""Globs that the braces of one may stand for."""
-
-DIGITS = 18
-"""Of a number in braces: what 64 bits are sure to hold."""
+MOST = 10_000  # Globs that the braces of one may stand for.
+DIGITS = 18  # Of a number in braces: what 64 bits are sure to hold.
 
 TOKEN = re.compile(
     r"(?P<star>\*+)|(?P<one>\?)|\[(?P<set>!?+\]?+[^\]]*)\]|\{(?P<low>[0-9]+)\.\.(?P<high>[0-9]+)\}"
@@ -54,12 +51,10 @@ class Atom(NamedTuple):
     regex: str
     least: int
     most: int
-    text: str | None = None
-    """What it is, if it is nothing else."""
+    text: str | None = None  # What it is, if it is nothing else.
 
 
-Alternative = tuple[Atom | None, ...]
-"""A glob without braces; None is a star."""
+Alternative = tuple[Atom | None, ...]  # A glob without braces; None is a star.
 
 
 class Piece:
@@ -119,7 +114,7 @@ class Starred:
         return (name[start:stop], *reversed(found))
 
     def each_stood_for(self, names: Sequence[str]) -> list[tuple[str, ...] | None]:
-        """The same of each name; where one star stands between two texts, names are only cut and compared."""
+        """`stood_for` of each name. Where one star stands between two texts, names are only cut and compared."""
         first, last = self._first.text, self._last.text
         if self._between or first is None or last is None:
             return [*map(self.stood_for, names)]
@@ -172,7 +167,7 @@ class Glob:
         return () if name in self._texts or any(piece.fits(name) for piece in self._plain) else None
 
     def each_stood_for(self, names: Sequence[str]) -> list[tuple[str, ...] | None]:
-        """The same of each name.
+        """`stood_for` of each name.
 
         >>> Glob("a.*").each_stood_for(["a.b", "b.a"])
         [('b',), None]
@@ -220,7 +215,7 @@ def meant(patterns: Iterable[str], names: Sequence[str]) -> list[bool]:
 
 
 def renamed(renames: Renames, names: Sequence[str]) -> list[str]:
-    """What becomes of each name, as by `renamer`.
+    """Rename each name, as by `renamer`.
 
     >>> renamed([("model.*", "*"), ("b", "c")], ["model.a", "b.w"])
     ['a', 'c.w']
@@ -243,7 +238,7 @@ def renamed(renames: Renames, names: Sequence[str]) -> list[str]:
 
 
 def renamer(renames: Renames) -> Callable[[str], str]:
-    """What becomes of a name.
+    """A function that renames a name.
 
     >>> renamer([("model.*", "*"), ("*.w", "*.weight")])("model.a.w")
     'a.w'

@@ -21,8 +21,7 @@ REPLICATE = "replicate"
 
 
 DATA_AXES = frozenset({"dp", "fsdp", "dp_shard", "data", "shard"})
-TENSOR_AXES = frozenset({"tp", "tensor", "model"})
-"""What meshes call the axes whose cut is known."""
+TENSOR_AXES = frozenset({"tp", "tensor", "model"})  # What meshes call the axes whose cut is known.
 
 BY_ROWS = frozenset({
     "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "wq", "wk", "wv",

@@ -10,7 +10,7 @@ Whoever opens a file types `print(ckpt.tree)` first, so such a tree is refused w
    each other are written along every path from one to the next. These paths are followed one by one, from each such container on,
    as long as an allowance of steps lasts.
 
-Characters are estimated: a text has its length and no escapes, a number is short. What is printed may be a few times as much.
+Characters are estimated; what is printed may be a few times as much.
 """
 
 from __future__ import annotations
@@ -31,25 +31,15 @@ from holdfast.core.text import clip, escape
 from holdfast.core.tree import Way, name_at
 from holdfast.errors import LimitExceeded
 
-SMALL = 4
-"""A number or a pair of brackets; or what stands between two values."""
-
-RECORD = 48
-"""What is written of an object, a tensor or an array besides names and elements."""
-
+SMALL = 4  # A number or a pair of brackets; or what stands between two values.
+RECORD = 48  # What is written of an object, a tensor or an array besides names and elements.
 NUMBERS = frozenset({int, float, bool, complex, type(None)})
 
-ALIKE = NUMBERS | {str, LazyTensor}
-"""Values of these types are counted together, all that are in one container."""
-
+ALIKE = NUMBERS | {str, LazyTensor}  # Values of these types are counted together, all that are in one container.
 CONTAINERS = (dict, list, tuple, set, frozenset)
 
-WHOLE, EDGES = 1000, 6
-"""numpy writes arrays of up to so many elements; of larger ones so many of every dimension."""
-
-STEP_CHARACTERS = 256
-"""For so many characters that are allowed, one step along containers that contain each other is followed."""
-
+WHOLE, EDGES = 1000, 6  # numpy writes arrays of up to so many elements; of larger ones so many of every dimension.
+STEP_CHARACTERS = 256  # For so many characters that are allowed, one step along containers that contain each other is followed.
 PLACE_CHARACTERS = 200
 
 Children = Iterable[tuple[object, object]]
@@ -58,19 +48,9 @@ Children = Iterable[tuple[object, object]]
 class Counted(Struct):
     owner: object
     link: Way
-    size: int
+    size: int  # Without those children that lead to a cycle.
     children: Iterator[tuple[object, object]]
-    around: list[int] = field(default_factory=list)
-    """Children from which a cycle is reached."""
-
-
-class Cyclic(Struct):
-    """A container from which a cycle is reached."""
-
-    link: Way
-    size: int
-    """Without those children that lead to one."""
-    around: list[int]
+    around: list[int] = field(default_factory=list)  # Children from which a cycle is reached.
 
 
 def check_printable(tree: object, limits: Limits) -> None:
@@ -89,7 +69,7 @@ class Sizes:
         self._most = most
         self._entered: set[int] = set()
         self._known: dict[int, int] = {}
-        self._cyclic: dict[int, Cyclic] = {}
+        self._cyclic: dict[int, Counted] = {}  # Containers from which a cycle is reached.
         self.apart: list[tuple[object, Way]] = []
         """What is handed out by something that does not write it out, and is still to be counted."""
 
@@ -123,7 +103,7 @@ class Sizes:
                 top = levels[-1]
                 self._check(done.size, done.link)
                 if done.around:
-                    self._cyclic[id(done.owner)] = Cyclic(done.link, done.size, done.around)
+                    self._cyclic[id(done.owner)] = done
                     top.around.append(id(done.owner))
                 else:
                     known[id(done.owner)] = done.size

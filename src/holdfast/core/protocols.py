@@ -166,8 +166,7 @@ def by_source(requests: Iterable[Request]) -> dict[Source, list[Request]]:
     return found
 
 
-Content = bytes
-"""In the class below `bytes` is a method."""
+Content = bytes  # In the class below `bytes` is a method.
 
 
 class Source(Protocol):
@@ -196,7 +195,7 @@ class Source(Protocol):
         """A small range, for headers and pickles: at once, on this thread. Raises `Truncated` past the end."""
 
     def first(self, key: str, nbytes: int) -> Content:
-        """The first bytes of a file, up to so many: what formats are told by, one after the other."""
+        """The first bytes of a file, up to so many: formats are recognised by them."""
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request, in parallel; the first failure cancels the rest and is raised."""
@@ -259,12 +258,8 @@ class Description(Value, frozen=True):
 class State(Value, frozen=True):
     """What is to be saved, made by `saving.state.tabulate_state`."""
 
-    tree: object
-    """The nested state: the caller's own containers, and in them what `leaves` knows as tensors."""
-    tensors: Table
-    """Every tensor under its dotted name, a row each. Two rows with one storage are aliases."""
+    tree: object  # The nested state: the caller's own containers, and in them what `leaves` knows as tensors.
+    tensors: Table  # Every tensor under its dotted name, a row each. Two rows with one storage are aliases.
     leaves: Leaves
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Text to be kept with it (safetensors `__metadata__`)."""
-    notes: tuple[str, ...] = ()
-    """What the tensors of the caller are, and no format is told of."""
+    metadata: Mapping[str, str] = field(default_factory=dict)  # Text to be kept with it (safetensors `__metadata__`).
+    notes: tuple[str, ...] = ()  # Facts about the caller's tensors that no format records.

@@ -1,9 +1,5 @@
 """Numbers as people give them: bytes, counts and seconds; as numbers of any kind, or as text with a unit.
 
-    byte_count("4GB")   byte_count(1e9)   byte_count("500 MiB")        a size
-    whole_number(np.int64(8))                                          a count
-    seconds("5min")     seconds(timedelta(minutes=5))                  a duration
-
 True is no number here, although Python counts it as one: whoever passes it meant something else.
 """
 
@@ -12,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from contextlib import suppress
 from datetime import timedelta
 from typing import SupportsFloat, SupportsIndex
 
@@ -107,11 +104,8 @@ def share(value: object, name: str = "a share") -> float:
             found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1) if text.isascii() else None
         except ValueError:
             found = None
-    elif isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, bool):
-        try:
-            found = float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            found = None
+    else:
+        found = number(value)
     if found is None:
         raise BadArgumentType(f"{name} takes a share (0.01 or '1%'), not {shown(value)}", found=value)
     if not 0 < found <= 1:
@@ -125,21 +119,24 @@ def seconds(value: object, name: str = "a duration") -> float:
     >>> seconds(60), seconds("5 min"), seconds(timedelta(seconds=2))
     (60.0, 300.0, 2.0)
     """
-    found: float | None = None
     if isinstance(value, timedelta):
-        found = value.total_seconds()
-    elif isinstance(value, str):
-        found = _amount(value, SECONDS)
-    elif isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, bool):
-        try:
-            found = float(value)
-        except (TypeError, ValueError, OverflowError):
-            found = None
+        found: float | None = value.total_seconds()
+    else:
+        found = _amount(value, SECONDS) if isinstance(value, str) else number(value)
     if found is None:
         raise BadArgumentType(f"{name} takes seconds (60, '90s' or '5min'), not {shown(value)}", found=value)
     if not found > 0:
         raise BadArgument(f"{name} takes a time that is longer than none, not {shown(value)}", found=value)
     return found
+
+
+def number(value: object) -> float | None:
+    """A number of any kind as a float; None for anything else, and for True and False."""
+    if isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, bool):
+        # A tensor of several numbers says that it has no float, each library in its own way.
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            return float(value)
+    return None
 
 
 def _whole(value: object) -> int | None:

@@ -32,8 +32,7 @@ View = tuple[DType, tuple[int, ...], tuple[Chunk, ...], bool, bool]
 """What all names of one and the same view have in common, and no other view: dtype, shape, chunks, and whether the elements are the
 conjugates or the negatives of what is stored."""
 
-Span = tuple[int, int, T]
-"""The first byte of something, the byte after its last one, and what it is."""
+Span = tuple[int, int, T]  # The first byte of something, the byte after its last one, and what it is.
 
 
 def identity(tensor: LazyTensor, *, stored_alias: bool = False) -> View:
@@ -54,18 +53,12 @@ def several(keys: Sequence[K], values: Sequence[T]) -> dict[K, list[T]]:
 class SharedRows(Value, frozen=True, eq=False):
     """Rows of tables that have bytes, with the storages that they lie in."""
 
-    rows: Sequence[int]
-    """Positions, ascending; those of one table behind those of the table before."""
-    storage: Sequence[int]
-    """The number of the storage of each; of a row in several storages, a number for all of them together."""
-    view: Sequence[int]
-    """Rows with one number are the same elements of the same bytes."""
-    nbytes: Mapping[int, int]
-    """By the number of a storage."""
-    parts: Mapping[int, tuple[int, ...]]
-    """Of numbers that stand for several storages, the numbers of these."""
-    stored_aliases: bool
-    """Whether copies count as the views that they were before they were saved."""
+    rows: Sequence[int]  # Positions, ascending; those of one table behind those of the table before.
+    storage: Sequence[int]  # The number of the storage of each; of a row in several storages, a number for all of them together.
+    view: Sequence[int]  # Rows with one number are the same elements of the same bytes.
+    nbytes: Mapping[int, int]  # By the number of a storage.
+    parts: Mapping[int, tuple[int, ...]]  # Of numbers that stand for several storages, the numbers of these.
+    stored_aliases: bool  # Whether copies count as the views that they were before they were saved.
 
     def ties(self) -> dict[int, int]:
         """Rows that are the same view as an earlier row, in order, each with the first such row."""

@@ -27,40 +27,26 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded
 
-BLOCK_NBYTES = 1 << 18
-"""Bytes that the depth count looks at in one go: its masks stay in the cache, whatever the document's size."""
+BLOCK_NBYTES = 1 << 18  # Bytes that the depth count looks at in one go: its masks stay in the cache, whatever the document's size.
 
 CONTAINER_NBYTES = 10
 """Fewest bytes of text for each list or object. The densest that is honest is a sharding note, with 13 for each
 (`"w":{"saved_offsets":[0]},`); `[],[],[],…` has 3, and would take 27 times its length in memory."""
 
-FREE_CONTAINERS = 1000
-"""Lists and objects that a document may have however short it is."""
+FREE_CONTAINERS = 1000  # Lists and objects that a document may have however short it is.
+NO_BRACKETS = bytes(sorted({*range(256)} - {*b'[]{}"'}))  # What neither opens nor closes a list, an object or a text.
 
-NO_BRACKETS = bytes(sorted({*range(256)} - {*b'[]{}"'}))
-"""What neither opens nor closes a list, an object or a text."""
-
-FREE_BRACKETS = 64
-"""So many brackets can neither nest too deeply nor be too many, whether they stand in strings or not: nothing more is counted."""
-
-SPACES = b" \t\n\r"
-"""What may stand between values. Inside of texts it is deleted in both documents that are compared."""
-
-INTEGER_DIGITS = 20
-"""Digits (and sign) of the longest 64-bit integer. Longer ones take quadratic time to parse and fit no tensor."""
-
+FREE_BRACKETS = 64  # So few brackets can neither nest too deeply nor be too many: they are not looked at.
+SPACES = b" \t\n\r"  # What may stand between values. Inside of texts it is deleted in both documents that are compared.
+INTEGER_DIGITS = 20  # Digits (and sign) of the longest 64-bit integer. Longer ones take quadratic time to parse and fit no tensor.
 ANY_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 
-LONG_NUMBER = b"0" * INTEGER_DIGITS
-"""Digits, by `ANY_DIGIT`, that may be those of a longer one."""
-
+LONG_NUMBER = b"0" * INTEGER_DIGITS  # Digits, by `ANY_DIGIT`, that may be those of a longer one.
 SHOWN = 80
 
-PLAIN_STEP = re.compile(r"[A-Za-z0-9_./:\-]{1,200}\Z")
-"""Keys that can stand in a pointer as they are; all others are quoted."""
+PLAIN_STEP = re.compile(r"[A-Za-z0-9_./:\-]{1,200}\Z")  # Keys that can stand in a pointer as they are; all others are quoted.
 
-Steps = tuple["Steps", str | int] | None
-"""Where a value is, innermost step last, as a linked list: a step costs the same at any depth."""
+Steps = tuple["Steps", str | int] | None  # The way to a value, innermost step last, as a linked list.
 
 
 class Flaw(Value, frozen=True):

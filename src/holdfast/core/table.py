@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -129,8 +129,7 @@ class StorageMoved(Exception):
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
-        self.at = at
-        """Which of the storages that were to be read."""
+        self.at = at  # Which of the storages that were to be read.
 
 
 class MemoryBytes(Protocol):
@@ -172,8 +171,7 @@ class Storages(MemoryBytes, Protocol):
 class FilePlace(Value, frozen=True, eq=False):
     source: Source
     key: str
-    home: object
-    """The store that has it, as `Storage.home`."""
+    home: object  # The store that has it, as `Storage.home`.
 
 
 Column = Sequence[int] | Ints
@@ -220,52 +218,37 @@ class Table(Mapping[str, LazyTensor]):
         odd: Mapping[int, LazyTensor], *, offsets: Mapping[int, int] = NO_OFFSETS, views: Sequence[LazyTensor] | None = None,
     ) -> None:  # fmt: skip
         """`views` are the rows as lazy tensors, where they are there already: the leaves of a tree."""
-        self.names, self.kinds, self.kind = names, kinds, kind
-        """`kind` of each row is a position in `kinds`."""
-        self.storage, self.storages = storage, storages
-        """`storage` of each row is a number in `storages`; `ODD` for an odd row."""
+        self.names, self.kinds, self.kind = names, kinds, kind  # `kind` of each row is a position in `kinds`.
+        self.storage, self.storages = storage, storages  # `storage` of each row is a number in `storages`; `ODD` for an odd row.
         self.odd = odd
         self.offsets = offsets
         """By row, the bit of its storage where the first element lies; of those that do not begin with their storage."""
-        self._rows: dict[str, int] | None = None
         self._asked = False
-        self._apart: dict[int, None] | None = None
-        self._kind_numbers: Ints | None = None
-        self._single: dict[int, None] | None = None
         self._views = views
 
     @property
     def stores(self) -> tuple[Store, ...]:
         return tuple(dict.fromkeys((*self.storages.stores, *(tensor.source.store for tensor in self.odd.values()))))
 
-    @property
+    @cached_property
     def rows(self) -> Mapping[str, int]:
-        if self._rows is None:
-            self._rows = dict(zip(self.names, range(len(self.names)), strict=True))
-        return self._rows
+        return dict(zip(self.names, range(len(self.names)), strict=True))
 
-    @property
+    @cached_property
     def kind_numbers(self) -> Ints:
-        if self._kind_numbers is None:
-            self._kind_numbers = np.array(self.kind, np.int64)
-        return self._kind_numbers
+        return np.array(self.kind, np.int64)
 
-    @property
+    @cached_property
     def apart(self) -> Mapping[int, None]:
         """Rows that are not all bytes of a storage, in order: views and odd ones."""
-        if self._apart is None:
-            self._apart = self._rows_not({number for number, kind in enumerate(self.kinds) if not kind.whole})
-        return self._apart
+        return self._rows_not({number for number, kind in enumerate(self.kinds) if not kind.whole})
 
-    @property
+    @cached_property
     def single(self) -> Mapping[int, None]:
         """Rows that are read by themselves, in order, by their lazy tensors (`view`): odd ones, and views that are no range of
         bytes of a storage, or of one that is not read in parts."""
-        if self._single is None:
-            parts = self.storages.divisible
-            kinds = enumerate(self.kinds)
-            self._single = self._rows_not({number for number, kind in kinds if not (kind.whole or (parts and kind.dense))})
-        return self._single
+        parts, kinds = self.storages.divisible, enumerate(self.kinds)
+        return self._rows_not({number for number, kind in kinds if not (kind.whole or (parts and kind.dense))})
 
     def _rows_not(self, kinds: set[int]) -> dict[int, None]:
         odd = self.odd
@@ -282,7 +265,7 @@ class Table(Mapping[str, LazyTensor]):
         return self.offsets.get(row, 0)
 
     def located(self, rows: Sequence[int]) -> Table:
-        """These rows where they are about to be read: a format that has to ask its files where they lie asks for all at once."""
+        """A table for rows that are about to be read: a format that has to ask its files where they lie asks for all at once."""
         return self
 
     def recorded_crcs(self) -> dict[int, int]:
@@ -352,7 +335,7 @@ class Table(Mapping[str, LazyTensor]):
         return Table(self.names, kinds, kind, self.storage, self.storages, self.odd, offsets=self.offsets)
 
     def with_entries(self, rows: Sequence[int], entries: Mapping[int, Mapping[str, LazyTensor]]) -> Table:
-        """These rows, with other entries in the place of some of them."""
+        """A table of these rows, with other entries in the place of some of them."""
         names: list[str] = []
         kinds, odd, offsets = [*self.kinds], dict[int, LazyTensor](), dict[int, int]()
         kind: list[int] = []

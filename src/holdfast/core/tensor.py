@@ -109,8 +109,7 @@ FileRange = tuple[str, int, int, int]
 
 NO_CRC = -1
 
-BEYOND = 1 << 61
-"""No file reaches so far. What claims to is left to arithmetic that does not overflow."""
+BEYOND = 1 << 61  # No file reaches so far. What claims to is left to arithmetic that does not overflow.
 
 
 class Position(Protocol):
@@ -174,8 +173,7 @@ class TensorFields(Value, frozen=True, eq=False):
     chunks: tuple[Chunk, ...]
     source: Source
     traits: Traits = PLAIN
-    position: Position | None = None
-    """Where it lies, where its one chunk is made when somebody asks for it."""
+    position: Position | None = None  # Where it lies, where its one chunk is made when somebody asks for it.
 
 
 _CHUNKS: MemberDescriptorType = vars(TensorFields)["chunks"]
@@ -466,14 +464,9 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
 # Slices. A program that gathers rows takes ten thousand of them, and each is an offset that moved. So an index is a list of plain
 # tuples, and dimensions behind those that it names are not looked at.
 
-Pick = tuple[int, int, int]
-"""What is taken of a dimension: the first coordinate, the step to the next, and how many."""
-
-TAKEN = -1
-"""In the place of their number: one, and the dimension goes."""
-
-NEW_AXIS: Pick = (0, 0, 1)
-"""A dimension of length 1 that the tensor does not have. No dimension that is there has a step of 0."""
+Pick = tuple[int, int, int]  # What is taken of a dimension: the first coordinate, the step to the next, and how many.
+TAKEN = -1  # In the place of their number: one, and the dimension goes.
+NEW_AXIS: Pick = (0, 0, 1)  # A dimension of length 1 that the tensor does not have. No dimension that is there has a step of 0.
 
 Slice = tuple[tuple[int, ...], int, tuple[int, ...], list[Pick]]
 """Its shape; where it begins and its strides, of a tensor in one piece; and what it takes of the dimensions."""
@@ -493,7 +486,9 @@ def sliced(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], index:
     """
     parts = index if type(index) is tuple else (index,)
     if len(parts) > len(shape):
-        _refuse_many(parts, len(shape))
+        used = sum(1 for part in parts if part is not None and part is not Ellipsis)
+        if used > len(shape):
+            raise BadIndex(f"too many indices: the tensor has {len(shape)} dimensions, but {used} were indexed")
     picks: list[Pick] = []
     left: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
@@ -518,12 +513,6 @@ def sliced(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], index:
         picks.append(pick)
         dim += 1
     return (*left, *shape[dim:]), offset, (*steps, *strides[dim:]), picks
-
-
-def _refuse_many(parts: Sequence[object], rank: int) -> None:
-    used = sum(1 for part in parts if part is not None and part is not Ellipsis)
-    if used > rank:
-        raise BadIndex(f"too many indices: the tensor has {rank} dimensions, but {used} were indexed")
 
 
 def _pick(part: object, length: int, dim: int) -> Pick:

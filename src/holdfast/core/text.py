@@ -11,8 +11,7 @@ import re
 INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Characters that Unicode calls printable and that take no room: the default-ignorable ones of categories L and M."""
 
-LABEL_LIMIT = 200
-"""Characters of one name on a line. Real ones stay below 120; a hostile one may have millions."""
+LABEL_LIMIT = 200  # Characters of one name on a line. Real ones stay below 120; a hostile one may have millions.
 
 
 def escape(text: str) -> str:
@@ -23,15 +22,7 @@ def escape(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if c.isprintable() and not INVISIBLE.match(c) else _written_out(c) for c in text)
-
-
-def _written_out(char: str) -> str:
-    known = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
-    code = ord(char)
-    if char in known:
-        return known[char]
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return "".join(c if c.isprintable() and not INVISIBLE.match(c) else c.encode("unicode_escape").decode() for c in text)
 
 
 def clip(text: str, limit: int = LABEL_LIMIT) -> str:

@@ -89,11 +89,8 @@ def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 
-PRIME = (1 << 31) - 1
-"""Products of two residues fit 64 bits."""
-
-TRIALS = 3
-"""(64 / 2^31)^3 is one in 10^22."""
+PRIME = (1 << 31) - 1  # Products of two residues fit 64 bits.
+TRIALS = 3  # (64 / 2^31)^3 is one in 10^22.
 
 
 def tiles(whole: Box, parts: Iterable[Box]) -> bool:
@@ -141,7 +138,8 @@ def _weights_agree(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     for d, n in enumerate(size):
         coordinates = np.concatenate(([0, n], starts[:, d], stops[:, d]))
         distinct, numbers = np.unique(coordinates, return_inverse=True)
-        values = _random(TRIALS, len(distinct))[:, numbers.reshape(-1)]
+        raw = np.frombuffer(urandom(8 * TRIALS * len(distinct)), np.uint64) % np.uint64(PRIME)
+        values = raw.reshape(TRIALS, -1)[:, numbers.reshape(-1)]
         count = len(boxes)
         whole = whole * _minus(values[:, 1], values[:, 0]) % PRIME
         weights = weights * _minus(values[:, 2 + count :], values[:, 2 : 2 + count]) % PRIME
@@ -150,8 +148,3 @@ def _weights_agree(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
 
 def _minus(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return (a + np.uint64(PRIME) - b) % np.uint64(PRIME)
-
-
-def _random(rows: int, columns: int) -> npt.NDArray[np.uint64]:
-    raw = np.frombuffer(urandom(8 * rows * columns), np.uint64)
-    return (raw % np.uint64(PRIME)).reshape(rows, columns)

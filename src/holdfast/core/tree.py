@@ -24,21 +24,12 @@ from holdfast.errors import LimitExceeded
 Path = tuple[str | int, ...]
 R = TypeVar("R")
 
-NAME_CHARACTERS_A_BYTE = 16
-"""Characters of names for each stored byte. A key is stored once and stands in the name of everything below it."""
+NAME_CHARACTERS_A_BYTE = 16  # Characters of names for each stored byte: a key is stored once and stands in many names.
+FREE_CHARACTERS = 4 << 20  # Characters of names that are allowed however small the file.
+KEY_CHARACTERS = 64  # Of a key that is neither text nor an integer, where it stands in a path.
 
-FREE_CHARACTERS = 4 << 20
-"""Characters of names that are allowed however small the file."""
-
-KEY_CHARACTERS = 64
-"""Of a key that is neither text nor an integer, where it stands in a path."""
-
-MOST_LEAVES = 4_000_000
-"""Places in a tree that are looked at one by one; containers that stand in several places count several times."""
-
-MOST_CALLS = 100_000
-"""Levels of states that are gone through together. What is deeper contains itself."""
-
+MOST_LEAVES = 4_000_000  # Places in a tree that are looked at one by one; shared containers count several times.
+MOST_CALLS = 100_000  # Levels of states that are gone through together. What is deeper contains itself.
 TOO_OFTEN = "this state refers to the same containers too often to be gone through leaf by leaf"
 
 LONE_TENSOR_NAME = "tensor"
@@ -121,8 +112,7 @@ def _cut(value: object) -> object:
 Way = tuple["Way", object] | None
 """The way to a value: the way to what holds it, and its key there. Costs the same at any depth; None is the way to the top."""
 
-Inside = Callable[[Any], Iterable[tuple[object, object]] | None]
-"""What is in a value, each with its key; None for a leaf."""
+Inside = Callable[[Any], Iterable[tuple[object, object]] | None]  # What is in a value, each with its key; None for a leaf.
 
 
 def path_to(way: Way) -> Path:
@@ -189,8 +179,7 @@ def walk(
     >>> [(path_to(way), value) for way, value in walk({"a": [1, 2]})]
     [((), {'a': [1, 2]}), (('a',), [1, 2]), (('a', 0), 1), (('a', 1), 2)]
     """
-    met: dict[int, object] = {}
-    """Containers that are not entered again. They are kept, so that the identity of each stays its own."""
+    met: dict[int, object] = {}  # Containers that are not entered again. They are kept, so that the identity of each stays its own.
     around: list[tuple[Iterator[tuple[object, object]], Way, object]] = []
     level: Iterator[tuple[object, object]] = iter([(None, tree)])
     above: Way = None
@@ -254,10 +243,8 @@ def rebuild(
     them again. A container in which nothing changes stays the same object, unless it contains itself: then it contains what was
     made of it. With `most`, containers are made wherever they stand, and `LimitExceeded` is raised as by `walk`, also for
     `depth`."""
-    done: dict[int, tuple[object, object]] = {}
-    """By identity: containers, kept so that it stays theirs, and what was made of them."""
-    entered: dict[int, object] = {}
-    """Containers that are being made: what stands for each in itself, None where nobody asked."""
+    done: dict[int, tuple[object, object]] = {}  # By identity: containers, kept so that it stays theirs, and what was made of them.
+    entered: dict[int, object] = {}  # Containers that are being made: what stands for each in itself, None where nobody asked.
     around: list[tuple[Iterator[tuple[object, object]], Way, list[object], object]] = []
     level: Iterator[tuple[object, object]] = iter([(None, tree)])
     above: Way = None
@@ -306,8 +293,7 @@ def rebuild(
             made.append(result)
 
 
-Unrolled = Generator[Any, Any, R]
-"""A function that would call itself: it yields the call, and is sent what that returns."""
+Unrolled = Generator[Any, Any, R]  # A function that would call itself: it yields the call, and is sent what that returns.
 
 
 def unroll(call: Unrolled[R]) -> R:

@@ -20,8 +20,7 @@ from holdfast.engine.checksums import Checks
 from holdfast.engine.reads import ChunkRead, FileReads, ReadBatch, ReadPlan, range_chunk, range_index
 from holdfast.engine.transfer import Sink, Straight, transfer
 
-FEW_READS = 4
-"""Up to so many are looked at one by one: numpy would take longer to find those that belong together."""
+FEW_READS = 4  # Up to so many are looked at one by one: numpy would take longer to find those that belong together.
 
 
 def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
@@ -66,14 +65,17 @@ class ArraySink(Sink):
             # Ranges side by side are one box of the read: placed together.
             (axis,) = read.ranges.outer
             rows = slice(int(numbers[0]), int(numbers[-1]) + 1)
-            target = read.target[(*(slice(None),) * axis, rows)]
-            place(_consecutive(read, axis, rows), read.dtype, data, start, target)
+            box, target = read.chunk.box, read.target[(*(slice(None),) * axis, rows)]
+            begin, end = list(box.start), list(box.stop)
+            begin[axis], end[axis] = begin[axis] + rows.start, begin[axis] + rows.stop
+            place(read.chunk.narrow(Box(tuple(begin), tuple(end))), read.dtype, data, start, target)
             return
         for owner, number in zip(owners.tolist(), numbers.tolist(), strict=True):
             read = self._chunk_reads[owner]
             if read.ranges.outer:
                 index = range_index(read, number)
-                place(range_chunk(read, index), read.dtype, data, start, read.target[_keep(index)])
+                kept = tuple(at if isinstance(at, slice) else slice(at, at + 1) for at in index)
+                place(range_chunk(read, index), read.dtype, data, start, read.target[kept])
             else:
                 place(read.chunk, read.dtype, data, start, read.target)
                 begin = read.chunk.storage.start + read.ranges.base // 8 - start
@@ -91,17 +93,6 @@ def _places(read: ChunkRead, numbers: Ints) -> Ints:
         numbers, index = np.divmod(numbers, read.chunk.shape[d])
         places += index * read.target.strides[d]
     return places
-
-
-def _consecutive(read: ChunkRead, axis: int, rows: slice) -> Chunk:
-    box = read.chunk.box
-    start, stop = list(box.start), list(box.stop)
-    start[axis], stop[axis] = start[axis] + rows.start, start[axis] + rows.stop
-    return read.chunk.narrow(Box(tuple(start), tuple(stop)))
-
-
-def _keep(index: tuple[int | slice, ...]) -> tuple[slice, ...]:
-    return tuple(at if isinstance(at, slice) else slice(at, at + 1) for at in index)
 
 
 def place(chunk: Chunk, dtype: DType, fetched: memoryview, start: int, target: np.ndarray) -> None:

@@ -20,10 +20,8 @@ from holdfast.core.value import Value
 
 
 class ContiguousBlock(Value, frozen=True):
-    tensor: LazyTensor
-    """The part, as a tensor of its own."""
-    start: int
-    """Its first byte in the C-ordered bytes of the whole."""
+    tensor: LazyTensor  # The part, as a tensor of its own.
+    start: int  # Its first byte in the C-ordered bytes of the whole.
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +92,7 @@ def lent_bytes(piece: ContiguousBlock) -> AbstractContextManager[memoryview]:
 
 
 def block_size(tensor: LazyTensor, block: int) -> int:
-    """Bytes of a piece: what the store would rather have than `block`, where it has a preference. Of a store that is far away it is
+    """Bytes of a piece: what the store would rather have than `block`, where it has a preference. Of a remote store it is
     what one request fetches at the most, and `block` may be what memory allows."""
     store = tensor.source.store
     wished = store.medium.block_nbytes or block

@@ -13,14 +13,9 @@ from holdfast.errors import LimitExceeded
 SMALLEST_BLOCK_NBYTES = 64 << 10
 LARGEST_BLOCK_NBYTES = 4 << 20
 
-REMOTE_BLOCK_NBYTES = 1 << 20
-"""A remote store is not asked for smaller pieces: there are fewer threads instead."""
-
-BASE_NBYTES = 64 << 20
-"""What the plan and the interpreter take beside the blocks, counted against the budget."""
-
-COPIES = 4
-"""Blocks that one thread may hold: what was read, what is computed from it, what is written, what is checked."""
+REMOTE_BLOCK_NBYTES = 1 << 20  # A remote store is not asked for smaller pieces: there are fewer threads instead.
+BASE_NBYTES = 64 << 20  # What the plan and the interpreter take beside the blocks, counted against the budget.
+COPIES = 4  # Blocks that one thread may hold: what was read, what is computed from it, what is written, what is checked.
 
 
 class Budget(Value, frozen=True):

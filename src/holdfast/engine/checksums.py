@@ -26,16 +26,14 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import Scratch, Sink, run_reads, tasks
 from holdfast.errors import Corrupted, HoldfastError, detached, located
 
-Progress = Callable[[int], None]
-"""Is told how many more bytes are done; may be called from several threads at once."""
+Progress = Callable[[int], None]  # Called with how many more bytes are done, from several threads at once.
 
 
 class Span(Value, frozen=True):
     key: str
     start: int
     nbytes: int
-    summed: bool = True
-    """Whether the CRC is wanted; without, the bytes are read and dropped, so that errors show."""
+    summed: bool = True  # Whether the CRC is wanted; without, the bytes are read and dropped, so that errors show.
 
     @property
     def stop(self) -> int:
@@ -57,13 +55,10 @@ class Sweep:
         self._summed = np.ones(len(spans), np.bool_) if summed is None else summed
         self._policy = replace(SUMS, block=block)
         starts, stops = spans.starts, spans.starts + spans.nbytes
-        self._cut = (stops - 1) // block > starts // block
-        """Which lie in several blocks, and so in several parts."""
-        self._whole: Ints = np.zeros(len(spans), np.int64)
-        """The CRC of each range that lies in one block."""
+        self._cut = (stops - 1) // block > starts // block  # Which lie in several blocks, and so in several parts.
+        self._whole: Ints = np.zeros(len(spans), np.int64)  # The CRC of each range that lies in one block.
         self._sums = {number: Sums() for number in (self._cut & self._summed).nonzero()[0].tolist()}
-        self.errors: dict[int, HoldfastError] = {}
-        """What kept ranges from being read, by their numbers."""
+        self.errors: dict[int, HoldfastError] = {}  # What kept ranges from being read, by their numbers.
 
     def reads(self) -> list[Parts]:
         """The ranges of each file, cut and joined; each byte of each range is in one part."""
@@ -143,7 +138,7 @@ class _Summed(Sink):
 
     def _done(self, number: int) -> None:
         if self._progress is not None:
-            # Without what lies between the parts: nobody expects to be told of that.
+            # Without what lies between the parts: nobody counts that.
             _, begins, ends = self._parts.columns(number)
             self._progress(int((ends - begins).sum()))
 
@@ -193,12 +188,8 @@ def damage(storage: Storage, tensor: str, found: int) -> Corrupted:
     return Corrupted(
         f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum that the file records: "
         "they changed after they were written; get the file again, or read it anyway with open(…, verify=False)",
-        file=storage.key,
-        tensor=tensor,
-        offset=storage.start,
-        expected=storage.crc32,
-        found=found,
-    )
+        file=storage.key, tensor=tensor, offset=storage.start, expected=storage.crc32, found=found,
+    )  # fmt: skip
 
 
 def check_first(requests: Sequence[Request]) -> None:

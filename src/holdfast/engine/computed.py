@@ -35,15 +35,16 @@ from holdfast.numeric.dequantize import BLOCKS, BlockType
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 Compute = Callable[[np.ndarray], np.ndarray]
-Observe = Callable[[np.ndarray, np.ndarray], None]
-"""Sees elements of the original and what was computed of them. It is called from any thread."""
+Observe = Callable[[np.ndarray, np.ndarray], None]  # Sees elements and what was computed of them, on any thread.
 
 
 def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | None = None) -> np.ndarray:
     """The elements [start, stop) of a tensor in C order, as a 1-D array; in `out`, where there is one."""
     out = np.empty(stop - start, tensor.dtype.numpy) if out is None else out
     source = tensor.source
-    if isinstance(source, OpenSource) and len(out) < tensor.size and _read_by_calls(tensor):
+    # By one call, of a file on this machine with whole bytes an element.
+    whole = source.store.medium.is_file and out.dtype.itemsize * 8 == tensor.dtype.bits
+    if isinstance(source, OpenSource) and len(out) < tensor.size and whole:
         place = contiguous_bytes(tensor)
         if place is not None:
             # A plan for each megabyte would take half as long as to copy it, with the interpreter's lock.
@@ -58,12 +59,6 @@ def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | No
         at += part.size
     source.read(requests)
     return out
-
-
-def _read_by_calls(tensor: LazyTensor) -> bool:
-    """Whether a range of a tensor's file may be read by one call: of a file on this machine, whole bytes an element."""
-    dtype = tensor.dtype
-    return tensor.source.store.medium.is_file and dtype.numpy.itemsize * 8 == dtype.bits
 
 
 class Seen:
@@ -176,8 +171,7 @@ class ComputedStorages:
         self._computed = Computed()
         self._rows: dict[int, tuple[LazyTensor, Seen]] = {}
         """Of storages that were asked for by themselves: all elements, and which of them were seen."""
-        self._seen = np.zeros(len(way), np.bool_)
-        """Storages of which all elements were seen."""
+        self._seen = np.zeros(len(way), np.bool_)  # Storages of which all elements were seen.
         self._lock = threading.Lock()
 
     divisible = False
@@ -273,8 +267,7 @@ class ComputedStorages:
         return LazyTensor(name, kind.dtype, kind.shape, (chunk,), row.source, kind.traits)
 
 
-RUN_ELEMENTS = 1 << 18
-"""Elements that are decoded at a time: what lies between the steps stays in the cache."""
+RUN_ELEMENTS = 1 << 18  # Elements that are decoded at a time: what lies between the steps stays in the cache.
 
 
 @validated

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from holdfast.core.chunk import Chunk, c_strides, in_c_order
-from holdfast.core.content_hash import HEAD_NBYTES, ContentHash, Hashed, hash_short
 from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
 from holdfast.core.sharing import View, identity
@@ -36,8 +36,10 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 
-BLOCK_NBYTES = 8 << 20
-"""Bytes of a piece: enough rows of a strided tensor that neighbouring runs are read together."""
+if TYPE_CHECKING:
+    from holdfast.core.content_hash import Hashed  # it imports a library, for those who save
+
+BLOCK_NBYTES = 8 << 20  # Bytes of a piece: enough rows of a strided tensor that neighbouring runs are read together.
 
 
 def recorded_crc(tensor: LazyTensor) -> int | None:
@@ -164,6 +166,8 @@ def unchanged(
 
 def unchanged_rows(table: Table, recorded: Mapping[int, int], *, threads: int | None = None) -> set[int]:
     """The plain rows of a table, none longer than a head, that have the hash that is recorded for them."""
+    from holdfast.core.content_hash import hash_short
+
     found: set[int] = set()
     rows = [*recorded]
 
@@ -184,6 +188,8 @@ def tensor_hashes(tensors: Mapping[str, LazyTensor], *, threads: int | None = No
 
 
 def _heads(tensors: Mapping[str, LazyTensor], threads: int | None) -> dict[str, int | None]:
+    from holdfast.core.content_hash import HEAD_NBYTES
+
     begins = (
         (name, takewhile(lambda piece: piece.start < HEAD_NBYTES, contiguous_blocks(one, HEAD_NBYTES)))
         for name, one in tensors.items()
@@ -196,6 +202,8 @@ def _hashed(
     tensors: Mapping[str, LazyTensor], pieces: Iterable[tuple[str, ContiguousBlock]], threads: int | None, *, whole: bool
 ) -> dict[str, Hashed]:
     """What `pieces` of tensors, each under the name of its tensor, say of each: its hash, or its head alone."""
+    from holdfast.core.content_hash import ContentHash
+
     contents = {name: ContentHash(tensor.nbytes, whole=whole) for name, tensor in tensors.items()}
 
     def add(some: Sequence[tuple[str, ContiguousBlock]]) -> None:

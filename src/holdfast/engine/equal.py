@@ -23,9 +23,7 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import Scratch, Sink, transfer
 from holdfast.errors import HoldfastError, located
 
-SIDE = replace(SUMS, block=2 << 20)
-"""Of each side at a time: two of them take as much cache as one block that is summed."""
-
+SIDE = replace(SUMS, block=2 << 20)  # Of each side at a time: two of them take as much cache as one block that is summed.
 Pair = tuple[LazyTensor, LazyTensor]
 Places = list[tuple[str, int, int]]
 
@@ -33,13 +31,12 @@ Places = list[tuple[str, int, int]]
 class Located(Value, frozen=True, eq=False):
     store: Store
     ranges: Ranges
-    name: Callable[[int], str]
-    """What a range is called, for messages."""
+    name: Callable[[int], str]  # What a range is called, for messages.
 
 
 def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None, *, threads: int | None = None) -> list[bool]:
     """Whether each pair has one dtype, one shape and the same bytes. False also where that cannot be told without looking at
-    elements: strides, pieces, byte orders. Progress is told of pairs that turn out to be the same; whoever reads the others again
+    elements: strides, pieces, byte orders. Progress counts pairs that turn out to be the same; whoever reads the others again
     counts those."""
     same = [canonical(a.dtype, a.shape) == canonical(b.dtype, b.shape) for a, b in pairs]
     by_stores: dict[tuple[Store, Store], tuple[list[int], Places, Places]] = {}

@@ -13,8 +13,7 @@ from holdfast.engine.checksums import Progress
 if TYPE_CHECKING:
     from holdfast.engine.stream import Writer  # and not for `show`, which reads a seal and writes nothing
 
-BLOCK = 1 << 20
-"""Bytes at a time: they stay in the second-level cache between the reading and the digest."""
+BLOCK = 1 << 20  # Bytes at a time: they stay in the second-level cache between the reading and the digest.
 
 
 class Hash(Protocol):

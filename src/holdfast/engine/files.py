@@ -45,7 +45,6 @@ class ViewTable(Table):
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         self.names, self._views = [*tensors], [*tensors.values()]
-        self._rows = self._apart = self._single = self._kind_numbers = None
         self._asked = False
 
     def __getattr__(self, name: str) -> object:
@@ -67,8 +66,7 @@ def tabulate(names: Sequence[str], views: Sequence[LazyTensor]) -> Table:
     positions: dict[object, int] = {}
     kind: list[int] = []
     storage: list[int] = []
-    parts: dict[FileStorages, int] = {}
-    """Columns that rows are in, each with the number of its first storage."""
+    parts: dict[FileStorages, int] = {}  # Columns that rows are in, each with the number of its first storage.
     others: list[int] = []
     offsets: dict[int, int] = {}
     count, first, held = 0, 0, NO_FILES
@@ -154,8 +152,7 @@ class FileRow(Value, frozen=True, eq=False):
     storages: FileStorages
     number: int
     kind: Kind
-    offset: int = 0
-    """Bit of the storage where the first element lies."""
+    offset: int = 0  # Bit of the storage where the first element lies.
 
     def layout(self) -> Layout:
         return self.storages.storage(self.number, self.kind), self.offset, self.kind.strides
@@ -165,7 +162,7 @@ class FileRow(Value, frozen=True, eq=False):
         if not kind.dense:
             return None
         start = own.start_of(number) + self.offset // 8
-        return own.files[own.file_of(number)].key, start, kind.nbytes, own.crc_of(number) if kind.whole else NO_CRC
+        return own.files[own.file_of(number)].key, start, kind.nbytes, int(own._crc[number]) if kind.whole else NO_CRC
 
 
 class FileStorages(FileColumns):
@@ -192,9 +189,6 @@ class FileStorages(FileColumns):
 
     def start_of(self, number: int) -> int:
         return int(self._start[number])
-
-    def crc_of(self, number: int) -> int:
-        return int(self._crc[number])
 
     def label_of(self, number: int) -> str:
         return self._labels[number]
@@ -311,18 +305,15 @@ class JoinedStorages(FileStorages):
 NO_FILES = FileStorages([], (), (), (), (), names=())
 
 
-Piece = tuple[int, Storage, Store]
-"""A row, one of its storages, and the store that has the bytes of that."""
+Piece = tuple[int, Storage, Store]  # A row, one of its storages, and the store that has the bytes of that.
 
 
 class StoredRanges(Value, frozen=True, eq=False):
     """Ranges of files, each once, with the rows that use it."""
 
     ranges: Ranges
-    stores: Sequence[Store]
-    """The store of each file in `ranges.keys`."""
-    crcs: Ints
-    """As they are recorded; `NO_CRC` where they are not."""
+    stores: Sequence[Store]  # The store of each file in `ranges.keys`.
+    crcs: Ints  # As they are recorded; `NO_CRC` where they are not.
     heads: Ints
     rows: Ints
 

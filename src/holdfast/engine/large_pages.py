@@ -19,19 +19,14 @@ from functools import cache
 
 from holdfast.stores.platform import c_function
 
-LARGE_NBYTES = 8 << 20
-"""Less memory has too few pages to matter. Of as much one page is tried."""
-
-PAGE_NBYTES = 2 << 20
-"""A large page, of x86 and of most others."""
+LARGE_NBYTES = 8 << 20  # Less memory has too few pages to matter. Of as much one page is tried.
+PAGE_NBYTES = 2 << 20  # A large page, of x86 and of most others.
 
 SLOW_NS, LATE_NS = 800_000, 6_400_000
 """By the clock of the processor and by that on the wall, on which other programs have their part. A page that is there takes
 200,000: it is only made zero."""
 
-PAUSE_NBYTES = 128 << 20
-"""How much memory is left in small pages after a large one that was slow; twice as much after the next such one, and so on."""
-
+PAUSE_NBYTES = 128 << 20  # Memory left in small pages after a large one that was slow; it doubles each time.
 SETTING = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 

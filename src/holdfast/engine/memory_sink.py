@@ -22,11 +22,8 @@ from holdfast.engine.coalesce import RECORDS, Parts, Policy, Ranges, join_files
 from holdfast.engine.transfer import INLINE_NBYTES, Sink, Straight, transfer
 from holdfast.errors import Corrupted, HoldfastError, located
 
-UNKNOWN = -1
-"""In the place of a checksum: there is none to compare."""
-
-Place = tuple[int, int, int, int]
-"""First byte in the file, length, address in memory, and CRC-32 or `UNKNOWN`."""
+UNKNOWN = -1  # In the place of a checksum: there is none to compare.
+Place = tuple[int, int, int, int]  # First byte in the file, length, address in memory, and CRC-32 or `UNKNOWN`.
 
 
 class MemoryRanges(Value, frozen=True, eq=False):

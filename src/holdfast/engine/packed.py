@@ -52,45 +52,43 @@ from holdfast.numeric.pack import (
 from holdfast.numeric.zeros import PATTERNS, BitCounts, BlockCounts, whole_patterns
 from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
-SMALLEST_NBYTES = 4096
-"""Dense bytes below which nothing is packed: the entries of the parts in the header would take what is saved."""
-
-LARGEST_SHARE = 0.95
-"""The part of the dense bytes that a packed tensor may take at the most."""
-
-SAMPLED_GROUPS = 8
-"""Groups of rows of a tensor in which blocks are looked for first."""
+SMALLEST_NBYTES = 4096  # Smaller tensors are not packed: the entries in the header would take what is saved.
+LARGEST_SHARE = 0.95  # The part of the dense bytes that a packed tensor may take at the most.
+SAMPLED_GROUPS = 8  # Groups of rows of a tensor in which blocks are looked for first.
 
 
-def choose(tensors: Mapping[str, LazyTensor], wanted: AllowedEncodings, *, threads: int | None = None) -> dict[str, SparseParts]:
+def choose(
+    tensors: Mapping[str, LazyTensor], wanted: AllowedEncodings, *, smallest: int = SMALLEST_NBYTES, worth: float = LARGEST_SHARE,
+    threads: int | None = None,
+) -> dict[str, SparseParts]:  # fmt: skip
     """The tensors that are better packed, each with its parts. Reads every tensor at least once. Raises `Corrupted` where a tensor
     is packed that has not the checksum that its source records."""
     workers = threads or os.cpu_count() or 1
-    names = [name for name, tensor in tensors.items() if _possible(tensor)]
+    names = [name for name, tensor in tensors.items() if _possible(tensor, smallest)]
     every = [tensors[name] for name in names]
     # A multiple of every m.
     step = BLOCK_ELEMENTS // LARGEST_M * (wanted.pattern[1] if wanted.pattern else LARGEST_M)
     bits = scan(
         every, lambda at: BitCounts(useful_patterns(every[at], wanted)), lambda at: blocks(every[at].size, step), threads=workers
     )
-    promising = [at for at, found in enumerate(bits) if found.filled < LARGEST_SHARE * every[at].size]
+    promising = [at for at, found in enumerate(bits) if found.filled < worth * every[at].size]
     look_for_blocks = "block" in wanted.kinds and wanted.block is None
-    filled = _count_blocks(every, promising if look_for_blocks else (), threads=workers)
-    shares = {at: smallest_encoding(every[at], wanted, LARGEST_SHARE, bits=bits[at], blocks=filled.get(at)) for at in promising}
+    filled = _count_blocks(every, promising if look_for_blocks else (), worth, threads=workers)
+    shares = {at: smallest_encoding(every[at], wanted, worth, bits=bits[at], blocks=filled.get(at)) for at in promising}
     chosen = [(names[at], every[at], encoding) for at, encoding in shares.items() if encoding is not None]
     packed, made = Packed(), dict[str, SparseParts]()
     for (name, _, _), ready in zip(chosen, _counted([each[1:] for each in chosen], workers), strict=True):
         # Of a block shape that was asked for, the size is known only now.
-        if pays(packed_nbytes(ready.encoding, int(ready.starts[-1]), ready.tensor), ready.tensor, LARGEST_SHARE):
+        if pays(packed_nbytes(ready.encoding, int(ready.starts[-1]), ready.tensor), ready.tensor, worth):
             made[name] = packed.parts(ready)
     return made
 
 
-def _possible(tensor: LazyTensor) -> bool:
-    return not tensor.dtype.packed and not tensor.traits.meta and tensor.size > 0 and tensor.nbytes >= SMALLEST_NBYTES
+def _possible(tensor: LazyTensor, smallest: int) -> bool:
+    return not tensor.dtype.packed and not tensor.traits.meta and tensor.size > 0 and tensor.nbytes >= smallest
 
 
-def _count_blocks(every: Sequence[LazyTensor], numbers: Sequence[int], *, threads: int) -> dict[int, BlockCounts]:
+def _count_blocks(every: Sequence[LazyTensor], numbers: Sequence[int], worth: float, *, threads: int) -> dict[int, BlockCounts]:
     """The blocks of tensors, by their numbers, in which some groups of rows from all over them have blocks that would pay."""
     groups = {number: row_groups(every[number]) for number in numbers}
     sampled = {number: own[:: max(len(own) // SAMPLED_GROUPS, 1)] for number, own in groups.items()}
@@ -101,7 +99,7 @@ def _count_blocks(every: Sequence[LazyTensor], numbers: Sequence[int], *, thread
         scan([every[number] for number in own], lambda at: found[own[at]], cuts.__getitem__, threads=threads)
 
     count(sampled)
-    blocky = [number for number in numbers if have_blocks(found[number], LARGEST_SHARE)]
+    blocky = [number for number in numbers if have_blocks(found[number], worth)]
     count({number: sorted({*groups[number]} - {*sampled[number]}) for number in blocky})
     return {number: found[number] for number in blocky}
 
@@ -131,10 +129,8 @@ that threads do not wait for each other's turn at the interpreter."""
 class Counted(Value, frozen=True):
     tensor: LazyTensor
     encoding: Encoding
-    starts: np.ndarray
-    """Values before each group, and in all."""
-    crcs: np.ndarray
-    """CRC-32 of the dense bytes of each group."""
+    starts: np.ndarray  # Values before each group, and in all.
+    crcs: np.ndarray  # CRC-32 of the dense bytes of each group.
 
     @property
     def width(self) -> int:
@@ -250,8 +246,7 @@ def _plain(name: str) -> DType:
 
 class AllowedEncodings(Value, frozen=True):
     kinds: frozenset[str]
-    pattern: tuple[int, int] | None = None
-    """N:M that is asked for, instead of those that are found."""
+    pattern: tuple[int, int] | None = None  # N:M that is asked for, instead of those that are found.
     block: tuple[int, int] | None = None
 
 

@@ -28,12 +28,9 @@ from holdfast.engine.coalesce import MEMORY, Policy, Reads, coalesce
 
 
 class StridedRanges(Value, frozen=True, gc=False):
-    base: int
-    """Lowest bit that is touched, relative to the storage."""
-    extent: int
-    """Bits from the first to the last one of a range."""
-    outer: tuple[int, ...]
-    """Dimensions that are enumerated, the largest stride first."""
+    base: int  # Lowest bit that is touched, relative to the storage.
+    extent: int  # Bits from the first to the last one of a range.
+    outer: tuple[int, ...]  # Dimensions that are enumerated, the largest stride first.
 
     def count(self, chunk: Chunk) -> int:
         return math.prod(chunk.shape[d] for d in self.outer)
@@ -68,8 +65,7 @@ def strided_ranges(chunk: Chunk, dtype: DType, tolerance: int = 0) -> StridedRan
     return StridedRanges(base, extent, tuple(reversed(outer)))
 
 
-MAX_RANGES = 1 << 18
-"""Ranges that are planned together: a few arrays of 2 MiB."""
+MAX_RANGES = 1 << 18  # Ranges that are planned together: a few arrays of 2 MiB.
 
 
 class ChunkRead(Value, frozen=True):
@@ -79,16 +75,13 @@ class ChunkRead(Value, frozen=True):
     dtype: DType
     target: np.ndarray
     ranges: StridedRanges
-    direct: bool
-    """Whether a range can be read straight into the target: same order of elements, same byte order, no packing."""
+    direct: bool  # Whether a range can be read straight into the target: same order of elements, same byte order, no packing.
     tensor: str
 
 
 class FileReads(Reads, frozen=True):
-    owners: Ints
-    """The chunk read of each range."""
-    numbers: Ints
-    """The number of each range in its chunk read."""
+    owners: Ints  # The chunk read of each range.
+    numbers: Ints  # The number of each range in its chunk read.
 
 
 class ReadBatch(Value, frozen=True):
@@ -100,8 +93,7 @@ class ReadPlan(Value, frozen=True):
     """Every read that fills the requests. `explain()` says it in words."""
 
     batches: tuple[ReadBatch, ...]
-    wanted_nbytes: int
-    """Bytes that the requested elements take in the files."""
+    wanted_nbytes: int  # Bytes that the requested elements take in the files.
 
     @property
     def read_nbytes(self) -> int:

@@ -25,11 +25,8 @@ from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
-SMALL_NBYTES = 64 << 10
-"""What is longer is written from where it lies, by itself."""
-
-BLOCK_NBYTES = 4 << 20
-"""Of a file, what is made at a time."""
+SMALL_NBYTES = 64 << 10  # What is longer is written from where it lies, by itself.
+BLOCK_NBYTES = 4 << 20  # Of a file, what is made at a time.
 
 BATCH = 1 << 13
 """Tensors that are asked, read, or written as text, at a time: what is made of each on the way, up to half a kilobyte however short
@@ -39,9 +36,7 @@ HASH_KEY, HEAD_KEY = "\udc00hash", "\udc00head"
 """What is put behind the label of data for its hash and its head, which stand among the checksums; the head is 0 for data that has
 none (`core.content_hash`). Half of a surrogate pair: no name that is saved has one."""
 
-MISTAKEN_KEY = "\udc00mistaken"
-"""The same for what torch's writer takes for one more checksum of a record (`formats.torch.write.mistaken_crc`)."""
-
+MISTAKEN_KEY = "\udc00mistaken"  # For the second checksum of torch's writer (`formats.torch.write.mistaken_crc`).
 SIGN = "\udc00"
 
 
@@ -83,8 +78,7 @@ class Literal(Value, frozen=True):
         return len(self.data)
 
 
-Hashing = str
-"""What is computed of data beside its CRC-32: nothing, its "head", or its "hash" with its head."""
+Hashing = str  # What is computed of data beside its CRC-32: nothing, its "head", or its "hash" with its head.
 
 
 class Data(Value, frozen=True):
@@ -107,8 +101,7 @@ class Memory(Value, frozen=True):
 
     content: memoryview
     label: str
-    owner: object = None
-    """Whoever has to stay alive for the memory to be there."""
+    owner: object = None  # Whoever has to stay alive for the memory to be there.
 
     @property
     def nbytes(self) -> int:
@@ -188,11 +181,9 @@ def known_later(segments: Iterable[Segment]) -> list[str]:
 
 
 class FilePlan(Value, frozen=True):
-    key: str
-    """Its name inside the checkpoint; empty where the checkpoint is this one file."""
+    key: str  # Its name inside the checkpoint; empty where the checkpoint is this one file.
     segments: tuple[Segment, ...]
-    nbytes: int = -1
-    """The sum of its segments, whatever is given."""
+    nbytes: int = -1  # The sum of its segments, whatever is given.
 
     def __post_init__(self) -> None:
         force_setattr(self, "nbytes", sum([segment.nbytes for segment in self.segments]))

@@ -4,8 +4,7 @@
 2. Where a tensor lies in one piece of a file, a range of elements is a range of bytes. Those of small neighbours are read together,
    and all of them by the one engine (`transfer`): a sink shows them as they lie in scratch memory, or in that of a state.
 3. Everything else (strides, several pieces, another byte order, rectangles) is read by its source.
-4. The accumulator of a tensor is made when its first block is there, and asked for its result after the
-   last. So only tensors that are begun and not finished hold anything.
+4. The accumulator of a tensor is made when its first block is there, and asked for its result after the last.
 
 A tensor that is read by one block has its checksum compared, where its file records one.
 """
@@ -37,18 +36,16 @@ from holdfast.numeric.pack import matrix_shape
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-BLOCK_ELEMENTS = 1 << 18
-"""Elements at a time, a multiple of eight so that packed types are cut between bytes: 2 MiB as float64."""
+BLOCK_ELEMENTS = 1 << 18  # Elements at a time, a multiple of eight so that packed types are cut between bytes: 2 MiB as float64.
 
 LOCAL = replace(SUMS, alone=256 << 10, block=1 << 20)
 """Blocks that are computed with: what is read together stays in a core's cache until the last of it was looked at."""
 
 
 Block = tuple[int, int] | Box
-"""Elements [start, stop) in C order, or some rows and columns of the tensor as a matrix, its first axis by all others."""
+"""Elements [start, stop) in C order, or a rectangle of the tensor as a matrix (first axis by all others)."""
 
-DenseBlock = tuple[int, tuple[int, int], tuple[str, int, int]]
-"""The number of a tensor, elements of it; their file, first byte and length."""
+DenseBlock = tuple[int, tuple[int, int], tuple[str, int, int]]  # Number of a tensor, elements; file, first byte, length.
 
 
 class Accumulator(Protocol[T_co]):
@@ -129,8 +126,7 @@ class _Scan(Generic[T]):
 
     def __init__(self, tensors: Sequence[LazyTensor], make: Callable[[int], Accumulator[T]], progress: Progress | None) -> None:
         self.tensors, self._make, self._progress = tensors, make, progress
-        self.left: list[int] = []
-        """Blocks of each tensor that were not looked at yet."""
+        self.left: list[int] = []  # Blocks of each tensor that were not looked at yet.
         self._begun: dict[int, Accumulator[T]] = {}
         self._found: dict[int, T] = {}
         self._lock = threading.Lock()

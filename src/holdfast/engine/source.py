@@ -33,9 +33,7 @@ from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
 from holdfast.errors import HoldfastError, Unsupported, located
 from holdfast.stores.virtual import Virtual
 
-HEAD_NBYTES = 4096
-"""First bytes of a file that are read at once, since formats are told by them."""
-
+HEAD_NBYTES = 4096  # First bytes of a file that are read at once, since formats are recognised by them.
 NO_FILE = (None, b"", 0)
 
 
@@ -52,12 +50,10 @@ class OpenSource:
         self.limits = limits or DEFAULTS
         self.threads = threads or medium.requests or default_threads()
         self.mapped = mapped
-        self.verify = verify
-        """Whether checksums that the file records are compared when a storage is read from end to end."""
+        self.verify = verify  # Whether checksums that the file records are compared when a storage is read from end to end.
         self.policy = policy or (REMOTE if medium.requests else MEMORY)
         self._resident = medium.resident
-        self._reads_ahead = not (medium.requests or medium.exact)
-        """Whether more may be read of a file than was asked for."""
+        self._reads_ahead = not (medium.requests or medium.exact)  # Whether more may be read of a file than was asked for.
         self._first: tuple[str | None, bytes, int] = NO_FILE
         """The file whose first bytes were read last, these, and how many were wanted."""
         self.read_nbytes = 0
@@ -205,8 +201,7 @@ class Sourced(Virtual):
         return found
 
 
-SMALL_NBYTES = 16 << 10
-"""Above this a call for each is little beside the copy, which other threads can do meanwhile."""
+SMALL_NBYTES = 16 << 10  # Above this a call for each is little beside the copy, which other threads can do meanwhile.
 
 SHARED_NBYTES = 2 << 10
 """Of tensors that are shorter than this on the average, one thread makes all arrays: to make one takes the interpreter lock, which
@@ -274,8 +269,7 @@ class _Arrays:
         self._verify = verify and rows.crcs.item(rows.crcs.argmax()) != NO_CRC
         self._scratch = Scratch()
         self.read_nbytes = 0
-        self._changed: dict[int, int] = {}
-        """Rows with another checksum than their file records, and the one that was found."""
+        self._changed: dict[int, int] = {}  # Rows with another checksum than their file records, and the one that was found.
 
     def check(self) -> None:
         if self._changed:

@@ -20,10 +20,9 @@ from holdfast.core.content_hash import ContentHash
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.value import Value
 from holdfast.engine.blocks import ContiguousBlock, block_size, contiguous_blocks, read_block
-from holdfast.engine.readback import check_source, recorded_sums
 from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
 from holdfast.engine.threads import BackgroundCall, default_threads, run_all
-from holdfast.engine.write import GATHER_NBYTES, blocks_of, fetch_small, file_content, small_bytes
+from holdfast.engine.write import GATHER_NBYTES, blocks_of, check_source, fetch_small, file_content, recorded_sums, small_bytes
 from holdfast.errors import SaveError, located
 
 BLOCK_NBYTES = 4 << 20

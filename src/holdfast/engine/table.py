@@ -27,25 +27,19 @@ from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, Gathered, Hashing, M
 
 MEASURE = 1 << 20
 
-TOGETHER = 2 * saves.BATCH
-"""Rows that are one segment, at the most. What reads them holds the interpreter lock: fewer for each thread is no gain."""
+TOGETHER = 2 * saves.BATCH  # Most rows of one segment. Reading them holds the interpreter lock: fewer would be no gain.
 
 
 class Tabulated(Value, frozen=True, eq=False):
     """Tensors of one library that are in one piece, as columns."""
 
-    rows: Sequence[int]
-    """Which of the tensors that were given."""
+    rows: Sequence[int]  # Which of the tensors that were given.
     kinds: Sequence[Kind]
-    kind: Sequence[int]
-    """Of each row, a position in `kinds`."""
-    storage: Sequence[int]
-    """Of each row, the number of its storage. Rows of one storage have one number."""
+    kind: Sequence[int]  # Of each row, a position in `kinds`.
+    storage: Sequence[int]  # Of each row, the number of its storage. Rows of one storage have one number.
     storages: MemoryBytes
-    addresses: Callable[[], Sequence[int]]
-    """Where each storage begins in this process; 0 where that is not known."""
-    offsets: Mapping[int, int] = NO_OFFSETS
-    """By position among the rows, as `Table.offsets`."""
+    addresses: Callable[[], Sequence[int]]  # Where each storage begins in this process; 0 where that is not known.
+    offsets: Mapping[int, int] = NO_OFFSETS  # By position among the rows, as `Table.offsets`.
 
 
 class StateStorages:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import cache
 from itertools import count
@@ -48,8 +47,7 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
     ThreadPool(tasks).run(min(threads, len(tasks)) - 1)
 
 
-KEPT_NBYTES = 16 << 20
-"""More than the arrays between two calls take together, of one thread."""
+KEPT_NBYTES = 16 << 20  # More than the arrays between two calls take together, of one thread.
 
 
 AT_ONCE = 4
@@ -95,8 +93,7 @@ class ThreadPool:
         self._turn = threading.Lock()
         self._helpers = 0
         self._over = False
-        self._rested = threading.Lock()
-        """Taken, until the last helper has come to rest after the end."""
+        self._rested = threading.Lock()  # Taken, until the last helper has come to rest after the end.
         self._rested.acquire()
 
     def run(self, helpers: int) -> None:
@@ -161,6 +158,8 @@ class BackgroundCall(Generic[T]):
     def __init__(self, call: Callable[[], T], *, name: str = "holdfast") -> None:
         self._call = call
         self._begun = threading.Lock()
+        from concurrent.futures import Future  # for those who need it: it imports logging
+
         self._future: Future[T] = Future()
         self._name = name
 
@@ -184,7 +183,7 @@ class BackgroundCall(Generic[T]):
                 interrupt = late
         if error is not None:
             # What was raised may be what the call came to, and holds the frames of those who have this: it is not kept twice.
-            self._future = Future()
+            self._future = type(self._future)()
         if interrupt is not None:
             try:
                 raise interrupt

@@ -32,28 +32,16 @@ from holdfast.engine.coalesce import Reads
 from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, located
 
-TASK_NBYTES = 8 << 20
-"""Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor."""
-
+TASK_NBYTES = 8 << 20  # Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor.
 TASK_READS = 2048
 
-GATHER_READS = 16
-"""Reads in a row below which the store is asked for each."""
+GATHER_READS = 16  # Reads in a row below which the store is asked for each.
+GATHER_NBYTES = 16 << 10  # A read above which copying dominates, so that one call for many saves nothing.
 
-GATHER_NBYTES = 16 << 10
-"""A read above which copying dominates, so that one call for many saves nothing."""
-
-GATHER_SPREAD = 16
-"""The part of a stretch of file that must be wanted; where less is, the system would read around each piece what nobody needs."""
-
-CACHED_NBYTES = 1 << 20
-"""What is still in the cache of a core when it has been read or summed: the next one to look at it need not wait for memory."""
-
-FEW_THREADS = 4
-"""Above this, pieces are larger: every call takes the interpreter lock again, for which 16 threads wait some 0.2 ms."""
-
-INLINE_NBYTES = 1 << 20
-"""Less than this is read at once: starting threads would take longer."""
+GATHER_SPREAD = 16  # One part in so many of a stretch must be wanted, or the system would read too much around it.
+CACHED_NBYTES = 1 << 20  # Bytes that stay in the cache of a core between reading and summing them.
+FEW_THREADS = 4  # Above this, pieces are larger: every call waits for the interpreter lock, some 0.2 ms for 16 threads.
+INLINE_NBYTES = 1 << 20  # Less than this is read at once: starting threads would take longer.
 
 
 def cached_nbytes(threads: int, most: int) -> int:
@@ -62,10 +50,8 @@ def cached_nbytes(threads: int, most: int) -> int:
 
 
 class Straight(Struct):
-    addresses: Ints
-    """In memory; 0 for a read that is to be handed over."""
-    seen: Bools
-    """Whether the sink wants to see the bytes in their place."""
+    addresses: Ints  # In memory; 0 for a read that is to be handed over.
+    seen: Bools  # Whether the sink wants to see the bytes in their place.
 
 
 class Sink:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Protocol, cast
 
 import numpy as np
@@ -24,16 +25,18 @@ from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_byt
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.protocols import Request, Store, by_source
 from holdfast.engine.blocks import block_size, contiguous_blocks, lent_bytes, mapped_bytes, pack, read_block
+from holdfast.engine.checksums import Span, Sweep
+from holdfast.engine.coalesce import Ranges
+from holdfast.engine.digest import recorded_crc
 from holdfast.engine.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
-from holdfast.engine.threads import default_threads
+from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.transfer import cached_nbytes, run_reads
-from holdfast.errors import located
+from holdfast.errors import Corrupted, NotCommitted, located
+from holdfast.stores.local import read_at
+from holdfast.stores.virtual import Virtual, VirtualFile
 
-BLOCK_NBYTES = 4 << 20
-"""Bytes that one thread reads, sums and writes at a time, at the most: few threads take less, which is still in the cache then."""
-
-GATHER_NBYTES = 256 << 10
-"""Neighbouring segments are gathered into one write as long as they are smaller than this together."""
+BLOCK_NBYTES = 4 << 20  # Most bytes that one thread reads, sums and writes at a time; few threads take less.
+GATHER_NBYTES = 256 << 10  # Neighbouring segments are gathered into one write as long as they are smaller than this together.
 
 GATHERED_PART, SMALL_PART = 2, 16
 """Where a store would rather be asked for so many bytes at a time (a GPU), segments are gathered up to the first part of them, and
@@ -43,8 +46,7 @@ GATHERERS = 4
 """Threads that write a file of which most is gathered, at the most: what makes such segments holds the interpreter lock for a part
 of the time, and sixteen threads would rather wait for it than write."""
 
-Progress = Callable[[int], None]
-"""Told how many bytes have been written since it was told last; called from several threads."""
+Progress = Callable[[int], None]  # Called with the bytes that were written since the last call, from several threads.
 
 
 class WritableFile(Protocol):
@@ -57,8 +59,7 @@ class WritableFile(Protocol):
         """Write all of the data at an offset."""
 
 
-Block = tuple[int, int, int]
-"""Bytes as they were written: the first one's place in the file, how many, their CRC-32."""
+Block = tuple[int, int, int]  # Bytes as they were written: the first one's place in the file, how many, their CRC-32.
 
 
 class Receipt(Struct):
@@ -66,8 +67,7 @@ class Receipt(Struct):
 
     nbytes: int
     crcs: dict[str, int] = field(default_factory=dict)
-    blocks: list[Block] = field(default_factory=list)
-    """All bytes but those of holes, in no order; some may be there twice."""
+    blocks: list[Block] = field(default_factory=list)  # All bytes but those of holes, in no order; some may be there twice.
 
 
 class Written(Struct):
@@ -114,7 +114,9 @@ def write_file(
     sink.allocate(plan.nbytes)
     stores = _stores(plan)
     remote = max((store.medium.requests for store in stores), default=0)
-    threads = threads or max(_usual_threads(plan), remote)
+    gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
+    usual = min(default_threads(), GATHERERS) if 2 * gathered > plan.nbytes else default_threads()
+    threads = threads or max(usual, remote)
     block = block or (2 * BLOCK_NBYTES if remote else cached_nbytes(threads, BLOCK_NBYTES))
     run_reads(_tasks(plan, offsets, sink, written, progress, block), threads, stores=stores)
     # A dict of a million checksums is not copied where it is all that is known.
@@ -154,11 +156,6 @@ def _stores(plan: FilePlan) -> list[Store]:
 
 def _hash_fields(label: str, hashed: Hashed) -> dict[str, int]:
     return {label + HASH_KEY: hashed.hash or 0, label + HEAD_KEY: hashed.head or 0}
-
-
-def _usual_threads(plan: FilePlan) -> int:
-    gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
-    return min(default_threads(), GATHERERS) if 2 * gathered > plan.nbytes else default_threads()
 
 
 def _joined_late(
@@ -225,8 +222,7 @@ def _wished_nbytes(segment: Segment) -> int:
 
 Task = Callable[[], None]
 
-Lend = Callable[[], AbstractContextManager[memoryview]]
-"""Bytes for a while, in memory that somebody lends."""
+Lend = Callable[[], AbstractContextManager[memoryview]]  # Bytes for a while, in memory that somebody lends.
 
 
 def _held(data: memoryview) -> AbstractContextManager[memoryview]:
@@ -360,3 +356,93 @@ def small_bytes(segment: Data) -> memoryview | bytearray:
     for piece in contiguous_blocks(segment.tensor, BLOCK_NBYTES):
         data += read_block(piece)
     return data
+
+
+def recorded_sums(plan: FilePlan) -> Iterator[tuple[Data, int]]:
+    """The data of a plan whose source records its CRC-32, with that."""
+    for segment in plan.segments:
+        # Nothing is recorded of memory, which is most of what is saved.
+        if isinstance(segment, Data) and any(chunk.storage.crc32 is not None for chunk in segment.tensor.chunks):
+            crc = recorded_crc(segment.tensor)
+            if crc is not None and segment.nbytes:
+                yield segment, crc
+
+
+def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
+    """Compare what was read with what the source records of itself, where it records anything."""
+    for segment, expected in recorded_sums(plan):
+        found, place = crcs[segment.label], segment.tensor.chunks[0].storage
+        if expected != found:
+            raise Corrupted(
+                "the source does not have the checksum that it records: it changed after it was written; get it again",
+                file=place.key, tensor=segment.tensor.name or segment.label, offset=place.start, expected=expected, found=found,
+            )  # fmt: skip
+
+
+def check_written(
+    plan: FilePlan, descriptor: int, crcs: Mapping[str, int], *, path: str, blocks: Sequence[Block] = (),
+    threads: int | None = None,
+) -> None:  # fmt: skip
+    """Compare what the file gives back with the checksums of what was written to it. By `blocks`, as they were written: headers and
+    all, and of a hundred thousand tensors a few. Where one is not the same, or where the blocks are not all of the file, every
+    tensor is compared by itself, so that the one can be named."""
+    same = _same_blocks(descriptor, blocks, nbytes=plan.nbytes, threads=threads) if _covers(plan, blocks) else None
+    if same:
+        return
+    for label, found in file_crcs(plan, descriptor, threads=threads).items():
+        if found != crcs[label]:
+            raise NotCommitted(CHANGED, file=path, tensor=label, expected=crcs[label], found=found)
+    if same is False:
+        raise NotCommitted(CHANGED, file=path)
+
+
+CHANGED = "what was written does not read back the same: the disk or the memory is failing; nothing was published"
+
+
+def _covers(plan: FilePlan, blocks: Sequence[Block]) -> bool:
+    """Whether blocks are all bytes of a file but those of holes."""
+    places = zip(plan.segments, plan.offsets(), strict=True)
+    spans = [(offset, segment.nbytes) for segment, offset in places if isinstance(segment, Hole)]
+    reach = 0
+    for start, nbytes in sorted([*spans, *((start, nbytes) for start, nbytes, _ in blocks)]):
+        if start > reach:
+            return False
+        reach = max(reach, start + nbytes)
+    return reach == plan.nbytes
+
+
+def _same_blocks(descriptor: int, blocks: Sequence[Block], *, nbytes: int, threads: int | None) -> bool:
+    written = Virtual("<written>")
+    key = written.put(VirtualFile(nbytes, partial(read_at, descriptor)))
+    sweep = Sweep(written, (Span(key, start, length) for start, length, _ in blocks))
+    run_all(sweep.tasks(), threads or default_threads())
+    return all(sweep.outcome(number) == crc for number, (_, _, crc) in enumerate(blocks))
+
+
+def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) -> dict[str, int]:
+    """The CRC-32 of every data segment, from the bytes of an open file that has this layout."""
+    written = Virtual("<written>")
+    key = written.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
+    return stored_crcs(plan, written, key, threads=threads)
+
+
+def stored_crcs(plan: FilePlan, store: Store, key: str, *, threads: int | None = None) -> dict[str, int]:
+    """The CRC-32 of every data segment of a file that has this layout, from what its store gives."""
+    labels: list[str] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
+        if isinstance(segment, Data | Memory):
+            labels.append(segment.label)
+            starts.append(offset)
+            lengths.append(segment.nbytes)
+        elif isinstance(segment, Gathered) and segment.lengths is not None:
+            labels += segment.labels
+            starts += [*accumulate(segment.lengths, initial=offset)][:-1]
+            lengths += segment.lengths
+    ranges = Ranges([key], np.zeros(len(labels), np.int64), np.array(starts, np.int64), np.array(lengths, np.int64))
+    sweep = Sweep(store, ranges, block=store.medium.block_nbytes) if store.medium.block_nbytes else Sweep(store, ranges)
+    run_all(sweep.tasks(), store.medium.requests or threads or default_threads())
+    for number in sorted(sweep.errors):
+        sweep.crc32(number, name=labels[number])  # raises
+    return dict(zip(labels, sweep.crcs().tolist(), strict=True))

@@ -30,9 +30,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.dtype import DType
 from holdfast.core.value import Value
 
-BLOCK_ELEMENTS = 1 << 17
-"""Elements at a time: what is computed of them stays near a core, in calls so long that threads do not wait for each other."""
-
+BLOCK_ELEMENTS = 1 << 17  # Elements at a time: they stay near a core, in calls long enough for threads.
 SATURATING = "float8_e4m3fn"
 POWERS = "float8_e8m0fnu"
 
@@ -134,16 +132,11 @@ def _end(dtype: DType) -> np.generic:
 class Bounds(Value, frozen=True):
     """Of a pair of dtypes: magnitudes of the source, as the integers that their bits are, which come through."""
 
-    low: int
-    """The first that does not become zero, or the smallest number."""
-    high: int
-    """The first that is too large."""
-    stop: int
-    """The first behind those that count as too large: NaN, or infinity where the target has one."""
-    few: str
-    """What becomes of those below."""
-    many: str
-    """What becomes of those above."""
+    low: int  # The first that does not become zero, or the smallest number.
+    high: int  # The first that is too large.
+    stop: int  # The first behind those that count as too large: NaN, or infinity where the target has one.
+    few: str  # What becomes of those below.
+    many: str  # What becomes of those above.
 
     @property
     def any(self) -> bool:
@@ -232,11 +225,8 @@ def _kinds(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
     return kinds
 
 
-MISSING_EXPONENT = np.float32(2.0**112)
-"""Between the least normal float16 and the least normal float32."""
-
-LEAST = np.array([1 << 13], np.int32).view(np.float32)
-"""The least float16 on its way: no normal float32."""
+MISSING_EXPONENT = np.float32(2.0**112)  # Between the least normal float16 and the least normal float32.
+LEAST = np.array([1 << 13], np.int32).view(np.float32)  # The least float16 on its way: no normal float32.
 
 PLACES = np.int32(0x8FFF_E000 - (1 << 32))
 """Of a float16 that was widened with its sign and shifted: the sign, five bits of exponent, ten of fraction."""

@@ -1,15 +1,13 @@
 """How the elements of two tensors of one shape differ.
 
-What is kept of a block of elements is a handful of numbers (`Tally`); tallies of blocks add up to that of the tensor, in any order,
-on any thread. `engine/scan.py` reads the blocks.
+A block of elements becomes a handful of numbers (`Tally`), which add up to those of the tensor, in any order, on any thread.
 
 - Elements of one dtype are the same when their bits are: a NaN with the same bits is unchanged, and -0.0 in place of 0.0 is not.
   Elements of two dtypes are the same when their values are (any NaN is as good as another).
 - Floats are compared as float64, which holds every value of the narrower ones. Integers are compared exactly, across signs
   and widths; an integer and a float as float64.
-- NaN and infinities are counted where they appear and where they go. A vector with a NaN in it has no norm and no angle, so where
-  one appeared or went, neither the relative difference nor the cosine is a number. Those that stay are left out of both. Where a
-  NaN is in every pair that changed, there is no largest difference.
+- NaN and infinities are counted where they appear and where they go. Where one did, neither the relative difference nor the cosine
+  is a number. Those that stay are left out of both. Where a NaN is in every pair that changed, there is no largest difference.
 - Squares and products are summed per block as float64, scaled by a power of two, and across blocks as exact fractions: no
   magnitude overflows, and none is lost beside a larger one of another block.
 
@@ -34,18 +32,14 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.numeric.cast import as_float64
 
-PAIRS = "float4_e2m1fn_x2"
-"""Two elements in a byte, which numpy has no type for."""
+PAIRS = "float4_e2m1fn_x2"  # Two elements in a byte, which numpy has no type for.
 
 STEP_ELEMENTS = 1 << 17
 """Elements that are compared together: 1 MiB as float64 of each side, near a core's own cache, in calls long enough that threads do
 not wait for each other's turn at the interpreter."""
 
-BEYOND = Fraction(2) ** 1000
-"""About where a fraction is no float64 any more."""
-
-PLAIN_EXPONENT = 400
-"""Numbers below 2^400 and above 2^-400 can be squared, and a block of the squares added up, within float64."""
+BEYOND = Fraction(2) ** 1000  # About where a fraction is no float64 any more.
+PLAIN_EXPONENT = 400  # Numbers below 2^400 and above 2^-400 can be squared, and a block of the squares added up, within float64.
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +101,11 @@ class Tally(Value, frozen=True):
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
-            self.changed + other.changed,
-            self.total + other.total,
-            max(self.max_abs, other.max_abs),
-            max(self.max_rel, other.max_rel),
-            self.nans + other.nans,
-            self.dot + other.dot,
-            self.squares_a + other.squares_a,
-            self.squares_b + other.squares_b,
-            self.apart + other.apart,
-            tuple(map(add, self.odd, other.odd)),
+            self.changed + other.changed, self.total + other.total, max(self.max_abs, other.max_abs),
+            max(self.max_rel, other.max_rel), self.nans + other.nans, self.dot + other.dot, self.squares_a + other.squares_a,
+            self.squares_b + other.squares_b, self.apart + other.apart, tuple(map(add, self.odd, other.odd)),
             self.beyond + other.beyond,
-        )
+        )  # fmt: skip
 
     def content(self) -> Content:
         most, ratio = (None, None) if 0 < self.changed == self.beyond else (self.max_abs, self.max_rel)
@@ -228,8 +215,9 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
     changed = _differing_bits(a, b) if same_bits else None
     if changed is not None and not changed.any():
         wide = _wide(a)
-        finite, nans = _finite(wide)
-        squares = _squares(finite)
+        usable = np.isfinite(wide)
+        nans = int(np.isnan(wide).sum())
+        squares = _squares(wide if usable.all() else wide[usable])
         return Tally(0, a.size, 0.0, 0.0, nans, squares, squares, squares)
     left, right = wide_a, wide_b = _wide(a), _wide(b)
     usable = np.isfinite(wide_a) & np.isfinite(wide_b)
@@ -273,11 +261,6 @@ def _wide(array: np.ndarray) -> np.ndarray:
     if array.dtype.names:
         return array["real"].astype(np.float64) + 1j * array["imag"].astype(np.float64)
     return array.astype(np.complex128) if array.dtype.kind == "c" else as_float64(array)
-
-
-def _finite(wide: np.ndarray) -> tuple[np.ndarray, int]:
-    usable = np.isfinite(wide)
-    return (wide, 0) if usable.all() else (wide[usable], int(np.isnan(wide).sum()))
 
 
 def _largest(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:

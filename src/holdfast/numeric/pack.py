@@ -29,10 +29,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 
-Elements = np.ndarray
-"""One dimension of unsigned integers, or of 16-byte records; little-endian as stored."""
-
-Octets = np.ndarray
+Elements = np.ndarray  # One dimension of unsigned integers, or of 16-byte records; little-endian as stored.
+ByteArray = np.ndarray
 
 
 def element_type(nbytes: int) -> np.dtype[np.generic]:
@@ -61,7 +59,7 @@ def count_set(values: Elements) -> int:
     return int(np.count_nonzero(values if values.dtype.kind == "u" else are_set(values)))
 
 
-def marks_of(byte_rows: Octets, count: int) -> np.ndarray:
+def marks_of(byte_rows: ByteArray, count: int) -> np.ndarray:
     """The first `count` bits as booleans. Raises `MetadataError` where any is set behind them."""
     if count % 8 and byte_rows[-1] >> count % 8:
         raise MetadataError("marks behind the last element of a group")
@@ -80,19 +78,18 @@ def unequal(marked: int, values: int) -> MetadataError:
     return MetadataError(f"marks for {marked:,} values, and {values:,} values", expected=marked, found=values)
 
 
-def translate(byte_rows: Octets, table: bytes) -> Octets:
+def translate(byte_rows: ByteArray, table: bytes) -> ByteArray:
     return np.frombuffer(byte_rows.tobytes().translate(table), np.uint8)
 
 
-POPULATION = bytes(octet.bit_count() for octet in range(256))
+POPULATION = bytes(byte.bit_count() for byte in range(256))
 
 
-def set_bits(byte_rows: Octets) -> int:
+def set_bits(byte_rows: ByteArray) -> int:
     return int(translate(byte_rows, POPULATION).sum(dtype=np.int64))
 
 
-BITMAP_ELEMENTS = 1 << 16
-"""Elements of a group: little enough that a slice unpacks hardly more than it needs, and that all of it stays in a cache."""
+BITMAP_ELEMENTS = 1 << 16  # Elements of a group: a slice unpacks hardly more than it needs, and all stays in a cache.
 
 
 class Bitmap(Value, frozen=True):
@@ -107,10 +104,8 @@ class Bitmap(Value, frozen=True):
 
     count: int
     name: ClassVar[str] = "bitmap"
-    counted: ClassVar[bool] = True
-    """Whether groups have different numbers of values, so that there are `starts`."""
-    unit: ClassVar[int] = 1
-    """Values come in multiples of this."""
+    counted: ClassVar[bool] = True  # Whether groups have different numbers of values, so that there are `starts`.
+    unit: ClassVar[int] = 1  # Values come in multiples of this.
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -130,7 +125,7 @@ class Bitmap(Value, frozen=True):
         """Values that a group of `count` elements has at the most."""
         return count
 
-    def mark(self, dense: Elements) -> Octets:
+    def mark(self, dense: Elements) -> ByteArray:
         """The marks of one group; of several where those of a full one fill bytes."""
         return np.packbits(are_set(dense), bitorder="little")
 
@@ -142,19 +137,14 @@ class Bitmap(Value, frozen=True):
         """How many values `take` gives."""
         return count_set(dense)
 
-    def unpack(self, where: Octets, values: Elements, out: Elements) -> None:
+    def unpack(self, where: ByteArray, values: Elements, out: Elements) -> None:
         """Fill `out` with the elements of one group. Raises `MetadataError` for marks that are none, or not for these values."""
         fill(out, np.flatnonzero(marks_of(where, len(out))), values)
 
 
-BLOCKS_ELEMENTS = 1 << 17
-"""Elements that a group of bands has if it can."""
-
-BAND_ELEMENTS = 1 << 20
-"""Elements of the largest band: what has to be unpacked for one of its elements."""
-
-GROUP_ROWS = 64
-"""Rows that a group has at the least, as long as they fit: blocks up to this height then have groups of one size."""
+BLOCKS_ELEMENTS = 1 << 17  # Elements that a group of bands has if it can.
+BAND_ELEMENTS = 1 << 20  # Elements of the largest band: what has to be unpacked for one of its elements.
+GROUP_ROWS = 64  # Rows that a group has at the least, as long as they fit: blocks up to this height then have groups of one size.
 
 
 def group_rows(columns: int) -> int:
@@ -208,7 +198,7 @@ class Blocks(Value, frozen=True):
     def most(self, count: int) -> int:
         return self._bits(count) * self.unit
 
-    def mark(self, dense: Elements) -> Octets:
+    def mark(self, dense: Elements) -> ByteArray:
         return np.packbits(self._marked(self._blocks(self._padded(dense))), bitorder="little")
 
     def take(self, dense: Elements) -> Elements:
@@ -218,7 +208,7 @@ class Blocks(Value, frozen=True):
     def count_values(self, dense: Elements) -> int:
         return int(np.count_nonzero(self._marked(self._blocks(self._padded(dense))))) * self.unit
 
-    def unpack(self, where: Octets, values: Elements, out: Elements) -> None:
+    def unpack(self, where: ByteArray, values: Elements, out: Elements) -> None:
         bits = self._bits(len(out))
         bands = bits // self._across
         marked = marks_of(where, bits).reshape(bands, self._across)
@@ -264,9 +254,7 @@ class Blocks(Value, frozen=True):
         return are_set(joined.reshape(-1)).reshape(joined.shape)
 
 
-LARGEST_M = 16
-"""The largest `m`: a position takes half a byte at the most."""
-
+LARGEST_M = 16  # The largest `m`: a position takes half a byte at the most.
 PACKED_GROUPS = 1 << 14
 
 
@@ -309,7 +297,7 @@ class Pattern(Value, frozen=True):
     def most(self, count: int) -> int:
         return count // self.m * self.n
 
-    def mark(self, dense: Elements) -> Octets:
+    def mark(self, dense: Elements) -> ByteArray:
         if not self._by_bytes or len(dense) % 8:
             return self._positions(np.flatnonzero(self._kept(dense)))
         return translate(np.packbits(are_set(dense), bitorder="little"), _tables(self.n, self.m).positions)
@@ -330,7 +318,7 @@ class Pattern(Value, frozen=True):
     def count_values(self, dense: Elements) -> int:
         return self.most(len(dense))
 
-    def unpack(self, where: Octets, values: Elements, out: Elements) -> None:
+    def unpack(self, where: ByteArray, values: Elements, out: Elements) -> None:
         if self._by_bytes and len(out) % 8 == 0:
             # A byte that is no positions is no marks, so that there are too few.
             found = np.flatnonzero(marks_of(translate(where, _tables(self.n, self.m).marks), len(out)))
@@ -368,7 +356,7 @@ class Pattern(Value, frozen=True):
         rank = np.cumsum(~groups, axis=1, dtype=np.uint8)
         return np.asarray(groups | (rank <= (np.uint8(self.n) - counts)[:, None])).reshape(-1)
 
-    def _positions(self, kept: np.ndarray) -> Octets:
+    def _positions(self, kept: np.ndarray) -> ByteArray:
         each = 8 // self.width
         found = np.zeros(-(-len(kept) // each) * each, np.uint8)
         np.remainder(kept, self.m, out=found[: len(kept)], casting="unsafe")
@@ -396,45 +384,42 @@ def group_counts(marked: np.ndarray, m: int) -> np.ndarray:
     return counts
 
 
-def most_set(marked: np.ndarray, byte_rows: Octets, m: int) -> int:
+def most_set(marked: np.ndarray, byte_rows: ByteArray, m: int) -> int:
     """The largest of the counts, from booleans and the same as bits."""
     if len(marked) % 16 or m not in (2, 4, 8, 16):
         return int(group_counts(marked, m).max(initial=0))
-    counts = translate(byte_rows, _most_in_octet(min(m, 8)))
+    counts = translate(byte_rows, _most_in_byte(min(m, 8)))
     return int((counts[::2] + counts[1::2]).max(initial=0) if m == 16 else counts.max(initial=0))
 
 
 @lru_cache(maxsize=3)
-def _most_in_octet(m: int) -> bytes:
+def _most_in_byte(m: int) -> bytes:
     """For each byte, the largest number of bits in one of its groups of `m`."""
-    return bytes(max((octet >> at & (1 << m) - 1).bit_count() for at in range(0, 8, m)) for octet in range(256))
+    return bytes(max((byte >> at & (1 << m) - 1).bit_count() for at in range(0, 8, m)) for byte in range(256))
 
 
 class Tables(Value, frozen=True):
     """What a byte of one kind is as a byte of another, for eight elements whose positions take one byte; 0 where it is nothing."""
 
-    stored: bytes
-    """Which elements have bits → which are stored, `n` of each group."""
-    positions: bytes
-    """Which elements have bits → the positions of those that are stored."""
-    marks: bytes
-    """Positions → which are stored."""
+    stored: bytes  # Which elements have bits → which are stored, `n` of each group.
+    positions: bytes  # Which elements have bits → the positions of those that are stored.
+    marks: bytes  # Positions → which are stored.
 
 
 @lru_cache(maxsize=4)
 def _tables(n: int, m: int) -> Tables:
     stored, positions, marks = bytearray(256), bytearray(256), bytearray(256)
     width = m // n
-    for octet in range(256):
+    for byte in range(256):
         groups: list[list[int]] = []
         for at in range(0, 8, m):
-            found = [k for k in range(m) if octet >> at + k & 1]
+            found = [k for k in range(m) if byte >> at + k & 1]
             zeros = [k for k in range(m) if k not in found]
             groups.append(sorted(found + zeros[: max(n - len(found), 0)]))
         if all(len(group) == n for group in groups):
-            stored[octet] = sum(1 << g * m + k for g, group in enumerate(groups) for k in group)
-            positions[octet] = sum(k << (g * n + i) * width for g, group in enumerate(groups) for i, k in enumerate(group))
-            marks[positions[octet]] = stored[octet]
+            stored[byte] = sum(1 << g * m + k for g, group in enumerate(groups) for k in group)
+            positions[byte] = sum(k << (g * n + i) * width for g, group in enumerate(groups) for i, k in enumerate(group))
+            marks[positions[byte]] = stored[byte]
     return Tables(bytes(stored), bytes(positions), bytes(marks))
 
 
@@ -506,8 +491,7 @@ class SparseParts(Value, frozen=True):
     """A tensor that is to be stored packed: what is written in its place."""
 
     encoding: Encoding
-    crc32: int
-    """Of the dense elements."""
+    crc32: int  # Of the dense elements.
     values: LazyTensor
     where: LazyTensor
     starts: LazyTensor | None
@@ -516,10 +500,8 @@ class SparseParts(Value, frozen=True):
 class Packing(Value, frozen=True):
     """How a tensor is stored, for people."""
 
-    text: str
-    """`bitmap`, `2:4`, `16x16`; several where its chunks differ."""
-    stored_nbytes: int
-    """What it takes, chunks that are not packed included."""
+    text: str  # `bitmap`, `2:4`, `16x16`; several where its chunks differ.
+    stored_nbytes: int  # What it takes, chunks that are not packed included.
 
 
 def packing_of(tensor: LazyTensor) -> Packing | None:

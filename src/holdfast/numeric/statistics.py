@@ -36,12 +36,10 @@ STEP_ELEMENTS = 1 << 17
 """Elements that are looked at together: 1 MiB as float64, near a core's own cache, in calls long enough that threads do not wait
 for each other's turn at the interpreter."""
 
-COUNTED_ELEMENTS = 1 << 16
-"""Tensors of 16-bit elements from this size on are counted by patterns; of fewer, the table would be the larger one."""
+COUNTED_ELEMENTS = 1 << 16  # 16-bit tensors from this size on are counted by patterns; else the table would be larger.
 
 
-PAIRED_BINS = 128
-"""Histograms of fewer bins are drawn for two numbers at a time, by a table of at most 128 KiB."""
+PAIRED_BINS = 128  # Histograms of fewer bins are drawn for two numbers at a time, by a table of at most 128 KiB.
 
 
 def countable(tensor: LazyTensor) -> bool:
@@ -66,8 +64,7 @@ class Moments(Value, frozen=True):
     low: float = math.inf
     high: float = -math.inf
     mean: float = 0.0
-    deviations: float = 0.0
-    """The sum of the squares of the distances from the mean."""
+    deviations: float = 0.0  # The sum of the squares of the distances from the mean.
     squares: float = 0.0
     nans: int = 0
     infinities: int = 0
@@ -112,16 +109,10 @@ class Moments(Value, frozen=True):
         apart = other.mean - self.mean
         share = other.finite / count if count else 0.0
         return Moments(
-            count,
-            min(self.low, other.low),
-            max(self.high, other.high),
-            self.mean + apart * share,
-            self.deviations + other.deviations + apart * apart * self.finite * share,
-            self.squares + other.squares,
-            self.nans + other.nans,
-            self.infinities + other.infinities,
-            self.zeros + other.zeros,
-        )
+            count, min(self.low, other.low), max(self.high, other.high), self.mean + apart * share,
+            self.deviations + other.deviations + apart * apart * self.finite * share, self.squares + other.squares,
+            self.nans + other.nans, self.infinities + other.infinities, self.zeros + other.zeros,
+        )  # fmt: skip
 
 
 def widened(values: np.ndarray) -> Iterator[np.ndarray]:
@@ -242,16 +233,9 @@ class BitPatternCounts:
         mean = float((wide * often).sum()) / finite
         apart = wide - mean
         return Moments(
-            finite,
-            float(wide.min()),
-            float(wide.max()),
-            mean,
-            float((apart * apart * often).sum()),
-            float((wide * wide * often).sum()),
-            nans,
-            total - finite - nans,
-            int(often[wide == 0].sum()),
-        )
+            finite, float(wide.min()), float(wide.max()), mean, float((apart * apart * often).sum()),
+            float((wide * wide * often).sum()), nans, total - finite - nans, int(often[wide == 0].sum()),
+        )  # fmt: skip
 
     def histogram(self, found: Moments, bins: int) -> Ints:
         counts = np.zeros(bins, np.int64)
@@ -419,7 +403,9 @@ class Distributed:
         parts = [self._parts[start] for start in sorted(self._parts)]
         count = sum(part.count for part in parts)
         if self._counted:
-            return self._of_values(count, *_in_order(*self._counts.values()), self._counts.moments())
+            values, often = self._counts.values()
+            order = np.argsort(values, kind="stable")
+            return self._of_values(count, values[order], often[order], self._counts.moments())
         if self._few:
             wide = np.concatenate([part.few for part in parts if part.few is not None]) if parts else np.zeros(0)
             values, often = np.unique(wide[np.isfinite(wide)], return_counts=True)
@@ -475,11 +461,6 @@ def _squared(wide: Floats) -> Floats:
 @lru_cache(maxsize=16)
 def pattern_squares(dtype: np.dtype[np.generic]) -> Floats:
     return _squared(pattern_values(dtype))
-
-
-def _in_order(values: Floats, often: Ints) -> tuple[Floats, Ints]:
-    order = np.argsort(values, kind="stable")
-    return values[order], often[order]
 
 
 def _exponents(values: Floats, often: Ints) -> tuple[int, tuple[int, ...]]:

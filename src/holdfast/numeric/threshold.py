@@ -7,9 +7,6 @@
 3. The key of a random order is SplitMix64 of a seed and the index, without its lowest bit.
 4. The part of a level is the nearest whole number (`pruned_count`).
 5. The n-th lowest key is found from histograms of 16 more bits at a time (`search`), until few keys are left to sort.
-
-numpy and torch each make keys and histograms in their own way, torch on any device; `tests/pruning/test_order.py` compares them.
-What is asked of the keys, pass by pass, is the same.
 """
 
 from __future__ import annotations
@@ -30,20 +27,14 @@ from holdfast.numeric.cast import as_float32, as_float64
 INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
 """The key of infinity, by the float whose bits are the keys."""
 
-SPLITMIX = (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)
-"""SplitMix64's step and its two factors (Steele, Lea and Flood, 2014)."""
-
-SORTED_KEYS = 1 << 20
-"""As many keys as are held and sorted directly: 8 MiB."""
+SPLITMIX = (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)  # Step and factors (Steele, Lea, Flood, 2014).
+SORTED_KEYS = 1 << 20  # As many keys as are held and sorted directly: 8 MiB.
 
 SHIFTS = {15: (0,), 31: (16, 0), 63: (47, 31, 15, 0), 64: (47, 31, 15, 0)}
 """By the bits of keys: the bits below those that each histogram counts by."""
 
-RUN_KEYS = 1 << 17
-"""Keys at a time: a dozen steps over 1 MiB, in calls so long that threads do not wait for each other's turn at the interpreter."""
-
-TOP_BITS = 15
-"""Of a key, the bits by which the first histogram counts: all but the sign of the upper two bytes of a float."""
+RUN_KEYS = 1 << 17  # Keys at a time: a dozen steps over 1 MiB, in calls long enough for threads.
+TOP_BITS = 15  # Of a key, the bits by which the first histogram counts: all but the sign of the upper two bytes of a float.
 
 ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
     "float16": (np.dtype(np.float16), np.dtype(np.uint16)),
@@ -55,8 +46,7 @@ ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
 
 STEP, *FACTORS = map(np.uint64, SPLITMIX)
 
-CERTAIN_DEVIATIONS = 8.0
-"""Standard deviations within which the threshold of random keys is looked for; no seed will see one outside of them."""
+CERTAIN_DEVIATIONS = 8.0  # Standard deviations around which the threshold of random keys is looked for.
 
 
 def nan_key(order: str) -> int:
@@ -78,8 +68,7 @@ class KeyBits(Value, frozen=True):
 
     prefix: int
     known: int
-    shift: int
-    """The lowest of the bits that they are counted by; `known` where the keys themselves are wanted."""
+    shift: int  # The lowest of the bits that they are counted by; `known` where the keys themselves are wanted.
 
     @property
     def taken(self) -> bool:
@@ -217,8 +206,7 @@ def _mixed(start: int, stop: int, seed: int) -> np.ndarray:
 
 LAST_SHIFT = 31
 
-TOLD_BITS = LAST_SHIFT
-"""Upper bits of a key that the last step does not change, and by which keys are told apart before it."""
+TOLD_BITS = LAST_SHIFT  # Upper bits of a key that the last step does not change, and by which keys are told apart before it.
 
 
 def _finished(mixed: np.ndarray) -> np.ndarray:
@@ -261,8 +249,7 @@ class Parted(Value, frozen=True, eq=False):
     below: int
     places: Ints
     keys: np.ndarray
-    bits: npt.NDArray[np.uint8]
-    """A bit for each, the first in the lowest bit; set for those above the range."""
+    bits: npt.NDArray[np.uint8]  # A bit for each, the first in the lowest bit; set for those above the range.
 
 
 class RandomOrder(Value, frozen=True):

@@ -17,16 +17,14 @@ import numpy as np
 
 from holdfast.core.arrays import Bools
 from holdfast.core.tensor import LazyTensor
-from holdfast.numeric.pack import Octets, are_set, as_bits, count_set, group_rows, matrix_shape, most_set, set_bits
+from holdfast.numeric.pack import ByteArray, are_set, as_bits, count_set, group_rows, matrix_shape, most_set, set_bits
 
 PATTERNS = (2, 4, 8, 16)
 
 Shape = tuple[int, int]
 
 
-SIDES, LENGTHS = (4, 8, 16, 32, 64), (8, 16, 32, 64)
-"""Sides of square blocks that are looked for, and lengths of blocks of one row or one column."""
-
+SIDES, LENGTHS = (4, 8, 16, 32, 64), (8, 16, 32, 64)  # Sides of square blocks, and lengths of blocks of one row or column.
 SHAPES: tuple[Shape, ...] = (*((1, n) for n in LENGTHS), *((n, 1) for n in LENGTHS), *((n, n) for n in SIDES))
 
 
@@ -40,17 +38,17 @@ class MarkedBlocks:
 
     def __init__(self, marked: Bools) -> None:
         self.shape = marked.shape
-        octets = np.packbits(marked, axis=1, bitorder="little")
+        packed = np.packbits(marked, axis=1, bitorder="little")
         # Rows of whole words of 64 bits.
-        padded = np.zeros((len(octets), -(-octets.shape[1] // 8) * 8), np.uint8)
-        padded[:, : octets.shape[1]] = octets
+        padded = np.zeros((len(packed), -(-packed.shape[1] // 8) * 8), np.uint8)
+        padded[:, : packed.shape[1]] = packed
         self._tall = {1: padded}
 
     def rows(self) -> Bools:
         return np.asarray(self._tall[1].any(axis=1))
 
     def columns(self) -> Bools:
-        any_row: Octets = np.bitwise_or.reduce(self._tall[1], axis=0)
+        any_row: ByteArray = np.bitwise_or.reduce(self._tall[1], axis=0)
         return np.unpackbits(any_row, count=self.shape[1], bitorder="little").view(np.bool_)
 
     def count(self, height: int, width: int) -> int:
@@ -71,7 +69,7 @@ class MarkedBlocks:
             found += below * right * bool(edge[-1])
         return found
 
-    def _rows(self, height: int) -> Octets:
+    def _rows(self, height: int) -> ByteArray:
         """So many rows as one, that has what any of them has."""
         if height not in self._tall:
             half = self._rows(height // 2)
@@ -81,7 +79,7 @@ class MarkedBlocks:
         return self._tall[height]
 
 
-def _count(rows: Octets, width: int) -> int:
+def _count(rows: ByteArray, width: int) -> int:
     """Groups of so many bits, in rows of them, that have one."""
     if width == 1:
         return set_bits(rows)
@@ -90,7 +88,7 @@ def _count(rows: Octets, width: int) -> int:
     return sum(int(np.count_nonzero(rows & np.uint8(mask))) for mask in _narrow(width))
 
 
-def _words(rows: Octets, width: int) -> np.ndarray:
+def _words(rows: ByteArray, width: int) -> np.ndarray:
     return rows.view(f"u{max(width // 8, 1)}")
 
 
@@ -132,8 +130,8 @@ class ZeroPlaces:
         rows: Bools | bool = True
         columns: Bools | bool = True
         if zeros:
-            found, octets = MarkedBlocks(marked), np.packbits(flat, bitorder="little")
-            most = {m: most_set(flat, octets, m) for m in most}
+            found, packed = MarkedBlocks(marked), np.packbits(flat, bitorder="little")
+            most = {m: most_set(flat, packed, m) for m in most}
             explained = {block: values.size - found.area(*block) for block in explained}
             rows, columns = found.rows(), found.columns()
         top, left = divmod(start, width)
@@ -168,8 +166,8 @@ class BitCounts:
         found: dict[int, int] = {}
         if alive:
             marked = are_set(values)
-            octets = np.packbits(marked, bitorder="little")
-            found = {m: most_set(marked, octets, m) for m in alive}
+            packed = np.packbits(marked, bitorder="little")
+            found = {m: most_set(marked, packed, m) for m in alive}
         with self._lock:
             self.filled += filled
             self.most.update({m: max(self.most[m], most) for m, most in found.items()})

@@ -24,9 +24,9 @@ from holdfast.core.options import OF_STATES, Progress, SaveOptions, pick, valida
 from holdfast.core.protocols import State
 from holdfast.core.runtime import gc_paused
 from holdfast.core.value import replace
-from holdfast.engine.readback import check_source
 from holdfast.engine.saves import SavePlan
 from holdfast.engine.stream import CountingWriter, Writer, write_stream
+from holdfast.engine.write import check_source
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.formats import format_of
 from holdfast.saving.base import check_shares, not_shared, open_base

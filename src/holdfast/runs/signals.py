@@ -27,7 +27,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from holdfast.core.quantities import shown, whole_number
-from holdfast.core.runtime import SignalOverride
+from holdfast.core.signals import SignalOverride
 from holdfast.errors import BadArgument, SaveError
 
 GRACE_S = 30.0

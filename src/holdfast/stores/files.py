@@ -17,7 +17,6 @@ what it inherits from saves, and in a child a `Files` of its parent's refuses ev
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import os
 import re
@@ -39,11 +38,9 @@ Buffer = bytes | bytearray | memoryview
 Kind = Literal["file", "directory", "link", "other"]
 Names = list[str]
 
-MAX_WRITE = 1 << 30
-"""Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast."""
+MAX_WRITE = 1 << 30  # Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast.
 
-COPY_BLOCK = 1 << 20
-"""Bytes that `copy_all` holds at a time where the kernel cannot copy by itself; larger blocks leave the second-level cache."""
+COPY_BLOCK = 1 << 20  # Bytes that `copy_all` holds at a time; larger blocks leave the second-level cache.
 
 CANNOT_COPY = ABSENT | {errno.EXDEV, errno.EPERM, errno.ETXTBSY, errno.EBADF}
 """What copy_file_range(2) answers between file systems that it cannot copy between."""
@@ -62,15 +59,11 @@ class FileEntry(Value, frozen=True, gc=False):
     """What there is under a name, or behind a descriptor."""
 
     kind: Kind
-    identity: tuple[int, int]
-    """Device and inode: equal for the same file, whatever its name is now."""
-    mode: int
-    """Permission bits, with those for setuid, setgid and sticky."""
+    identity: tuple[int, int]  # Device and inode: equal for the same file, whatever its name is now.
+    mode: int  # Permission bits, with those for setuid, setgid and sticky.
     nbytes: int
-    owner: tuple[int, int] = (0, 0)
-    """User and group."""
-    changed_s: float = 0.0
-    """When the content, or of a directory the entries, changed last."""
+    owner: tuple[int, int] = (0, 0)  # User and group.
+    changed_s: float = 0.0  # When the content, or of a directory the entries, changed last.
 
 
 class Files:
@@ -233,11 +226,8 @@ class Files:
         os.close(descriptor)
 
 
-_process = os.getpid()
-"""This process; a fork has another number."""
-
-_open: dict[int, bool] = {}
-"""The descriptors that saves have open, and whether each is locked."""
+_process = os.getpid()  # This process; a fork has another number.
+_open: dict[int, bool] = {}  # The descriptors that saves have open, and whether each is locked.
 
 
 def _in_child() -> None:
@@ -350,12 +340,8 @@ def make_parents(path: str, *, durable: bool) -> None:
             platform.sync_directory(os.path.dirname(folder))
 
 
-PAUSES_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
-"""Between tries to replace or remove what somebody has open."""
-
-LONGEST = 255
-"""Characters of a name on every file system of Windows, and no fewer bytes."""
-
+PAUSES_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)  # Between tries to replace or remove what somebody has open.
+LONGEST = 255  # Characters of a name on every file system of Windows, and no fewer bytes.
 LOCK = re.compile(r"\.holdfast\.[0-9a-f]{16}\.lock")
 IN_USE = "it is open in this or another program"
 
@@ -369,13 +355,10 @@ class OpenFile(Struct):
     path: str
     identity: tuple[int, int]
     writable: bool = False
-    lock: tuple[int, str] | None = None
-    """The descriptor of its lock file, and where that is."""
+    lock: tuple[int, str] | None = None  # The descriptor of its lock file, and where that is.
 
 
-_opened: dict[int, OpenFile] = {}
-"""What saves of this process have open: directories under numbers below zero, files under their descriptors."""
-
+_opened: dict[int, OpenFile] = {}  # What saves have open: directories under numbers below zero, files under descriptors.
 _numbers = itertools.count(-2, -1)  # -1 is what a failed call of C's gives, and stands for nothing
 
 
@@ -493,12 +476,14 @@ class PathFiles(Files):
         return sorted(os.listdir(self._path("", descriptor)))
 
     def lock(self, descriptor: int) -> bool:
+        from hashlib import blake2b  # on Windows alone
+
         self._check()
         if platform.REMOVES_OPEN_FILES:
             raise OSError(errno.ENOTSUP, "no lock can be taken here")
         known = _known(descriptor)
         folder = os.path.dirname(known.path)
-        name = hashlib.blake2b(repr(known.identity).encode(), digest_size=8).hexdigest()
+        name = blake2b(repr(known.identity).encode(), digest_size=8).hexdigest()
         path = os.path.join(folder, f".holdfast.{name}.lock")
         try:
             with suppress(FileNotFoundError):

@@ -52,11 +52,8 @@ from holdfast.stores.platform import ALWAYS, DIRECTORY, NO_LINK, NO_WAIT, OPENS_
 
 Keys = list[str]
 
-ALIVE: set[int] = set()
-"""Descriptors that readers of this process hold. Adding and discarding are one step each: no lock is needed, also in `__del__`."""
-
-GONE = frozenset({errno.ENOENT, errno.ESTALE})
-"""What a file system says of a file that was there when it was listed; the second is NFS's word."""
+ALIVE: set[int] = set()  # Descriptors that readers hold. Adding and discarding are one step each, so no lock is needed.
+GONE = frozenset({errno.ENOENT, errno.ESTALE})  # Answers for a file that was listed and is gone; the second is NFS's.
 
 A_LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """What open(2) says of a link that it must not follow: Linux, of one on the way as well, and FreeBSD."""
@@ -213,11 +210,8 @@ def plain(file: OpenFile, label: str) -> os.stat_result:
     return found
 
 
-WINDOW_NBYTES = 8 << 20
-"""File that is mapped at a time: what is mapped counts as memory of the process, although nobody else has to do without it."""
-
-VECTORS = 1024
-"""The most ranges that Linux takes in one call (IOV_MAX)."""
+WINDOW_NBYTES = 8 << 20  # Bytes of a file that are mapped at a time: a mapping counts as memory of the process.
+VECTORS = 1024  # The most ranges that Linux takes in one call (IOV_MAX).
 
 
 ProcessRead = Callable[[int, int, int, int, int, int], int]
@@ -277,26 +271,19 @@ def _copy(call: ProcessRead, descriptor: int, starts: Ints, nbytes: Ints, places
     return len(starts)
 
 
-Stamp = tuple[int, int, int]
-"""Inode, length and time of the last write: those of one file, on every host that has the file system."""
-
+Stamp = tuple[int, int, int]  # Inode, length and time of the last write: those of one file, on every host that has the file system.
 KEPT = 256
 
-SHARE = 2
-"""All that readers keep open is at most one part in so many of what the process may have open."""
+SHARE = 2  # All that readers keep open is at most one part in so many of what the process may have open.
 
-NO_MORE = frozenset({errno.EMFILE, errno.ENFILE})
-"""What open(2) says where the process, or the machine, has as many files open as it may have."""
-
+NO_MORE = frozenset({errno.EMFILE, errno.ENFILE})  # Answers of open(2) where no more files may be open.
 ELSEWHERE = "another checkpoint is here than the one that was sent to this process by its path: it was saved again; open it again"
 
-MAX_READ = 1 << 30
-"""Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast."""
+MAX_READ = 1 << 30  # Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast.
 
 
 class Handle(Struct):
-    file: OpenFile | None
-    """None where it is opened for each read."""
+    file: OpenFile | None  # None where it is opened for each read.
     nbytes: int
     changed_ns: int
     identity: tuple[int, int]
@@ -492,7 +479,10 @@ class LocalStore(Store):
             if self._closed:
                 raise self._was_closed()
             if key not in self._handles:
-                handle = self._open_new(key)
+                file = self._opened(key)
+                handle = Handle.of(file, plain(file, self._label(key)))
+                if key in self._expected and self._expected[key] != handle.stamp:
+                    raise Replaced(ELSEWHERE, file=self._label(key))
                 if not platform.REMOVES_OPEN_FILES:
                     handle.file = None  # or nobody could replace a checkpoint that somebody reads
                 elif self._directory and (len(self._handles) >= KEPT or len(ALIVE) > platform.most_open_files() // SHARE):
@@ -510,14 +500,6 @@ class LocalStore(Store):
         if now != (handle.identity, handle.nbytes, handle.changed_ns):
             raise Replaced("the file was changed or replaced while the checkpoint was open; open it again", file=self._label(key))
         return file
-
-    def _open_new(self, key: str) -> Handle:
-        file = self._opened(key)
-        found = plain(file, self._label(key))
-        handle = Handle.of(file, found)
-        if key in self._expected and self._expected[key] != handle.stamp:
-            raise Replaced(ELSEWHERE, file=self._label(key))
-        return handle
 
     def _opened(self, key: str) -> OpenFile:
         try:

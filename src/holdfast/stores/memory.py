@@ -14,8 +14,7 @@ from holdfast.core.protocols import Medium, Store
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, StoreError, Truncated, Unsupported
 
-LARGE = 64 << 10
-"""From this many bytes on, other threads should not wait for a copy."""
+LARGE = 64 << 10  # From this many bytes on, other threads should not wait for a copy.
 
 
 class MemoryStore(Store):
@@ -95,8 +94,7 @@ class FileObjectStore(Store):
         self._lock = renewed(threading.Lock())
         self._closed = False
         self._readers = 0
-        self._position = 0
-        """Where the caller's object stood when the first of the readers came."""
+        self._position = 0  # Where the caller's object stood when the first of the readers came.
         try:
             position = file.tell()
             file.seek(0, io.SEEK_END)

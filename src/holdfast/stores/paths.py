@@ -29,9 +29,7 @@ AnyPath = str | os.PathLike[str]
 SCHEME = re.compile(r"[^/\\]*:(?=[/\\]|$)")
 """A first part that ends with a colon: of a URL, also of one behind another (`simplecache::s3://`), or a drive."""
 
-SPECIAL = re.compile(r"[~:\\\0]")
-"""What every path has that is not, or not yet, one for the system."""
-
+SPECIAL = re.compile(r"[~:\\\0]")  # What every path has that is not, or not yet, one for the system.
 DRIVE = re.compile(r"\s*[A-Za-z]:")
 SHOWN = 200
 

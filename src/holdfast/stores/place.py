@@ -1,7 +1,7 @@
 """`Place`: a path or a URL as one thing, which can be asked what differs between a disk and a bucket.
 
-Text is what goes through the library and what results show: a `str`, and for a place in an object store a `Url`, which is one, too.
-Whoever has to know more asks `place_at(text)`. There are two kinds with the same members, and no other module asks which one it is:
+Text goes through the library: a `str`, and for a place in an object store a `Url`, which is one, too. `place_at(text)` knows more.
+There are two kinds with the same members, and no other module asks which one it is:
 
     LocalPlace    a file or a folder of this machine
     Url           an object, or all objects below a prefix (`stores/remote/url`)
@@ -119,7 +119,7 @@ class LocalPlace(Value, frozen=True):
 
     def walk(self, most: int, problem: Problem) -> Iterator[tuple[str, Sequence[str]]]:
         """Every folder at or below this one, with the names of its files, at most so many of them in a bucket. Links to folders are
-        not followed. `problem` is told of what cannot be listed, when all else was."""
+        not followed. `problem` is called with what cannot be listed, when all else was."""
         problems: list[OSError] = []
         for folder, folders, names in os.walk(self.path, onerror=problems.append):
             folders.sort()

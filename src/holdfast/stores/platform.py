@@ -38,14 +38,10 @@ ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, 
 
 DIRECTORY: int = getattr(os, "O_DIRECTORY", 0)
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
-NO_WAIT: int = getattr(os, "O_NONBLOCK", 0)
-"""Opening a FIFO that nobody writes to must not wait."""
+NO_WAIT: int = getattr(os, "O_NONBLOCK", 0)  # Opening a FIFO that nobody writes to must not wait.
 
-HOLD: int = getattr(os, "O_PATH", 0)
-"""Opens a file without being let in: it stays for as long as that is open. 0 where there is no such thing."""
-
-READS_AT = hasattr(os, "pread")
-"""Whether a read leaves the position of a file alone."""
+HOLD: int = getattr(os, "O_PATH", 0)  # Holds a file without reading it, for as long as it is open; 0 where there is none.
+READS_AT = hasattr(os, "pread")  # Whether a read leaves the position of a file alone.
 
 OPENS_DIRECTORIES = (
     bool(DIRECTORY and NO_LINK)
@@ -55,26 +51,13 @@ OPENS_DIRECTORIES = (
 """Whether a directory can be held by a descriptor, and names be looked up in there."""
 
 MAP_PRIVATE: int | None = getattr(mmap, "MAP_PRIVATE", None)
-MAP_SHARED: int | None = getattr(mmap, "MAP_SHARED", None)
-"""Flags of a mapping; None where mappings have none."""
-
-REMOVES_OPEN_FILES = os.name != "nt"
-"""Whether the name of a file that is open can be removed, or given to another file."""
-
-DRIVES = os.name == "nt"
-"""Whether `C:` begins a path, and a backslash is a slash."""
-
-BLOCK = 1 << 20
-"""Bytes at a time that go through memory of ours; larger blocks leave the second-level cache."""
-
-FEW_FILES = 512
-"""Files that every system lets a process have open: what the C library of Windows begins with."""
-
-RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
-"""Flags of renameat2(2), Linux 3.15."""
-
-RENAME_SWAP, RENAME_EXCL = 2, 4
-"""Flags of renameatx_np(2), macOS 10.12."""
+MAP_SHARED: int | None = getattr(mmap, "MAP_SHARED", None)  # Flags of a mapping; None where mappings have none.
+REMOVES_OPEN_FILES = os.name != "nt"  # Whether the name of a file that is open can be removed, or given to another file.
+DRIVES = os.name == "nt"  # Whether `C:` begins a path, and a backslash is a slash.
+BLOCK = 1 << 20  # Bytes at a time that go through memory of ours; larger blocks leave the second-level cache.
+FEW_FILES = 512  # Files that every system lets a process have open: what the C library of Windows begins with.
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # Flags of renameat2(2), Linux 3.15.
+RENAME_SWAP, RENAME_EXCL = 2, 4  # Flags of renameatx_np(2), macOS 10.12.
 
 
 def _module(name: str) -> ModuleType | None:
@@ -86,12 +69,9 @@ def _module(name: str) -> ModuleType | None:
 
 _fcntl, _resource = _module("fcntl"), _module("resource")
 _os: ModuleType = os
-_mmap: ModuleType = mmap
-"""For names that not every system has: a type checker on another one need not know them."""
-
+_mmap: ModuleType = mmap  # For names that not every system has: a type checker on another one need not know them.
 _FULL_SYNC: int | None = getattr(_fcntl, "F_FULLFSYNC", None)
-_turns: dict[int, threading.Lock] = {}
-"""By descriptor: who may move its position."""
+_turns: dict[int, threading.Lock] = {}  # By descriptor: who may move its position.
 
 
 @cache
@@ -131,7 +111,6 @@ else:
 if hasattr(os, "pread"):
 
     def read_block(descriptor: int, nbytes: int, start: int) -> bytes:
-        """Read some bytes from `start` on, at most so many; none at the end."""
         block: bytes = _os.pread(descriptor, nbytes, start)
         return block
 
@@ -174,7 +153,6 @@ def _turn(descriptor: int) -> threading.Lock:
 
 
 def copy_range(source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
-    """Copy some bytes from file to file inside the kernel, and say how many. ENOSYS where it cannot."""
     if not hasattr(os, "copy_file_range"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     copied: int = os.copy_file_range(source, target, nbytes, source_offset, offset)
@@ -195,8 +173,7 @@ def sync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-_BEGIN_WRITING = 2
-"""SYNC_FILE_RANGE_WRITE of Linux: begin, and do not wait."""
+_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE of Linux: begin, and do not wait.
 
 
 @cache
@@ -261,12 +238,10 @@ def longest_name(descriptor: int) -> int:
 
 
 def rename_new(source: str, target: str, *, at: int) -> bool:
-    """Rename where nothing has the name yet. False, and nothing done, where that cannot be promised."""
     return _renamed(source, target, at=at, linux=RENAME_NOREPLACE, macos=RENAME_EXCL)
 
 
 def exchange(first: str, second: str, *, at: int) -> bool:
-    """Swap what two names stand for, in one step. False, and nothing done, where that is not supported."""
     return _renamed(first, second, at=at, linux=RENAME_EXCHANGE, macos=RENAME_SWAP)
 
 

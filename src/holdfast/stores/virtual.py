@@ -1,10 +1,7 @@
 """`Virtual`: a store whose content is made when it is read.
 
 A cast, a mask, a packed part, a file that is yet to be written: each is an entry, so many bytes and a function that fills a range
-of them. Everything that a store does besides (keys, bounds, closing, what it says of itself) stands here once.
-
-Over another store, it has all that is there, and its entries as further content that is not listed: what is stored packed or
-compressed, as the bytes that it stands for.
+of them. Over another store, it has all that is there, and its entries as further content that is not listed.
 """
 
 from __future__ import annotations
@@ -155,8 +152,7 @@ class ContentCache:
         self._most_nbytes = most_nbytes
         self._content: OrderedDict[Hashable, np.ndarray] = OrderedDict()
         self._nbytes = 0
-        self.lock = renewed(threading.RLock())
-        """Whoever holds it makes something while nobody else does."""
+        self.lock = renewed(threading.RLock())  # Whoever holds it makes something while nobody else does.
 
     @property
     def nbytes(self) -> int:

@@ -19,18 +19,15 @@ from holdfast.stores.files import Buffer, Files, copy_all, write_all
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-STRETCH_NBYTES = 32 << 20
-"""The disk is told of so much at a time: a request for less would cost more than it gains."""
+STRETCH_NBYTES = 32 << 20  # The disk is told of so much at a time: a request for less would cost more than it gains.
 
 
 class Writeback:
     def __init__(self, files: Files, descriptor: int) -> None:
         self._files, self._descriptor = files, descriptor
         self._turn = threading.Condition(renewed(threading.Lock()))
-        self._written: dict[int, int] = {}
-        """Bytes of each stretch, by its number, as far as they are written."""
-        self._complete: list[int] = []
-        """Stretches that the disk is to be told of."""
+        self._written: dict[int, int] = {}  # Bytes of each stretch, by its number, as far as they are written.
+        self._complete: list[int] = []  # Stretches that the disk is to be told of.
         self._thread: threading.Thread | None = None
         self._over = False
 
@@ -84,8 +81,7 @@ class NewFile:
     def __init__(self, files: Files, descriptor: int, *, path: str, durable: bool = False) -> None:
         self.descriptor = descriptor
         self.path = path
-        self.failed = False
-        """Whether a call on it failed; it is then never published."""
+        self.failed = False  # Whether a call on it failed; it is then never published.
         self.complete = False
         """Whether nothing more will be written to it, so that it may be finished when others need its descriptor."""
         self._files = files

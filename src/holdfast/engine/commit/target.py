@@ -100,19 +100,13 @@ NOT_GIVEN = frozenset({errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, er
 
 class TargetName(Value, frozen=True):
     files: Files
-    path: str
-    """What the caller said."""
+    path: str  # What the caller said.
     name: str
-    at: int
-    """The parent directory, open."""
-    longest: int
-    """How many bytes a name may have there, or fewer where that is enough for this one's temporaries."""
-    existing: FileEntry | None
-    """What there was when the save began."""
-    listed: bool = True
-    """Whether this save looks for what dead processes left (`temporaries`)."""
-    there: Sequence[str] = ()
-    """What there is in the parent, where it does."""
+    at: int  # The parent directory, open.
+    longest: int  # How many bytes a name may have there, or fewer where that is enough for this one's temporaries.
+    existing: FileEntry | None  # What there was when the save began.
+    listed: bool = True  # Whether this save looks for what dead processes left (`temporaries`).
+    there: Sequence[str] = ()  # What there is in the parent, where it does.
 
     def holds(self, temporary: LockedName) -> bool:
         """Whether the name stands for what was to be published now, or cannot be looked at."""

@@ -31,29 +31,20 @@ from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.stores.files import FileEntry, Files, is_temporary, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
-ATTEMPTS = 100
-"""How often a temporary is made again because a cleaner took it; once is already a rare accident."""
-
+ATTEMPTS = 100  # How often a temporary is made again because a cleaner took it; once is already a rare accident.
 OVERHEAD = len("..0123456789abcdef.tmp")
 
-SURE_NBYTES = 143
-"""Of a name, on every file system that we know of: eCryptfs has the shortest."""
+SURE_NBYTES = 143  # Of a name, on every file system that we know of: eCryptfs has the shortest.
 
-ABANDONED_S = 24 * 3600
-"""How long nothing has changed in a temporary that is nobody's, where locks may not tell. Bytes are written all the time."""
+ABANDONED_S = 24 * 3600  # Age of an unchanged temporary that counts as nobody's where locks may not tell.
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 """What flock(2) answers on a file system without locks (Lustre mounted with `noflock`, some FUSE)."""
 
 
-LISTED = 64
-"""Names in a folder that a save may pay for. Up to so many it always looks."""
-
-MOST_FOLDERS = 256
-"""Folders that are remembered."""
-
-_listed: dict[tuple[int, int], int] = {}
-"""By the identity of a folder: how many saves in it come before it is listed again."""
+LISTED = 64  # Names in a folder that a save may pay for. Up to so many it always looks.
+MOST_FOLDERS = 256  # Folders that are remembered.
+_listed: dict[tuple[int, int], int] = {}  # By the identity of a folder: how many saves in it come before it is listed again.
 
 
 def is_due(files: Files, at: int) -> bool:
@@ -325,11 +316,8 @@ def repair(files: Files, name: str, *, at: int, there: Sequence[str], longest: i
         files.close(descriptor)
 
 
-LARGE_NBYTES = 16 << 20
-"""Less is freed in 3 ms, beside which a thread is not worth it."""
-
-MOST_HELD = 64
-"""Files that are held open at once. Further ones are freed where they lose their name."""
+LARGE_NBYTES = 16 << 20  # Less is freed in 3 ms, beside which a thread is not worth it.
+MOST_HELD = 64  # Files that are held open at once. Further ones are freed where they lose their name.
 
 
 class ReplacedFiles:

@@ -54,11 +54,8 @@ from holdfast.errors import HoldfastError, SaveError
 from holdfast.stores.files import Buffer, FileEntry, Files, is_temporary, split_path, system_files
 from holdfast.stores.paths import AnyPath, local_path
 
-BROWSED = frozenset({".DS_Store", "Thumbs.db"})
-"""What macOS and Windows put into a folder when somebody looks at it; it goes with the folder."""
-
-OPEN_FILES = 16
-"""Files of a directory that stay open although they are complete: the kernel writes them out while the next ones are made."""
+BROWSED = frozenset({".DS_Store", "Thumbs.db"})  # File managers of macOS and Windows make these; they go with the folder.
+OPEN_FILES = 16  # Complete files that stay open: the kernel writes them out while the next ones are made.
 
 
 class _Transaction:

@@ -1,6 +1,6 @@
 """Where a save goes: a target. Nobody finds anything there before it is published.
 
-target     `Target`, what is asked of each; `target_of` chooses one for a path or a URL, `join_target` for a rank that was told
+target     `Target`, what is asked of each; `target_of` chooses one for a path or a URL, `join_target` for another rank
 folder     a file, and a folder of files: hidden beside their name, published by a rename (engine/commit/transactions)
 bucket     an object, and objects below a prefix: published by a put with a condition
            `bucket_commit`  data under names of their own, and that put

@@ -23,20 +23,19 @@ from holdfast.core.keys import sibling_key
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import temporary_name
-from holdfast.engine.readback import check_source, stored_crcs
 from holdfast.engine.saves import FilePlan, LinkedFile
 from holdfast.engine.stream import REMOTE_BLOCK_NBYTES, CountingWriter, Writer, write_stream
 from holdfast.engine.targets.bucket_claims import commit_sharing, release
 from holdfast.engine.targets.bucket_commit import ObjectSave, PrefixSave, save_id
 from holdfast.engine.targets.target import Delivered, Fill, Saving, Target, nothing_yet
+from holdfast.engine.write import check_source, stored_crcs
 from holdfast.errors import HoldfastError, NotCommitted, StoreError
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import COPIED_NBYTES, Url
 from holdfast.stores.virtual import Virtual, VirtualFile
 
-MOST = 1 << 20
-"""Objects below a prefix that are looked through for those of a save."""
+MOST = 1 << 20  # Objects below a prefix that are looked through for those of a save.
 
 
 class ReplacedObjects(Value, frozen=True):
@@ -148,8 +147,7 @@ class PrefixTarget(JoinedPrefix):
     def __init__(self, url: Url, save: str, index: str, *, overwrite: bool, names: BucketNames, parts: int | None) -> None:
         super().__init__(url, save, index, overwrite=overwrite, parts=parts)
         self._names, self._over = names, False
-        self._delivered: dict[str, tuple[int, bool]] = {}
-        """Length of each object, and whether it is one of the base."""
+        self._delivered: dict[str, tuple[int, bool]] = {}  # Length of each object, and whether it is one of the base.
         self._late: list[FilePlan] = []
         self._index: FilePlan | None = None
         self._content: bytes | None = None

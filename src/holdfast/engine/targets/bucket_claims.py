@@ -43,14 +43,10 @@ from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.failures import if_there
 from holdfast.stores.remote.url import Url
 
-CLAIMS = "holdfast.claims"
-"""The folder of the claims, beside the checkpoints that they speak of."""
-
+CLAIMS = "holdfast.claims"  # The folder of the claims, beside the checkpoints that they speak of.
 LIFE_S = 1800.0
 
-WORK_S = 600.0
-"""How long whoever made it acts on it."""
-
+WORK_S = 600.0  # How long whoever made it acts on it.
 MOST_NBYTES, MOST = 1 << 20, 100_000
 
 Does = Literal["uses", "deletes"]
@@ -133,8 +129,7 @@ def claiming(parent: Url, does: Does, folders: Collection[str]) -> Iterator[Clai
     over()
 
 
-Used = Sequence[tuple[str, str, int]]
-"""Objects of which others are the owners: folder, name and length of each."""
+Used = Sequence[tuple[str, str, int]]  # Objects of which others are the owners: folder, name and length of each.
 
 
 def commit_sharing(save: PrefixSave, used: Used, commit: Callable[[], None]) -> None:
@@ -177,8 +172,7 @@ class Released(Value, frozen=True):
     """What became of objects that nobody was to need."""
 
     gone: Sequence[str] = ()
-    used: Sequence[str] = ()
-    """Those that stay because a save uses their folder."""
+    used: Sequence[str] = ()  # Those that stay because a save uses their folder.
 
 
 def release(parent: Url, keys: Collection[str], named: Callable[[Collection[str]], Collection[str]]) -> Released:

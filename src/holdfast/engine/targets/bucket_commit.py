@@ -41,24 +41,13 @@ from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.failures import Taken, pauses
 from holdfast.stores.remote.url import Url
 
-INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"
-"""Set in the environment, this lets saves go to a store that ignores conditions."""
+INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"  # Set in the environment, this lets saves go to a store that ignores conditions.
+TRIES = 5  # How often the index is put while nobody can say whether it is there.
+LOOK_S = 0.25  # The first pause before that; each is twice the one before. A store may show late what it has.
+NOBODY: Final = "0" * 16  # In the name of a claim, where other hidden names have the id of a save.
 
-TRIES = 5
-"""How often the index is put while nobody can say whether it is there."""
-
-LOOK_S = 0.25
-"""The first pause before that; each is twice the one before. A store may show late what it has."""
-
-NOBODY: Final = "0" * 16
-"""In the name of a claim, where other hidden names have the id of a save."""
-
-CLAIM: Final = f".copy.{NOBODY}.tmp"
-"""The object that says that somebody copies to this place. No reader takes it for a file of a checkpoint."""
-
-SAVE: Final = "holdfastsave"
-"""The attribute of an object that says which save wrote it. Azure takes the names of C#: no dashes."""
-
+CLAIM: Final = f".copy.{NOBODY}.tmp"  # Says that somebody copies to this place. No reader takes it for a file.
+SAVE: Final = "holdfastsave"  # The attribute of an object that says which save wrote it. Azure takes the names of C#: no dashes.
 Write = Callable[[Writer], object]
 
 Check = Callable[[Url], None]
@@ -167,15 +156,12 @@ class PrefixSave:
     def __init__(self, url: Url, index: str, *, overwrite: bool, parts: int | None = None) -> None:
         self.url = url
         self.index = index
-        self._parts = parts
-        """Parts of an upload that may be under way at once."""
+        self._parts = parts  # Parts of an upload that may be under way at once.
         self._overwrite = overwrite
         self._bucket = bucket_of(url)
         self._written: list[str] = []
-        self.there: frozenset[str] = frozenset()
-        """What lay right below the prefix when the save began, by its names."""
-        self._before: str | None = None
-        """The etag of the index that is to be replaced."""
+        self.there: frozenset[str] = frozenset()  # What lay right below the prefix when the save began, by its names.
+        self._before: str | None = None  # The etag of the index that is to be replaced.
         self.revocable = True
         """Whether it is known that nobody finds what was written: until the index is put, and where another save was faster."""
 
@@ -274,8 +260,7 @@ class PrefixSave:
 
 
 class ObjectSave:
-    AT_ONCE: Final = 64 << 20
-    """Up to this length the object is put by one request, which may have a condition."""
+    AT_ONCE: Final = 64 << 20  # Up to this length the object is put by one request, which may have a condition.
 
     def __init__(self, url: Url, *, overwrite: bool, parts: int | None = None) -> None:
         self.url = url

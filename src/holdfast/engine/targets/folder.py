@@ -23,11 +23,10 @@ from holdfast.core.strict_json import parse
 from holdfast.engine.commit.new_file import NewFile, linked_or_copied
 from holdfast.engine.commit.target import refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, replace_file
-from holdfast.engine.readback import check_source, check_written, file_crcs
 from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, SavePlan
 from holdfast.engine.stream import Writer
 from holdfast.engine.targets.target import Delivered, Fill, Reads, Saving, Target
-from holdfast.engine.write import write_file
+from holdfast.engine.write import check_source, check_written, file_crcs, write_file
 from holdfast.errors import HoldfastError, NotCommitted
 from holdfast.stores.files import Files, make_parents, split_path, system_files
 from holdfast.stores.local import LocalStore

@@ -1,14 +1,11 @@
 """`Target`: where a save goes, and nobody finds it before it is published. A part of a save is a process: one alone, or a rank.
 
-                     a file or a folder (`folder`)                objects (`bucket`)
+                 a file or a folder (`folder`)                objects (`bucket`)
 
-    unpublished      under a hidden name beside the target        names that carry the id of the save, or hidden ones
-    others are told  the name of the hidden folder                that id
-    published        by one rename                                by one put with a condition: of the index, or of the object
-    given up         the part that opened it removes it           each part removes its objects, the first one all of the save
-
-A part links what it takes over from a base, begins files and fills them. The part that opened the target publishes what all have
-written. It knows the formats by what it is given: which names belong to a checkpoint, and what a checkpoint in a bucket names.
+unpublished      under a hidden name beside the target        names that carry the id of the save, or hidden ones
+others are sent  the name of the hidden folder                that id
+published        by one rename                                by one put with a condition: of the index, or of the object
+given up         the part that opened it removes it           each part removes its objects, the first one all of the save
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ from holdfast.stores.remote.url import Url
 if TYPE_CHECKING:
     from holdfast.engine.targets.bucket import BucketNames
 
-Reads = Callable[[int, int], bytes]
-"""Reads some bytes at an offset, in this order."""
+Reads = Callable[[int, int], bytes]  # Reads some bytes at an offset, in this order.
 
 
 class Seals(Protocol):
@@ -54,23 +50,19 @@ class Seals(Protocol):
 
 class Saving(Value, frozen=True, kw_only=True):
     seals: Seals
-    crcs: dict[str, int] = field(default_factory=dict)
-    """Of all data that was written before, by label. Each file adds its own."""
+    crcs: dict[str, int] = field(default_factory=dict)  # Of all data that was written before, by label. Each file adds its own.
     threads: int | None = None
     block: int | None = None
     progress: Progress | None = None
     read_back: bool = False
-    last: Callable[[], None] = lambda: None
-    """Asked when everything is written: what it raises keeps what was there."""
-    attributes: Mapping[str, str] | None = None
-    """What the object of the index says of itself."""
+    last: Callable[[], None] = lambda: None  # Asked when everything is written: what it raises keeps what was there.
+    attributes: Mapping[str, str] | None = None  # What the object of the index says of itself.
 
 
 Fill = Callable[[Saving], Mapping[str, int]]
 """Writes a file that has its place, now or when it is published; the CRC-32 of each piece of data by its label, if now."""
 
-Delivered = tuple[str, int, bool]
-"""A file that another part has written: key, length, and whether it is one of the base."""
+Delivered = tuple[str, int, bool]  # A file that another part has written: key, length, and whether it is one of the base.
 
 
 def nothing_yet(how: Saving) -> Mapping[str, int]:
@@ -85,12 +77,11 @@ class Target:
         self._files: list[FilePlan] = []
         self._linked: list[LinkedFile] = []
 
-    save = ""
-    """What the names of data files carry: the id of the save; nothing where the whole is published by a rename."""
+    save = ""  # What the names of data files carry: the id of the save; nothing where the whole is published by a rename.
 
     @property
     def join_name(self) -> str:
-        """What other parts are told, so that they find it (`join_target`)."""
+        """The name by which other parts find the target (`join_target`)."""
         return self.save
 
     def link(self, file: LinkedFile) -> bool:

@@ -41,37 +41,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Buffer = bytes | memoryview
 
-RETRIES = 8
-"""How often a request that may be repeated is: by obstore, by us, and in all."""
-
-LISTED = 1000
-"""Keys of a list that are taken at a time: as many as S3 puts on a page."""
-
+RETRIES = 8  # How often a request that may be repeated is: by obstore, by us, and in all.
+LISTED = 1000  # Keys of a list that are taken at a time: as many as S3 puts on a page.
 PARTS = 10_000
 
 ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT")}
 """Where the environment says that a server is another than the cloud's; one without TLS is meant so."""
 
-PLAIN = "HOLDFAST_WITHOUT_CHECKSUMS"
-"""Set in the environment, this lets requests to S3 go without checksums, for a server that refuses them."""
-
+PLAIN = "HOLDFAST_WITHOUT_CHECKSUMS"  # In the environment: requests to S3 go without checksums, which a server may refuse.
 ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
 
 
-KNOWN = 16
-"""Answers that are remembered of each size."""
-
-ENOUGH = 4
-"""Answers below which nothing is known."""
-
-AT_FIRST_S = 10.0
-"""How long to wait while nothing is known."""
-
-LEAST_S = 0.5
-"""No answer is waited for less: a busy moment of this machine is no reason to ask twice."""
-
-TIMES = 4.0
-"""How many times as long as usual is too long."""
+KNOWN = 16  # Answers that are remembered of each size.
+ENOUGH = 4  # Answers below which nothing is known.
+AT_FIRST_S = 10.0  # How long to wait while nothing is known.
+LEAST_S = 0.5  # No answer is waited for less: a busy moment of this machine is no reason to ask twice.
+TIMES = 4.0  # How many times as long as usual is too long.
 
 
 class RemoteObject(Value, frozen=True):
@@ -119,8 +104,7 @@ class Upload:
 
     def __init__(self, bucket: Bucket, key: str, file: AsyncWritableFile) -> None:
         self._bucket, self._key, self._file = bucket, key, file
-        self._lent: list[memoryview] = []
-        """What the client has not uploaded yet, as far as anybody looked."""
+        self._lent: list[memoryview] = []  # What the client has not uploaded yet, as far as anybody looked.
         self.nbytes = 0
 
     def write(self, data: Buffer, /) -> int:
@@ -154,13 +138,10 @@ class Bucket:
     def __init__(self, root: str, client: ObjectStore) -> None:
         self.root = root
         self.client = client
-        self.keeps = type(client).__name__ == "MemoryStore"
-        """Whether what is put is not sent anywhere, but kept where it is."""
+        self.keeps = type(client).__name__ == "MemoryStore"  # Whether what is put is not sent anywhere, but kept where it is.
         self.patience = Patience()
-        self.conditions: bool | None = None
-        """Whether the store keeps the conditions of a put, once somebody has tried."""
-        self.requests = 0
-        """Requests for content and uploads that were sent."""
+        self.conditions: bool | None = None  # Whether the store keeps the conditions of a put, once somebody has tried.
+        self.requests = 0  # Requests for content and uploads that were sent.
 
     def url(self, key: str) -> str:
         return f"{self.root}/{key}"

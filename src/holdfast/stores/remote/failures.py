@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import random
 import re
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -112,15 +111,14 @@ def if_there(ask: Callable[..., T], *given: object) -> T | None:
         return None
 
 
-FIRST_S, LONGEST_S = 0.05, 10.0
-"""The first pause after a failure, and the longest."""
-
-AGAIN_S = 180.0
-"""How long a request is sent again and again, in all."""
+FIRST_S, LONGEST_S = 0.05, 10.0  # The first pause after a failure, and the longest.
+AGAIN_S = 180.0  # How long a request is sent again and again, in all.
 
 
 def pauses(first: float = FIRST_S) -> Iterator[float]:
     """Growing pauses. Each is shortened at random: those who failed at once do not come back at once."""
+    import random  # not for those who only have a path
+
     while True:
         yield random.uniform(first / 2, first)
         first = min(2 * first, LONGEST_S)

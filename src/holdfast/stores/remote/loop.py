@@ -27,16 +27,12 @@ from holdfast.errors import Unsupported
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-LEAVING_S = 5.0
-"""How long a thread is waited for that has only to leave the interpreter, and an upload that has only to be given up."""
-
-PARKED_S = 60.0
-"""How long a daemon thread stays where it is when the program ends. There is no program any more by then."""
+LEAVING_S = 5.0  # How long a thread that leaves the interpreter, or an upload that is given up, is waited for.
+PARKED_S = 60.0  # How long a daemon thread stays where it is when the program ends. There is no program any more by then.
 
 
 class RequestFuture(asyncio.Future[Any]):
-    left = False
-    """Whether the thread that answers has left the interpreter."""
+    left = False  # Whether the thread that answers has left the interpreter.
 
     def cancelled(self) -> bool:
         """`Future.cancelled`. Asked from a thread of obstore, of a cancelled future, it is the last that this thread does."""
@@ -53,8 +49,7 @@ class RequestFuture(asyncio.Future[Any]):
 class Events(asyncio.SelectorEventLoop):
     """An event loop whose futures are `RequestFuture`s."""
 
-    home = 0
-    """The thread that it runs on."""
+    home = 0  # The thread that it runs on.
 
     def create_future(self) -> RequestFuture:
         return RequestFuture(loop=self)
@@ -127,16 +122,11 @@ async def until(done: Callable[[], bool]) -> None:
         await asyncio.sleep(0 if turns < 20 else 0.001)
 
 
-under_way: dict[object, None] = {}
-"""Requests, and memory that is lent: a set, from which something can be taken without a call."""
-
-unfinished: dict[object, Callable[[], Coroutine[Any, Any, object]]] = {}
-"""How each upload that has begun is stopped."""
-
+under_way: dict[object, None] = {}  # Requests, and memory that is lent: a set, from which something can be taken without a call.
+unfinished: dict[object, Callable[[], Coroutine[Any, Any, object]]] = {}  # How each upload that has begun is stopped.
 _lock = renewed(threading.Lock())
 _thread: threading.Thread | None = None
-_loops: list[Events] = []
-"""Those that run; the one that has a thread is the first."""
+_loops: list[Events] = []  # Those that run; the one that has a thread is the first.
 _used = False
 _forked = False
 _over = False
@@ -223,8 +213,7 @@ def _give_up(loop: Events) -> None:
         _last.add(loop.create_task(_stop(loop, tasks)))
 
 
-_last: set[object] = set()
-"""The loop itself would let go of a task."""
+_last: set[object] = set()  # The loop itself would let go of a task.
 
 
 async def _stop(loop: Events, tasks: set[asyncio.Task[Any]]) -> None:

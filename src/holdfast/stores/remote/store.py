@@ -18,6 +18,7 @@ import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 
 from holdfast.core.keys import check_key, sibling_key
 from holdfast.core.limits import Limits
@@ -29,17 +30,11 @@ from holdfast.stores.remote.client import Bucket, Got, RemoteObject, bucket_of
 from holdfast.stores.remote.failures import if_there
 from holdfast.stores.remote.url import Url
 
-WINDOW_NBYTES = 128 << 10
-"""Of headers, what is fetched at a time: nine in ten safetensors headers are shorter."""
-
+WINDOW_NBYTES = 128 << 10  # Of headers, what is fetched at a time: nine in ten safetensors headers are shorter.
 WINDOWS = 64
 
-PIECE_NBYTES = 8 << 20
-"""Bytes of one request at the most: several of them share a thin line, and the loss of one is no great matter."""
-
-REQUESTS = 24
-"""Requests under way at once. Each answers after some 20 to 50 ms with 50 to 100 MB/s: so many fill a line of 10 Gbit/s."""
-
+PIECE_NBYTES = 8 << 20  # Most bytes of one request: several share a thin line, and one lost is no great matter.
+REQUESTS = 24  # Requests under way at once: with 20 to 50 ms and 50 to 100 MB/s each, they fill 10 Gbit/s.
 MANIFEST = "holdfast.json"
 
 
@@ -58,8 +53,7 @@ class RemoteStore(Store):
         self._lock = renewed(threading.Lock())
         self._known: dict[str, tuple[int, str | None]] = dict(expected or {})
         """Length and etag of each object, from its first answer on."""
-        self._indexed: dict[str, int] = {}
-        """Lengths that an index says, until the first answer."""
+        self._indexed: dict[str, int] = {}  # Lengths that an index says, until the first answer.
         self._windows: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._keys: list[str] | None = None
         self._gone = False
@@ -211,7 +205,7 @@ class RemoteStore(Store):
         """Pickle the URL: what is read where it arrives must be the objects that were read here."""
         self._open()
         with self._lock:
-            return _arrived, (self._url, self._limits, dict(self._known))
+            return partial(RemoteStore, limits=self._limits, expected=dict(self._known)), (self._url,)
 
     def label(self, key: str) -> str:
         return self.bucket.url(self._key(key))
@@ -305,7 +299,3 @@ def _counts(key: str) -> bool:
     """Whether an object is a file of a checkpoint: at the top or one folder down, and not hidden as the rest of a save is."""
     folder, _, name = key.rpartition("/")
     return bool(name) and "/" not in folder and not folder.startswith(".") and not is_temporary(name)
-
-
-def _arrived(url: Url, limits: Limits, known: Mapping[str, tuple[int, str | None]]) -> RemoteStore:
-    return RemoteStore(url, limits=limits, expected=known)

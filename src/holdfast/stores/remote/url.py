@@ -29,32 +29,18 @@ SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"
 SUFFIX = re.compile(r"\.[a-z]\w*\Z", re.IGNORECASE)
 """What the name of an object ends with. The numbers in `step-1.5` and `Llama-3.1-8B` are no suffixes."""
 
-PART_NBYTES = 16 << 20
-"""Bytes of one part of an upload: S3 takes 10,000 parts of at least 5 MiB."""
-
-UPLOADING = 12
-"""Parts of one upload that are under way at once."""
-
-COPIED_NBYTES = 5 << 30
-"""S3 copies objects up to this length by itself; longer ones pass through here."""
+PART_NBYTES = 16 << 20  # Bytes of one part of an upload: S3 takes 10,000 parts of at least 5 MiB.
+UPLOADING = 12  # Parts of one upload that are under way at once.
+COPIED_NBYTES = 5 << 30  # S3 copies objects up to this length by itself; longer ones pass through here.
 
 URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/{1,2}([^/]*)/*(.*)\Z", re.DOTALL)
 """One slash is what `pathlib.Path` leaves of two."""
 
-NAMES = {"s3a": "s3", "azure": "az"}
-"""Schemes that are another's name."""
-
-MOST_OBJECTS = 100_000
-"""Below a place of which everything is listed."""
-
-Stamps = list[tuple[str, int, str]]
-"""Files by name, length, and what changes with them: a time or an etag."""
-
-Problem = Callable[[str, str], None]
-"""Told of a place that cannot be listed, and why."""
-
-Recover = Callable[[str], str | None]
-"""From a path that is not there to what stands in for it."""
+NAMES = {"s3a": "s3", "azure": "az"}  # Schemes that are another's name.
+MOST_OBJECTS = 100_000  # Below a place of which everything is listed.
+Stamps = list[tuple[str, int, str]]  # Files by name, length, and what changes with them: a time or an etag.
+Problem = Callable[[str, str], None]  # Told of a place that cannot be listed, and why.
+Recover = Callable[[str], str | None]  # From a path that is not there to what stands in for it.
 
 
 class Url(str):
@@ -187,10 +173,10 @@ class Url(str):
         return url
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _arrived, (str(self), self.client, self.folder)
+        return _url, (str(self), self.client, self.folder)
 
 
-def _arrived(text: str, client: object | None, folder: bool) -> Url:
+def _url(text: str, client: object | None, folder: bool) -> Url:
     url = Url(text)
     url.client, url.folder = client, folder
     return url
@@ -229,9 +215,7 @@ def url_of(text: str, client: object | None = None) -> Url:
     parts = key.rstrip("/").split("/")
     if "\0" in key or any(part in (".", "..") for part in parts):
         raise BadPath(f"{text[:200]!r}: the key of an object has no NUL and no part '.' or '..'", found=text)
-    url = Url(f"{scheme}://{bucket}/{'/'.join(part for part in parts if part)}".rstrip("/"))
-    url.client, url.folder = client, key.endswith("/")
-    return url
+    return _url(f"{scheme}://{bucket}/{'/'.join(part for part in parts if part)}".rstrip("/"), client, key.endswith("/"))
 
 
 def _named(client: object) -> tuple[str, str]:

@@ -35,7 +35,8 @@ from multiprocessing import process, util
 from types import FrameType
 from typing import Literal, TextIO, cast
 
-from holdfast.core.runtime import SignalOverride, at_fork, renewed, start
+from holdfast.core.runtime import at_fork, renewed, start
+from holdfast.core.signals import SignalOverride
 from holdfast.errors import HoldfastWarning, NotCommitted, SaveError
 from holdfast.torch.ranks.saving import SavedShards
 
