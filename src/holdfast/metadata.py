@@ -66,6 +66,7 @@ class ChunkStorageMetadata:
 
     @classmethod
     def of(cls, box: Box) -> ChunkStorageMetadata:
+        """Make the chunk of a box."""
         return cls(Size(box.start), Size(box.shape))
 
 

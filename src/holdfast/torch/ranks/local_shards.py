@@ -221,11 +221,13 @@ class LocalShardsWrapper(torch.Tensor):
 
     @staticmethod
     def handle_wait_tensor(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
+        """Wait for every shard."""
         wait = cast(Callable[[torch.Tensor], torch.Tensor], _collectives.wait_tensor.default)
         return _this(args)._each(wait)
 
     @staticmethod
     def handle_to_copy(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
+        """Copy every shard, to another dtype or device where one is given."""
         to_copy = cast(Callable[..., torch.Tensor], _aten._to_copy.default)
         return _this(args)._each(lambda shard: to_copy(shard, **kwargs))
 
@@ -265,10 +267,12 @@ class LocalShardsWrapper(torch.Tensor):
 
     @staticmethod
     def handle_detach(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
+        """Make a wrapper around the same memory, outside of autograd."""
         return _this(args)._each(torch.Tensor.detach)
 
     @staticmethod
     def handle_clone(args: Args, kwargs: Kwargs) -> LocalShardsWrapper:
+        """Copy every shard, strides kept."""
         wanted = kwargs.get("memory_format")
         if wanted is not None and wanted is not torch.preserve_format:
             raise NotImplementedError(f"{wanted} is not supported for LocalShardsWrapper!")

@@ -36,6 +36,7 @@ class FakeSparsity(nn.Module):
         """The module's parameters in the order before it had masks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Set what the mask prunes to zero."""
         if self.mask.shape != x.shape:
             raise ValueError(f"mask shape {tuple(self.mask.shape)} must match the shape of the tensor, {tuple(x.shape)}")
         return self.mask * x

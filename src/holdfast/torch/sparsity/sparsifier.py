@@ -129,6 +129,7 @@ class BaseSparsifier(abc.ABC):
         self.config = config
 
     def mask_shape(self, weight: Weight, config: Group) -> tuple[int, ...]:
+        """Give the shape of a tensor's mask."""
         return tuple(weight.tensor.shape)
 
     def fresh_mask(self, weight: Weight, config: Group) -> torch.Tensor:

@@ -119,7 +119,7 @@ def read_tensors(
         others = {key: table.view(row) for key, row, kind in zip(keys, rows, kinds, strict=True) if kind is None}
         fresh = make_fresh({key: Want(lazy, _wanted_dtype(lazy, dtype), place) for key, lazy in others.items()})
         chosen, wanted, on_gpu = [row for _, row, _ in found], NO_FILLS, list[tuple[DeviceRows, list[int]]]()
-        if place.type == "cpu":
+        if _in_memory(place):
             own = empty_tensors([kind for _, _, kind in found], place)
             fresh.tensors.update(zip([key for key, _, _ in found], own, strict=True))
             wanted = Fills(table, chosen, {}, own)
@@ -194,6 +194,10 @@ def _byte_kind(kind: Kind, cast: torch.dtype | None) -> ByteKind | None:
         return None
     usual = dtype.kind != "quantized" and not dtype.packed and own.itemsize * 8 == dtype.bits
     return ByteKind.of(own, kind.shape) if usual and (cast in (None, own) or dtype.kind != "float") else None
+
+
+def _in_memory(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _wanted_dtype(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:
