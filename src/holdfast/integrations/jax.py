@@ -96,10 +96,10 @@ def load(
         depth = (limits or Limits()).depth
         paths = tensor_paths(tree, limits or Limits(), MOST_VISITS + HELD_NBYTES * len(state.tensors))
         names = {path: name for name, path in paths.items()}
-        _mapped(tree, names, depth, tensors.setdefault)
+        _Mapped(names, depth, tensors.setdefault).walk(tree, (), False)
         wanted = _placed(tensors, _chooser(shardings, tensors, checkpoint.path), casts)
         arrays = dict(_made(_planned(dict.fromkeys(wanted.values()), checkpoint.path)))
-        return _mapped(tree, names, depth, lambda name, tensor: arrays[wanted[name]])
+        return _Mapped(names, depth, lambda name, tensor: arrays[wanted[name]]).walk(tree, (), False)
 
 
 class WantedArray(Value, frozen=True, eq=False):
@@ -129,34 +129,38 @@ class WantedArray(Value, frozen=True, eq=False):
         return jax.make_array_from_callback(shape, self.sharding, part, dtype=_held(self.dtype))
 
 
-def _mapped(tree: object, names: Mapping[Path, str], depth: int, leaf: Callable[[str, LazyTensor], object]) -> object:
-    """A tree again with plain dicts in it, and what `leaf` makes of every tensor and its name."""
-    left, seen = MOST_VISITS, set[int]()
+class _Mapped:
+    """Makes a tree again with plain dicts in it, and what `leaf` makes of every tensor and its name."""
 
-    def walk(value: object, path: Path, again: bool) -> object:
-        nonlocal left
-        left -= again
-        if left < 0:
+    def __init__(self, names: Mapping[Path, str], depth: int, leaf: Callable[[str, LazyTensor], object]) -> None:
+        self._names = names
+        self._depth = depth
+        self._leaf = leaf
+        self._left = MOST_VISITS
+        self._seen: set[int] = set()
+
+    def walk(self, value: object, path: Path, again: bool) -> object:
+        walk = self.walk
+        self._left -= again
+        if self._left < 0:
             raise LimitExceeded("this state refers to the same containers too often to be a tree of JAX", expected=MOST_VISITS)
         if isinstance(value, dict | list | tuple | Opaque):
-            again = again or id(value) in seen
-            seen.add(id(value))
+            again = again or id(value) in self._seen
+            self._seen.add(id(value))
         match value:
             case LazyTensor():
-                return leaf(names.get(path, value.name), value)
+                return self._leaf(self._names.get(path, value.name), value)
             case dict():
                 return {key: walk(inner, (*path, step(key)), again) for key, inner in value.items()}
             case list() | tuple() if type(value) in (list, tuple):
                 return type(value)([walk(inner, (*path, at), again) for at, inner in enumerate(value)])
-            case Opaque() if (module := module_contents(value)) is not None and len(path) <= depth:
+            case Opaque() if (module := module_contents(value)) is not None and len(path) <= self._depth:
                 return {key: walk(one, (*path, key), again) for _, children in module for key, one in children if one is not None}
             case Composite():
                 part = next(iter(value.parts.values())).name
                 advice = f"leave it out (drop={part.rpartition('.')[0]!r}), or have its parts from holdfast.open"
                 raise Unsupported(f"a {value.kind} tensor, of which JAX has no kind; {advice}", tensor=part)
         return value
-
-    return walk(tree, (), False)
 
 
 def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> dict[str, WantedArray]:

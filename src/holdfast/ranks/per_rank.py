@@ -46,32 +46,37 @@ def mark(state: object, patterns: Sequence[str], key: str) -> tuple[object, list
     """Put the key above everything whose dotted name matches a pattern. A new state, and the patterns that match something."""
     if not patterns:
         return state, []
-    matchers = {pattern: matcher(pattern) for pattern in patterns}
-    used: dict[str, None] = {}
-    around: set[int] = set()
-    left = MOST_LEAVES
+    marking = _Marking(patterns, key)
+    return unroll(marking.marked(state, "")), [*marking.used]
 
-    def marked_in(value: object, prefix: str) -> Unrolled[object]:
+
+class _Marking:
+    def __init__(self, patterns: Sequence[str], key: str) -> None:
+        self._patterns = {pattern: matcher(pattern) for pattern in patterns}
+        self._key = key
+        self._left = MOST_LEAVES
+        self._around: set[int] = set()
+        self.used: dict[str, None] = {}
+
+    def marked(self, value: object, prefix: str) -> Unrolled[object]:
         """A container in which everything that matches is marked; one that contains itself is left as it is."""
-        nonlocal left
+        around = self._around
         if id(value) in around or not (isinstance(value, Mapping) or type(value) in (list, tuple)):
             return value
         around.add(id(value))
         made: list[object] = []
-        for inner_key, inner in mapped_children(value) or ():
-            name = f"{prefix}{step(inner_key)}"
-            hits = [pattern for pattern, means in matchers.items() if means(name)]
-            used.update(dict.fromkeys(hits))
+        for key, inner in mapped_children(value) or ():
+            name = f"{prefix}{step(key)}"
+            hits = [pattern for pattern, means in self._patterns.items() if means(name)]
+            self.used.update(dict.fromkeys(hits))
             if hits:
-                made.append({key: inner})
+                made.append({self._key: inner})
             else:
-                made.append((yield marked_in(inner, f"{name}.")) if isinstance(inner, Mapping | list | tuple) else inner)
+                made.append((yield self.marked(inner, f"{name}.")) if isinstance(inner, Mapping | list | tuple) else inner)
         around.remove(id(value))
-        left -= len(made)
-        if left < 0:
+        self._left -= len(made)
+        if self._left < 0:
             raise LimitExceeded(TOO_OFTEN, expected=MOST_LEAVES)
         if isinstance(value, Mapping) and not isinstance(value, dict):
             return value if all(map(is_, made, value.values())) else dict(zip(value, made, strict=True))
         return rebuilt(value, made)
-
-    return unroll(marked_in(state, "")), [*used]

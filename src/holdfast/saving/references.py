@@ -149,7 +149,7 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
         else:
             index = choose_index(sorted(there), url)
             # Data without its index is what a save left, or what steps beside this one name: not for us to delete.
-            weights = read_index(source, index).weight_map.values() if index else filter(is_checkpoint, there)
+            weights = read_index(source, index).files if index else filter(is_checkpoint, there)
             names = [*([index] if index else []), *dict.fromkeys(weights)]
     except HoldfastError:
         return ReplacedObjects()  # what cannot be read is not known to be a checkpoint's

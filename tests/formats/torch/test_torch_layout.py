@@ -23,6 +23,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.value import replace
 from holdfast.engine.saves import Data, Gathered, Literal, SavePlan
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import value_state
@@ -463,7 +464,7 @@ def test_what_weights_only_refuses_is_noted_and_what_it_loads_is_not():
 
 
 def test_metadata_that_has_no_place_is_noted():
-    (note,) = lay_out_torch_zip(value_state({}, {"author": "me"})).notes
+    (note,) = lay_out_torch_zip(replace(value_state({}), metadata={"author": "me"})).notes
     assert "author" in note
 
 

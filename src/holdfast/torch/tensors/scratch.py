@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from holdfast.core.box import Box
@@ -111,7 +112,7 @@ class CastLosses:
         own = _dtype(value)
         quick = value.is_cpu and value.is_contiguous() and not value.is_neg() and own is not None and own.kind == "float"
         if quick and own is not None and not count_losses(array_of(value, own).reshape(-1), None, dtype):
-            self._of(dtype).add(name, value.numel(), {})
+            self._of(dtype).add([name], value.numel(), {})
             return
         rows = max(1, MOST_ELEMENTS * len(value) // value.numel()) if value.dim() else 1
         pairs = zip(value.split(rows), target.split(rows), strict=True) if value.dim() else [(value, target)]
@@ -119,8 +120,8 @@ class CastLosses:
 
     def notes(self) -> list[str]:
         for dtype, name, count, sums in self._waiting:
-            found = dict(zip(OUTCOMES, sums.tolist(), strict=True))
-            self._of(dtype).add(name, count, {outcome: lost for outcome, lost in found.items() if lost})
+            lost = {outcome: np.array([many]) for outcome, many in zip(OUTCOMES, sums.tolist(), strict=True)}
+            self._of(dtype).add([name], count, lost)
         self._waiting.clear()
         return [note for dtype, losses in self._losses.items() for note in losses.notes(dtype)]
 
