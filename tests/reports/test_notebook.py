@@ -129,3 +129,13 @@ def test_nothing_is_read_and_a_closed_checkpoint_is_shown(tmp_path):
     checkpoint.close()
     checked(checkpoint)
     checked(tensor)
+
+
+def test_a_run_is_a_table_of_its_steps(tmp_path):
+    with holdfast.Run(tmp_path / "run", keep=[holdfast.Latest(2)], durable=False) as run:
+        assert "<table" not in checked(run)
+        for step in (1, 2):
+            run.save(step, {"w": np.ones(2)}, metrics={HOSTILE: step / 3, "loss": 0.5})
+        shown = checked(run)
+        assert re.findall(r"<td[^>]*>(\d+)</td>", shown) == ["2", "1"], "the newest comes first"
+        assert {"0.5", "0.6667", "latest:2", "latest:2, the newest"} <= {*re.findall(r"<td[^>]*>([^<]*)</td>", shown)}

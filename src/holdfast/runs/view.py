@@ -6,12 +6,15 @@ Every question is a new look at the directory, so what another process saves or 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import repeat
 from typing import Literal
 
+from holdfast.core.notebook import card, table
 from holdfast.core.quantities import whole_number
+from holdfast.core.text import nbytes
 from holdfast.errors import NoSuchStep, StoreError
 from holdfast.runs.clock import clock_of
 from holdfast.runs.directory import place_for
@@ -22,6 +25,9 @@ from holdfast.runs.rules import Best, Rule
 from holdfast.runs.steps import Step
 from holdfast.seals.document import LARGEST
 from holdfast.stores.paths import place_of
+
+MOST_METRICS = 6
+"""Columns of metrics in a notebook."""
 
 LOOKS = 20
 """How often a step is looked for again that was deleted before it could be read. Each time a newer one was there."""
@@ -109,6 +115,20 @@ class RunView:
         """What the rules would do now: for every whole step why it is kept, or that it goes. Nothing is deleted."""
         steps = self._folder.steps()
         return decide(steps, self.keep, pins=self.pins(), sure=self._sure, busy=self._busy())
+
+    def _repr_html_(self) -> str:
+        """The card of a notebook: a row for each whole step, the newest first."""
+        fates = RunView.plan(self)[::-1]
+        metrics = [*dict.fromkeys(name for fate in fates for name in fate.step.metrics)][:MOST_METRICS]
+        rows = [
+            (
+                str(fate.step.step), time.strftime("%Y-%m-%d %H:%M", time.localtime(fate.step.saved)), nbytes(fate.step.nbytes),
+                *(f"{fate.step.metrics[name]:.4g}" if name in fate.step.metrics else "" for name in metrics), fate.why,
+            )
+            for fate in fates
+        ]  # fmt: skip
+        shown = table(("step", "saved", "size", *metrics, "kept by"), rows, len(rows)) if rows else ""
+        return card("Run", [("path", self.path), ("steps", f"{len(fates):,}")], tables=[shown])
 
     def pins(self) -> Mapping[int, Pin]:
         """The pinned steps."""
