@@ -34,10 +34,10 @@ TOTALS = {"lines": 83845, "modules": 372, "classes": 877}
 and what an audit of answers found. The same day, 2,000 lines more: one table for every reader and every save (030 to 033). Eighteen
 modules of second ways went. What came is templates that read and write the records of DCP by kind (a tenth of the time), boxes,
 tasks and receipts of ranks as columns, one matcher for loads, and one planner for GPUs.
-2026-11-18: 22 classes more: the records of options of 042, which took the keywords of eleven verbs and their flags. The same day 7,000 lines and
-37 modules less: what was made and taken apart once, and words that repeated a name (044)."""
+2026-11-18: 22 classes more: the records of options of 042, which took the keywords of eleven verbs and their flags. The same day
+7,000 lines and 37 modules less: what was made and taken apart once, and words that repeated a name (044)."""
 
-SLACK = {"lines": 83845, "modules": 372, "classes": 877}
+SLACK = {"lines": 200, "modules": 0, "classes": 0}
 """How far a total may be below its number before the number is to be lowered."""
 
 BYTES = {"errors", "core", "metadata", "stores", "numeric", "engine", "formats", "seals"}
