@@ -20,8 +20,8 @@ SERIALIZATION = """
 """
 SHARED = "LocalShardsWrapper TensorProperties Weights group_weights get_complete metadata_from_torch metadata_to_torch"
 OURS = """
-    Loaded LoadedShards Run SaveHandle SavedShards TorchCheckpoint async_save_sharded free_host_memory install load_full load_into
-    load_sharded open package_program save_sharded slices Slices sparsity tensor_from_composite
+    Loaded LoadedShards Run SaveHandle SavedShards TorchCheckpoint async_save_sharded free_host_memory group install load_full
+    load_into load_sharded open package_program save_sharded slices Slices sparsity tensor_from_composite
     tensor_from_lazy torch_dtype uninstall
 """
 METADATA = """

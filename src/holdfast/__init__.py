@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from holdfast.core.chunk import Chunk, Storage
     from holdfast.core.digest import Digest
     from holdfast.core.dtype import DTYPES, DType
+    from holdfast.core.group import Group
     from holdfast.core.limits import Limits
     from holdfast.core.opaque import Global, Opaque
     from holdfast.core.tensor import Composite, LazyTensor
@@ -59,6 +60,7 @@ _NAMES = {
     "core.chunk": "Chunk Storage",
     "core.digest": "Digest",
     "core.dtype": "DTYPES DType",
+    "core.group": "Group",
     "core.limits": "Limits",
     "core.opaque": "Global Opaque",
     "core.tensor": "Composite LazyTensor",
@@ -92,11 +94,11 @@ _WHERE = {name: module for module, names in _NAMES.items() for name in names.spl
 
 __all__ = [
     "DTYPES", "Alias", "AliasGraph", "Best", "Box", "Checkpoint", "Chunk", "Compacted", "Composite", "Conversion", "Copied",
-    "DType", "Diff", "Digest", "Every", "Export", "Global", "HoldfastError", "Latest", "LazyTensor", "Limits", "Opaque", "Pruned",
-    "Report", "Run", "Saved", "ScanReport", "Sealed", "SparsityReport", "StatsReport", "Step", "Storage", "TensorSparsity",
-    "TensorStats", "Tied", "VerifyReport", "Within", "alias_graph", "compact", "convert", "copy", "dequantize", "diff", "edit",
-    "errors", "metadata", "open", "package", "prune", "read", "replace_weights", "report", "reshard", "save", "scan", "seal",
-    "sparsity", "stats", "tie", "to_bytes", "verify",
+    "DType", "Diff", "Digest", "Every", "Export", "Global", "Group", "HoldfastError", "Latest", "LazyTensor", "Limits", "Opaque",
+    "Pruned", "Report", "Run", "Saved", "ScanReport", "Sealed", "SparsityReport", "StatsReport", "Step", "Storage",
+    "TensorSparsity", "TensorStats", "Tied", "VerifyReport", "Within", "alias_graph", "compact", "convert", "copy", "dequantize",
+    "diff", "edit", "errors", "metadata", "open", "package", "prune", "read", "replace_weights", "report", "reshard", "save",
+    "scan", "seal", "sparsity", "stats", "tie", "to_bytes", "verify",
 ]  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def test_a_command_imports_what_it_needs_and_no_more(golden_dir):
         others = {name.split(".")[0] for name in new - ours}
         assert others - libraries <= sys.stdlib_module_names
         assert not others & SLOW - libraries
-        verbs = {"main", "outline", "parser", "seal", "show", "text", "values"}
+        verbs = {"main", "outline", "parser", "ranks", "seal", "show", "text", "values"}
         assert {name.split(".")[2] for name in ours if name.startswith("holdfast.cli.")} <= verbs
         assert {name.split(".")[1] for name in ours if "." in name} - {"cli"} <= SHOWING
     # The version is known without any library; and so is what a wrong verb is told.

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core import group
 from holdfast.core.box import Box
-from holdfast.ranks import plan
-from holdfast.ranks.plan import deal, deal_classes, plan_ranks
+from holdfast.core.group import deal
+from holdfast.ranks.plan import deal_classes, plan_ranks
 from tests.ranks.columns import boxes_of, loads_of, rank_state
 
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
@@ -18,7 +19,7 @@ LOADS = st.lists(st.integers(0, 5000), min_size=1, max_size=9)
 @given(SIZES, LOADS)
 def test_a_class_ends_at_its_mean_and_one_box(largest, sizes, loads):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "LARGEST", largest)
+        patch.setattr(group, "LARGEST", largest)
         picks = deal(np.array(sizes), np.array(loads))
     after = np.array(loads)
     np.add.at(after, picks, sizes)
@@ -35,7 +36,7 @@ def test_equal_boxes_are_dealt_equally():
 
 def test_most_holders_get_neighbours():
     picks = deal(np.full(1000, 64), np.zeros(4, np.int64))
-    assert np.count_nonzero(np.diff(picks)) < 4 * 2 * plan.LARGEST
+    assert np.count_nonzero(np.diff(picks)) < 4 * 2 * group.LARGEST
 
 
 def test_a_full_holder_gets_nothing():

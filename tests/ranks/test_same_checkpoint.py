@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.core.group import check_same
 from holdfast.errors import Replaced
-from holdfast.torch.ranks.load_sharded import load_sharded, marked, unmarked
+from holdfast.inspect.open import checkpoint_mark
+from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.dtensor import Shard
 from tests.ranks.pool import Pool, World, failures, good
@@ -48,13 +50,13 @@ def test_ranks_that_opened_different_checkpoints_load_none(pool: Pool, tmp_path:
 
 @pytest.mark.parametrize("name", ["x", "x.pt"])
 def test_copies_are_one_checkpoint_and_other_content_is_not(tmp_path: Path, name: str):
-    messages = []
+    marks = []
     for folder, number in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         (tmp_path / folder).mkdir()
         holdfast.save({"w": torch.full((5,), number), "step": 1}, tmp_path / folder / name)
         with holdfast.open(tmp_path / folder / name) as checkpoint:
-            messages.append(marked(checkpoint, folder.encode(), alone=False))
-    assert unmarked(messages[:2]) == [b"a", b"b"]
+            marks.append(checkpoint_mark(checkpoint))
+    check_same(marks[:2])
     with pytest.raises(Replaced) as raised:
-        unmarked(messages)
+        check_same(marks)
     assert raised.value.found == (2,)

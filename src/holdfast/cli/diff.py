@@ -10,9 +10,11 @@ from contextlib import ExitStack
 from holdfast.cli import values
 from holdfast.cli.progress import bar
 from holdfast.cli.text import Line, fields_of, print_json, print_lines, width
+from holdfast.core.group import acting
 from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, plural
+from holdfast.engine.budget import reading_threads
 from holdfast.inspect.brief import brief
 from holdfast.inspect.compare_values import Absent, ContainerKind, ValueChange
 from holdfast.inspect.diff import Comparison, Diff, TensorChange
@@ -62,12 +64,16 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The exit code is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
-    with ExitStack() as stack:
+    with acting(options.group, "compare") as ranks, ExitStack() as stack:
         checkpoints = (stack.enter_context(opened(path)) for path in (options.a, options.b))
         a, b = chosen_sides(checkpoints, rename=options.rename, filter=options.filter, tensors_only=options.tensors_only)
-        comparison = Comparison(a, b, exact=options.exact)
-        with bar("Comparing", comparison.nbytes, quiet=options.quiet or options.json) as progress:
-            found = comparison.run(progress)
+        threads = reading_threads(None, None, ranks.neighbours())
+        comparison = Comparison(a, b, exact=options.exact, threads=threads, ranks=ranks)
+        with (
+            bar("Comparing", comparison.nbytes, quiet=options.quiet or options.json) as progress,
+            ranks.counting(progress) as counted,
+        ):
+            found = comparison.run(counted)
         if options.json:
             print_json(diff_document(found, sort=options.sort or ("file" if options.top is None else "change"), top=options.top))
         else:

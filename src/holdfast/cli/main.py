@@ -21,6 +21,8 @@ from typing import NoReturn
 
 from holdfast.cli import values
 from holdfast.cli.parser import Help, Parser
+from holdfast.cli.ranks import TOGETHER, add_deadline
+from holdfast.cli.ranks import run as run_together
 from holdfast.cli.text import print_lines
 from holdfast.core.text import clip, escape
 
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         traceback = options.traceback
-        code: int = options.run(options)
+        code = run_together(options) if getattr(options, "together", False) else int(options.run(options))
         sys.stdout.flush()
         return code
     except SystemExit as stop:  # argparse ends --help, --version and wrong usage this way
@@ -157,7 +159,9 @@ def _add(name: str, verb: Parser) -> None:
     module = import_module(f"holdfast.cli.{name}")
     verb.description, verb.epilog = module.DESCRIPTION, module.EXAMPLES
     module.add_arguments(verb)
-    verb.set_defaults(run=module.run, verb=verb)
+    if name in TOGETHER:
+        add_deadline(verb)
+    verb.set_defaults(run=module.run, verb=verb, together=name in TOGETHER)
 
 
 VERBS = {

@@ -11,6 +11,7 @@ from holdfast.cli import values
 from holdfast.cli.text import print_json, print_lines
 
 if TYPE_CHECKING:
+    from holdfast.core.group import Ranks
     from holdfast.reports.report import ReportRequest
 
 DESCRIPTION = """\
@@ -60,17 +61,18 @@ def _share(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no share: write 1%, or 0.01") from error
 
 
-def report_request_of(options: argparse.Namespace) -> ReportRequest:
+def report_request_of(options: argparse.Namespace, ranks: Ranks) -> ReportRequest:
     from holdfast.reports.report import ReportRequest
 
     return ReportRequest(
         options.stats or options.svd or options.sample is not None, options.sample, options.svd, options.filter, options.mesh,
-        max_memory=options.max_memory, threads=options.threads,
+        max_memory=options.max_memory, threads=options.threads, ranks=ranks,
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
+    from holdfast.core.group import acting
     from holdfast.core.text import clip, escape, nbytes
     from holdfast.errors import BadArgument
     from holdfast.reports.report import Report, page_target, prepared
@@ -82,11 +84,15 @@ def run(options: argparse.Namespace) -> int:
         page_target(options.output, overwrite=options.overwrite)
     quiet = options.quiet or options.json
     with (
-        prepared(options.path, options.other, report_request_of(options)) as ready,
+        acting(options.group, "report") as ranks,
+        prepared(options.path, options.other, report_request_of(options, ranks)) as ready,
         bar("Reading", ready.nbytes, quiet=quiet or not ready.nbytes) as progress,
+        ranks.counting(progress) as counted,
     ):
-        made = Report(ready.make(progress).document)
-    where = None if options.output is None else Path(made.save(options.output, overwrite=options.overwrite))
+        made = Report(ready.make(counted).document)
+        where = None
+        if ranks.first and options.output is not None:
+            where = Path(made.save(options.output, overwrite=options.overwrite))
     if options.json:
         print_json(made.document)
     elif where is not None and not options.quiet:

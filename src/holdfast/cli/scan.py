@@ -55,7 +55,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     strict = options.strict
-    report = scan(*options.paths, allow=options.allow)
+    report = scan(*options.paths, allow=options.allow, group=options.group)
     if options.sarif:
         print_json(sarif_document(report, strict=strict))
     elif options.json:

@@ -51,14 +51,17 @@ def _bins(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
+    from holdfast.core.group import acting
+    from holdfast.engine.budget import reading_threads
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.stats import chosen, measure, reading_nbytes
 
-    with open_checkpoint(options.path, threads=1) as checkpoint:
+    with acting(options.group, "measure tensors") as ranks, open_checkpoint(options.path, threads=1) as checkpoint:
         tensors = chosen(checkpoint, options.filter)
         total = reading_nbytes(tensors, bins=options.bins)
-        with bar("Reading", total, quiet=options.quiet or options.json) as progress:
-            found = measure(tensors, bins=options.bins, threads=options.threads, progress=progress)
+        workers = reading_threads(None, options.threads, ranks.neighbours())
+        with bar("Reading", total, quiet=options.quiet or options.json) as progress, ranks.counting(progress) as counted:
+            found = measure(tensors, bins=options.bins, threads=workers, progress=counted, ranks=ranks)
         if options.json:
             names = "name dtype shape size mean std norm nans infinities zeros histogram minimum maximum"
             rows = [fields_of(row, names) for row in found]

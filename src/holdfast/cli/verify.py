@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     # What is sealed is read twice.
     total = sum(size_of(path) * (2 if is_sealed(path) else 1) for path in options.paths)
     with bar("Verifying", total, quiet=options.quiet or options.json) as progress:
-        reports = [verify(path, require=options.strict, progress=progress) for path in options.paths]
+        reports = [verify(path, require=options.strict, progress=progress, group=options.group) for path in options.paths]
     if options.json:
         print_json(verify_document(reports))
     else:

@@ -37,10 +37,11 @@ def run(options: argparse.Namespace) -> int:
 
     from holdfast.cli.progress import bar
     from holdfast.cli.text import print_lines
+    from holdfast.core.group import ALONE
     from holdfast.reports.live import Live
     from holdfast.reports.report import prepared
 
-    with prepared(options.path, options.other, report_request_of(options)) as ready:
+    with prepared(options.path, options.other, report_request_of(options, ALONE)) as ready:
         with bar("Reading", ready.nbytes, quiet=options.quiet or not ready.nbytes) as progress:
             made = ready.make(progress)
         live = Live(made.document, made.tensors, port=options.port)

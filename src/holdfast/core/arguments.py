@@ -103,6 +103,14 @@ def texts(value: object, name: str) -> dict[str, str]:
     return dict(value)
 
 
+def group(value: object, name: str) -> object:
+    """A `Group`, or a process group of torch, of which one is made."""
+    torch = sys.modules.get("torch.distributed")
+    if all(hasattr(value, member) for member in ("rank", "size", "begin")) or (torch and isinstance(value, torch.ProcessGroup)):
+        return value
+    raise BadArgumentType(f"{name} takes a process group, or what holdfast.torch.group() makes, not {shown(value)}", found=value)
+
+
 size = byte_count
 
 

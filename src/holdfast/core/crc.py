@@ -99,6 +99,10 @@ class Sums:
         """Take note of a block whose CRC is known."""
         self._blocks[start] = nbytes, crc
 
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """The blocks that came so far: where each begins, its length, and its CRC."""
+        return [(start, nbytes, crc) for start, (nbytes, crc) in self._blocks.items()]
+
     def covers(self, nbytes: int) -> bool:
         """Whether the blocks are a message of so many bytes, each exactly once."""
         at = 0

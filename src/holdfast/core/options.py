@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     ForwardRef,
@@ -42,6 +43,9 @@ from holdfast.core.arguments import AnyDType, Reader
 from holdfast.core.limits import Limits
 from holdfast.core.quantities import Size, seconds, share, whole_number
 from holdfast.errors import BadArgumentType
+
+if TYPE_CHECKING:
+    from holdfast.core.group import AnyGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,6 +122,12 @@ class StoreOption(TypedDict, total=False):
     store: Annotated[object | None, Option(None, "an obstore store that the target is a key in", flag="")]
 
 
+class GroupOption(TypedDict, total=False):
+    group: Annotated["AnyGroup | None", Option(
+        None, "the ranks that share the work: holdfast.torch.group(); every one of them calls this", read=arguments.group, flag=""
+    )]  # fmt: skip
+
+
 class ShardOption(TypedDict, total=False):
     max_shard_size: Annotated[Size | None, Option(None, "split into files of at most 5GB, 500MiB, …", "SIZE", arguments.size)]
 
@@ -149,7 +159,9 @@ class EditingOptions(TypedDict, total=False):
     tensors_only: Annotated[bool, Option(False, "leave out what is no tensor")]
 
 
-class ConvertOptions(EditingOptions, FolderOptions, SparseOption, StoreOption, FormatOption, WriteOptions, total=False):
+class ConvertOptions(
+    EditingOptions, FolderOptions, SparseOption, StoreOption, FormatOption, GroupOption, WriteOptions, total=False
+):
     model: Annotated[str | None, Option(None, "of a package: the state dict of this model", "NAME", arguments.text)]
     constants: Annotated[bool, Option(False, "of a package: with the constants of its programs")]
     sample_inputs: Annotated[bool, Option(False, "of a package: with the inputs that they were exported with")]
@@ -158,7 +170,7 @@ class ConvertOptions(EditingOptions, FolderOptions, SparseOption, StoreOption, F
     resume: Annotated[bool, Option(False, "to a directory: keep what an interrupted try finished")]
 
 
-class EditOptions(InPlaceOption, EditingOptions, FolderOptions, FormatOption, WriteOptions, total=False):
+class EditOptions(InPlaceOption, EditingOptions, FolderOptions, FormatOption, GroupOption, WriteOptions, total=False):
     set_metadata: Annotated[
         Mapping[str, str] | None, Option(None, "set metadata", "KEY=VALUE", arguments.texts, many=True, flag="--set")
     ]
@@ -167,7 +179,7 @@ class EditOptions(InPlaceOption, EditingOptions, FolderOptions, FormatOption, Wr
     ]
 
 
-class CopyOptions(StoreOption, WriteOptions, total=False):
+class CopyOptions(StoreOption, GroupOption, WriteOptions, total=False):
     """What `copy` takes."""
 
 
@@ -175,7 +187,7 @@ class InPlaceOptions(InPlaceOption, FormatOption, WriteOptions, total=False):
     """What `tie` and `compact` take."""
 
 
-class PruneOptions(FolderOptions, SparseOption, FormatOption, WriteOptions, total=False):
+class PruneOptions(FolderOptions, SparseOption, FormatOption, GroupOption, WriteOptions, total=False):
     masks: Annotated[str | None, Option(
         None, "write the masks too, into the directory DST; or only them, to DST", "HOW", arguments.text, choices=("beside", "only")
     )]  # fmt: skip
@@ -194,7 +206,7 @@ class ReplaceOptions(InPlaceOption, WriteOptions, total=False):
     model: Annotated[str | None, Option(None, "of an archive of several models: which", "NAME", arguments.text, flag="")]
 
 
-class ReshardOptions(WriteOptions, total=False):
+class ReshardOptions(GroupOption, WriteOptions, total=False):
     mesh: Required[Annotated[Mapping[str, int] | str, Option(..., "the ranks: 'dp=2,tp=4'", "NAME=N,…", arguments.counts)]]
 
 

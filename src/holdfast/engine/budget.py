@@ -27,12 +27,14 @@ class Budget(Value, frozen=True):
         return BASE_NBYTES + self.threads * COPIES * self.block
 
 
-def budget(max_memory: Size, threads: int | None = None, *, smallest: int = SMALLEST_BLOCK_NBYTES, requests: int = 0) -> Budget:
+def budget(
+    max_memory: Size, threads: int | None = None, *, smallest: int = SMALLEST_BLOCK_NBYTES, requests: int = 0, processes: int = 1
+) -> Budget:
     """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do. `requests`
     is how many reads a remote source wants under way at once; its blocks are larger, and it takes half of the memory, since the
-    target may be remote as well. Raises `LimitExceeded` where not even that fits, and says what would. Threads that the caller
-    asked for are never taken away."""
-    room, workers = byte_count(max_memory) - BASE_NBYTES, threads or max(default_threads(), requests)
+    target may be remote as well. `processes` share the machine. Raises `LimitExceeded` where not even that fits, and says what
+    would. Threads that the caller asked for are never taken away."""
+    room, workers = byte_count(max_memory) - BASE_NBYTES, threads or max(default_threads(processes), requests)
     least, most = (REMOTE_BLOCK_NBYTES, 2 * LARGEST_BLOCK_NBYTES) if requests else (smallest, LARGEST_BLOCK_NBYTES)
     room = room // 2 if requests else room
     if threads is None:
@@ -45,8 +47,9 @@ def budget(max_memory: Size, threads: int | None = None, *, smallest: int = SMAL
     return Budget(workers, block)
 
 
-def reading_threads(max_memory: Size | None, threads: int | None = None) -> int:
-    """Threads for a verb that reads in blocks of its own, a few megabytes each: as many as were asked for, or as fit."""
+def reading_threads(max_memory: Size | None, threads: int | None = None, processes: int = 1) -> int:
+    """Threads for a verb that reads in blocks of its own, a few megabytes each: as many as were asked for, or as fit. The machine
+    is shared by so many processes."""
     if max_memory is None:
-        return threads or default_threads()
-    return budget(max_memory, threads, smallest=LARGEST_BLOCK_NBYTES).threads
+        return threads or default_threads(processes)
+    return budget(max_memory, threads, smallest=LARGEST_BLOCK_NBYTES, processes=processes).threads

@@ -19,12 +19,18 @@ import numpy as np
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import Sums, crc32
+from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.group import Ranks, exchange
 from holdfast.core.protocols import Request, Store, by_source
 from holdfast.core.value import Value, replace
 from holdfast.engine.coalesce import SUMS, Parts, Ranges, join_files
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import Scratch, Sink, run_reads, tasks
-from holdfast.errors import Corrupted, HoldfastError, detached, located
+from holdfast.errors import Corrupted, HoldfastError, Replaced, StoreError, Truncated, detached, located
+
+SWEPT = message_kind("list of checksums of a rank", tuple[list[bytes], dict[int, tuple[str, str]]])
+ERRORS = {kind.__name__: kind for kind in (StoreError, Truncated, Corrupted, Replaced)}
+"""What reading a file may raise, by name."""
 
 Progress = Callable[[int], None]  # Called with how many more bytes are done, from several threads at once.
 
@@ -58,6 +64,7 @@ class Sweep:
         self._cut = (stops - 1) // block > starts // block  # Which lie in several blocks, and so in several parts.
         self._whole: Ints = np.zeros(len(spans), np.int64)  # The CRC of each range that lies in one block.
         self._sums = {number: Sums() for number in (self._cut & self._summed).nonzero()[0].tolist()}
+        self._known: Bools = np.zeros(len(spans), np.bool_)  # Which of them were summed here.
         self.errors: dict[int, HoldfastError] = {}  # What kept ranges from being read, by their numbers.
 
     def reads(self) -> list[Parts]:
@@ -83,8 +90,10 @@ class Sweep:
             for at in np.flatnonzero(cut).tolist():
                 self._sums[int(owners[at])].note(int(begins[at]), int(ends[at] - begins[at]), crcs[at])
             self._whole[owners[~cut]] = np.array(crcs, np.int64)[~cut]
+            self._known[owners[~cut]] = True
         else:
             self._whole[owners] = crcs
+            self._known[owners] = True
 
     def try_again(self, number: int, start: int, out: memoryview) -> None:
         try:
@@ -93,6 +102,22 @@ class Sweep:
             self.errors.setdefault(number, detached(error))
         else:
             self.add((np.array([number]), np.array([start]), np.array([start + out.nbytes])), start, out)
+
+    def join(self, ranks: Ranks) -> None:
+        """Take what the other ranks have summed, each by its own tasks."""
+        if ranks.size == 1:
+            return
+        (numbers,) = self._known.nonzero()
+        blocks = [(number, *block) for number, sums in self._sums.items() for block in sums.blocks()]
+        errors = {number: (type(error).__name__, error.message) for number, error in self.errors.items()}
+        columns = [np.asarray(one, "<i8").tobytes() for one in (numbers, self._whole[numbers], blocks)]
+        for other in exchange(ranks, write_document(SWEPT, (columns, errors)), common=self._ranges.nbytes.tobytes()):
+            (own, crcs, cut), failed = read_document(SWEPT, other)
+            self._whole[np.frombuffer(own, "<i8")] = np.frombuffer(crcs, "<i8")
+            for number, *block in np.frombuffer(cut, "<i8").reshape(-1, 4).tolist():
+                self._sums[number].note(*block)
+            for number, (kind, message) in failed.items():
+                self.errors.setdefault(number, ERRORS.get(kind, StoreError)(message))
 
     def crcs(self) -> Ints:
         """The CRC of each range; 0 where it was not wanted. Those of `errors` mean nothing."""

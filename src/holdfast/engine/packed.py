@@ -16,13 +16,16 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
+from msgspec import Struct
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -59,13 +62,37 @@ SAMPLED_GROUPS = 8  # Groups of rows of a tensor in which blocks are looked for 
 
 def choose(
     tensors: Mapping[str, LazyTensor], wanted: AllowedEncodings, *, smallest: int = SMALLEST_NBYTES, worth: float = LARGEST_SHARE,
-    threads: int | None = None,
+    threads: int | None = None, ranks: Ranks = ALONE,
 ) -> dict[str, SparseParts]:  # fmt: skip
-    """The tensors that are better packed, each with its parts. Reads every tensor at least once. Raises `Corrupted` where a tensor
-    is packed that has not the checksum that its source records."""
-    workers = threads or os.cpu_count() or 1
-    names = [name for name, tensor in tensors.items() if _possible(tensor, smallest)]
-    every = [tensors[name] for name in names]
+    """The tensors that are better packed, each with its parts. Reads every tensor at least once; of several ranks each reads some.
+    Raises `Corrupted` where a tensor is packed that has not the checksum that its source records."""
+    workers = threads or max((os.cpu_count() or 1) // ranks.neighbours(), 1)
+    every = {name: tensor for name, tensor in tensors.items() if _possible(tensor, smallest)}
+    names, whole = [*every], [*every.values()]
+
+    def count(numbers: list[int]) -> list[CountedGroups | None]:
+        return _chosen([whole[number] for number in numbers], wanted, worth, workers=workers)
+
+    counted = share_out(ranks, [tensor.nbytes for tensor in whole], count, cast("type[CountedGroups | None]", CountedGroups | None))
+    packed, made = Packed(), dict[str, SparseParts]()
+    for name, tensor, found in zip(names, whole, counted, strict=True):
+        if found is not None:
+            encoding = encoding_of(found.encoding, found.sizes, tensor.shape)
+            starts, crcs = np.frombuffer(found.starts, np.uint64), np.frombuffer(found.crcs, np.uint32)
+            made[name] = packed.parts(Counted(tensor, encoding, starts, crcs))
+    return made
+
+
+class CountedGroups(Struct):
+    """The encoding that was chosen for a tensor, and what was counted of its groups, as it is sent."""
+
+    encoding: str
+    sizes: tuple[int, ...]
+    starts: bytes
+    crcs: bytes
+
+
+def _chosen(every: Sequence[LazyTensor], wanted: AllowedEncodings, worth: float, *, workers: int) -> list[CountedGroups | None]:
     # A multiple of every m.
     step = BLOCK_ELEMENTS // LARGEST_M * (wanted.pattern[1] if wanted.pattern else LARGEST_M)
     bits = scan(
@@ -75,12 +102,13 @@ def choose(
     look_for_blocks = "block" in wanted.kinds and wanted.block is None
     filled = _count_blocks(every, promising if look_for_blocks else (), worth, threads=workers)
     shares = {at: smallest_encoding(every[at], wanted, worth, bits=bits[at], blocks=filled.get(at)) for at in promising}
-    chosen = [(names[at], every[at], encoding) for at, encoding in shares.items() if encoding is not None]
-    packed, made = Packed(), dict[str, SparseParts]()
-    for (name, _, _), ready in zip(chosen, _counted([each[1:] for each in chosen], workers), strict=True):
+    chosen = [(at, encoding) for at, encoding in shares.items() if encoding is not None]
+    made: list[CountedGroups | None] = [None] * len(every)
+    for (at, _), ready in zip(chosen, _counted([(every[at], encoding) for at, encoding in chosen], workers), strict=True):
         # Of a block shape that was asked for, the size is known only now.
         if pays(packed_nbytes(ready.encoding, int(ready.starts[-1]), ready.tensor), ready.tensor, worth):
-            made[name] = packed.parts(ready)
+            own = ready.encoding
+            made[at] = CountedGroups(own.name, own.sizes, ready.starts.tobytes(), ready.crcs.tobytes())
     return made
 
 

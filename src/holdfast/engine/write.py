@@ -7,6 +7,9 @@
 4. A Gathered segment is made and written by one thread; it knows its own CRCs.
 5. A Late segment that needs one CRC is made where that tensor is written, if both are in one stretch; the others are made and
    written when all data is.
+
+Several ranks may write one file, each a part of it (`write_part`). What each knows of the data then goes to the one of them that
+finishes the file (`PartSums`, `finish_file`).
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class WritableFile(Protocol):
         """Write all of the data at an offset."""
 
 
+Task = Callable[[], None]
 Block = tuple[int, int, int]  # Bytes as they were written: the first one's place in the file, how many, their CRC-32.
 
 
@@ -81,6 +85,11 @@ class Written(Struct):
     gathered: dict[str, int] = field(default_factory=dict)
     """What segments with many tensors in them said of those, by their labels."""
     blocks: list[Block] = field(default_factory=list)
+
+    @classmethod
+    def none_of(cls, plan: FilePlan) -> Written:
+        """Of a file of which nothing is written yet."""
+        return cls({segment.label: Sums() for segment in plan.segments if isinstance(segment, Data | Memory)})
 
     def add(self, segment: Data | Memory, start: int, data: memoryview | bytearray) -> int:
         """Sum and hash a block of a tensor, while it is in the cache; its CRC-32."""
@@ -107,18 +116,35 @@ def write_file(
             if progress:
                 progress(len(content))
         return receipt
-    offsets = plan.offsets()
-    written = Written({s.label: Sums() for s in plan.segments if isinstance(s, Data | Memory)})
+    sink.allocate(plan.nbytes)
+    written = write_part(plan, sink, (0, plan.nbytes), threads=threads, progress=progress, block=block)
+    return finish_file(plan, sink, written, crcs=crcs, progress=progress)
+
+
+def write_part(
+    plan: FilePlan, sink: WritableFile, part: tuple[int, int], *, threads: int | None = None, progress: Progress | None = None,
+    block: int | None = None,
+) -> Written:  # fmt: skip
+    """Write the blocks of a file that begin in this range of its bytes. Who writes the others cuts by the same `block`."""
+    written = Written.none_of(plan)
     large = [s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES]
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
-    sink.allocate(plan.nbytes)
     stores = _stores(plan)
     remote = max((store.medium.requests for store in stores), default=0)
     gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
     usual = min(default_threads(), GATHERERS) if 2 * gathered > plan.nbytes else default_threads()
     threads = threads or max(usual, remote)
     block = block or (2 * BLOCK_NBYTES if remote else cached_nbytes(threads, BLOCK_NBYTES))
-    run_reads(_tasks(plan, offsets, sink, written, progress, block), threads, stores=stores)
+    tasks = _tasks(plan, plan.offsets(), sink, written, progress, block)
+    run_reads((task for offset, task in tasks if part[0] <= offset < part[1]), threads, stores=stores)
+    return written
+
+
+def finish_file(
+    plan: FilePlan, sink: WritableFile, written: Written, *, crcs: Mapping[str, int] | None = None,
+    progress: Progress | None = None,
+) -> Receipt:  # fmt: skip
+    """Write what depends on checksums, when all data is written. `crcs` as for `write_file`."""
     # A dict of a million checksums is not copied where it is all that is known.
     receipt = Receipt(plan.nbytes, written.gathered, blocks=written.blocks)
     for segment in plan.segments:
@@ -128,12 +154,68 @@ def write_file(
                 label = segment.label
                 receipt.crcs |= _hash_fields(label, written.hashed.get(label) or written.hashes[label].done())
     known = {**crcs, **receipt.crcs} if crcs and receipt.crcs else crcs or receipt.crcs
-    for begin, content, late in _joined_late(plan, offsets, known, written.made):
+    for begin, content, late in _joined_late(plan, plan.offsets(), known, written.made):
         sink.write(begin, memoryview(content))
         receipt.blocks.append((begin, len(content), crc32(content)))
         if progress:
             progress(late)
     return receipt
+
+
+class PartSums(Struct):
+    """The checksums of what a rank wrote of a file, for the rank that finishes it. The segments of the plan have numbers."""
+
+    blocks: bytes
+    """Of data: its segment, the first byte in it, the length and the CRC-32; 64-bit integers, a row each."""
+    gathered: dict[int, bytes]
+    """Of the pieces of a gathered segment, in their order, 32-bit integers."""
+    more: dict[str, int]
+    """What else is known, by its key."""
+    made: list[int]
+
+    @classmethod
+    def of(cls, plan: FilePlan, written: Written) -> PartSums:
+        rows: list[tuple[int, int, int, int]] = []
+        gathered: dict[int, bytes] = {}
+        more = dict(written.gathered)
+        for number, segment in enumerate(plan.segments):
+            if isinstance(segment, Data | Memory):
+                rows += [(number, *block) for block in written.sums[segment.label].blocks()]
+            elif isinstance(segment, Gathered) and segment.labels and segment.labels[0] in more:
+                gathered[number] = np.array([more.pop(label) for label in segment.labels], "<u4").tobytes()
+        return cls(np.array(rows, "<i8").tobytes(), gathered, more, [*written.made])
+
+    @classmethod
+    def of_whole(cls, plan: FilePlan, crcs: Mapping[str, int]) -> PartSums:
+        """Of a file that was written from end to end, with what is known of it."""
+        written = Written.none_of(plan)
+        written.gathered = dict(crcs)
+        for segment in plan.segments:
+            if isinstance(segment, Data | Memory):
+                written.sums[segment.label].note(0, segment.nbytes, written.gathered.pop(segment.label))
+        return cls.of(plan, written)
+
+    def whole(self, plan: FilePlan) -> dict[str, int]:
+        """What is known of a file that was written from end to end."""
+        written = Written.none_of(plan)
+        self.add_to(plan, written)
+        return {label: sums.crc32() for label, sums in written.sums.items()} | written.gathered
+
+    def add_to(self, plan: FilePlan, written: Written) -> None:
+        segments = plan.segments
+        for number, *block in np.frombuffer(self.blocks, "<i8").reshape(-1, 4).tolist():
+            written.sums[_labelled(segments[number]).label].note(*block)
+        for number, crcs in self.gathered.items():
+            one = segments[number]
+            assert isinstance(one, Gathered)  # the ranks have the same plan
+            written.gathered.update(zip(one.labels, np.frombuffer(crcs, "<u4").tolist(), strict=True))
+        written.gathered.update(self.more)
+        written.made.update(self.made)
+
+
+def _labelled(segment: Segment) -> Data | Memory:
+    assert isinstance(segment, Data | Memory)  # the ranks have the same plan
+    return segment
 
 
 def file_content(plan: FilePlan, crcs: Mapping[str, int]) -> tuple[bytes, Receipt]:
@@ -185,8 +267,9 @@ def _joined_late(
 
 def _tasks(
     plan: FilePlan, offsets: Sequence[int], sink: WritableFile, written: Written, progress: Progress | None, block: int,
-) -> Iterator[Callable[[], None]]:  # fmt: skip
-    """Blocks of work: a large tensor's piece each, or a stretch of small segments that are neighbours in the file."""
+) -> Iterator[tuple[int, Task]]:  # fmt: skip
+    """Blocks of work, each with the byte of the file where it begins: a large tensor's piece, or a stretch of small segments that
+    are neighbours in the file."""
     stretch: list[tuple[int, Segment]] = []
     size, most = 0, GATHER_NBYTES
     for segment, offset in zip(plan.segments, offsets, strict=True):
@@ -194,22 +277,22 @@ def _tasks(
         large = segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(segment, Data | Memory | Hole)
         if large or (isinstance(segment, Gathered) and segment.nbytes > GATHER_NBYTES):
             if stretch:
-                yield _stretch(stretch, sink, written, progress)
+                yield stretch[0][0], _stretch(stretch, sink, written, progress)
                 stretch, size, most = [], 0, GATHER_NBYTES
             match segment:
                 case Gathered():
-                    yield _gathered(segment, offset, sink, written, progress)
+                    yield offset, _gathered(segment, offset, sink, written, progress)
                 case Data() | Memory():
                     for start, lend in blocks_of(segment, block):
-                        yield _block(segment, start, lend, offset, sink, written, progress)
+                        yield offset + start, _block(segment, start, lend, offset, sink, written, progress)
             continue
         stretch.append((offset, segment))
         size, most = size + segment.nbytes, max(most, wished // GATHERED_PART)
         if size >= most:
-            yield _stretch(stretch, sink, written, progress)
+            yield stretch[0][0], _stretch(stretch, sink, written, progress)
             stretch, size, most = [], 0, GATHER_NBYTES
     if stretch:
-        yield _stretch(stretch, sink, written, progress)
+        yield stretch[0][0], _stretch(stretch, sink, written, progress)
 
 
 def _wished_nbytes(segment: Segment) -> int:
@@ -219,8 +302,6 @@ def _wished_nbytes(segment: Segment) -> int:
     store = segment.tensor.source.store
     return 0 if store.medium.requests else store.medium.block_nbytes
 
-
-Task = Callable[[], None]
 
 Lend = Callable[[], AbstractContextManager[memoryview]]  # Bytes for a while, in memory that somebody lends.
 
@@ -386,14 +467,24 @@ def check_written(
     """Compare what the file gives back with the checksums of what was written to it. By `blocks`, as they were written: headers and
     all, and of a hundred thousand tensors a few. Where one is not the same, or where the blocks are not all of the file, every
     tensor is compared by itself, so that the one can be named."""
-    same = _same_blocks(descriptor, blocks, nbytes=plan.nbytes, threads=threads) if _covers(plan, blocks) else None
-    if same:
+    covered = _covers(plan, blocks)
+    wrong = _wrong_block(descriptor, blocks, nbytes=plan.nbytes, threads=threads) if covered else None
+    if covered and wrong is None:
         return
     for label, found in file_crcs(plan, descriptor, threads=threads).items():
         if found != crcs[label]:
             raise NotCommitted(CHANGED, file=path, tensor=label, expected=crcs[label], found=found)
-    if same is False:
+    if wrong is not None:
         raise NotCommitted(CHANGED, file=path)
+
+
+def check_part(plan: FilePlan, descriptor: int, written: Written, *, path: str, threads: int | None = None) -> None:
+    """Compare what a file gives back of a part of it with what was written there. What is wrong is named by its place."""
+    wrong = _wrong_block(descriptor, written.blocks, nbytes=plan.nbytes, threads=threads)
+    if wrong is not None:
+        start = written.blocks[wrong][0]
+        segment = plan.segments[int(np.searchsorted(plan.offsets(), start, side="right")) - 1]
+        raise NotCommitted(CHANGED, file=path, tensor=getattr(segment, "label", None), offset=start)
 
 
 CHANGED = "what was written does not read back the same: the disk or the memory is failing; nothing was published"
@@ -411,12 +502,13 @@ def _covers(plan: FilePlan, blocks: Sequence[Block]) -> bool:
     return reach == plan.nbytes
 
 
-def _same_blocks(descriptor: int, blocks: Sequence[Block], *, nbytes: int, threads: int | None) -> bool:
+def _wrong_block(descriptor: int, blocks: Sequence[Block], *, nbytes: int, threads: int | None) -> int | None:
+    """The number of the first block that a file does not give back as it was written."""
     written = Virtual("<written>")
     key = written.put(VirtualFile(nbytes, partial(read_at, descriptor)))
     sweep = Sweep(written, (Span(key, start, length) for start, length, _ in blocks))
     run_all(sweep.tasks(), threads or default_threads())
-    return all(sweep.outcome(number) == crc for number, (_, _, crc) in enumerate(blocks))
+    return next((number for number, (_, _, crc) in enumerate(blocks) if sweep.outcome(number) != crc), None)
 
 
 def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) -> dict[str, int]:

@@ -35,6 +35,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dense import read_tensors
 from holdfast.core.digest import Digest, canonical
+from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import validated
@@ -120,15 +121,14 @@ class DensePairs(Value, frozen=True, eq=False):
         crcs = self.crcs[0][wanted], self.crcs[1][wanted]
         return DensePairs(self.names, self.numbers[wanted], self.a.some(wanted), self.b.some(wanted), self.stores, crcs)
 
-    def different(self, progress: Progress | None, *, threads: int | None) -> list[str]:
-        """The names of pairs that are not the same byte for byte. Reads all; progress counts those that are."""
+    def different(self, progress: Progress | None, *, threads: int | None) -> Bools:
+        """Which pairs are not the same byte for byte. Reads all; progress counts those that are."""
 
         def name(number: int) -> str:
             return self.names[self.numbers.item(number)]
 
         a, b = (Located(store, ranges, name) for store, ranges in zip(self.stores, (self.a, self.b), strict=True))
-        same = same_ranges(a, b, progress, threads=threads)
-        return [self.names[number] for number in self.numbers[~same].tolist()]
+        return ~same_ranges(a, b, progress, threads=threads)
 
 
 def dense_pairs(a: Table, b: Table, rows: tuple[Sequence[int], Sequence[int]], names: Sequence[str]) -> list[DensePairs]:
@@ -346,26 +346,30 @@ def diff(
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    group: AnyGroup | None = None,
 ) -> Diff:
     """Compare two checkpoints: paths (or anything else that `open` takes), or open ones, which stay open.
 
     `rename` changes names of `a` before they are compared, by pairs of globs as in `convert` (`[("model.*", "*")]`). `filter` is a
     glob, or a name that stands for all below it: only what is called so then, on both sides, is compared. `tensors_only` leaves out
     everything that is no tensor. With `find_renamed=False` a tensor that moved to another name counts as removed and added. With
-    `exact=True` no checksum is taken at its word. `progress` is called with the number of bytes that were read since its last call,
-    from any thread.
+    `exact=True` no checksum is taken at its word. Of the ranks of a `group` each reads some of the tensors, and all get all
+    differences. `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
-    with ExitStack() as stack:
+    with acting(group, "compare") as ranks, ranks.counting(progress) as counted, ExitStack() as stack:
         checkpoints = (stack.enter_context(opened(src, limits=limits)) for src in (a, b))
         sides = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
-        threads = reading_threads(max_memory, threads)
-        return Comparison(*sides, find_renamed=find_renamed, exact=exact, threads=threads).run(progress)
+        threads = reading_threads(max_memory, threads, ranks.neighbours())
+        return Comparison(*sides, find_renamed=find_renamed, exact=exact, threads=threads, ranks=ranks).run(counted)
 
 
 class Comparison:
     """A diff that is planned and not done: `nbytes` says how much would be read, `run` reads it."""
 
-    def __init__(self, a: Side, b: Side, *, find_renamed: bool = True, exact: bool = False, threads: int | None = None) -> None:
+    def __init__(
+        self, a: Side, b: Side, *, find_renamed: bool = True, exact: bool = False, threads: int | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        self._ranks = ranks
         flat = a.flat and b.flat
         a, b = (side if flat else side.made() for side in (a, b))
         self._a, self._b, self._exact, self._threads = a, b, exact, threads
@@ -419,14 +423,31 @@ class Comparison:
 
     def _contents(self, progress: Progress | None) -> Iterator[tuple[str, Pair, Content]]:
         """The difference of each pair that has to be read; not of dense pairs that turn out to be the same."""
-        differing = [name for dense in self._dense for name in dense.different(progress, threads=self._threads)]
+        differing = [name for dense in self._dense for name in self._different(dense, progress)]
         self._differing = len(differing)
-        found = compare_tensors(list(self._pairs.values()), progress, threads=self._threads)
+        found = self._compare(list(self._pairs.values()), progress)
         yield from ((name, pair, content) for (name, pair), content in zip(self._pairs.items(), found, strict=True))
         for at in range(0, len(differing), BATCH):
             names = differing[at : at + BATCH]
             pairs = [(self._a.tensors[name], self._b.tensors[name]) for name in names]
-            yield from zip(names, pairs, compare_tensors(pairs, progress, threads=self._threads), strict=True)
+            yield from zip(names, pairs, self._compare(pairs, progress), strict=True)
+
+    def _different(self, dense: DensePairs, progress: Progress | None) -> list[str]:
+        """The names of dense pairs that are not the same byte for byte. Of several ranks each reads some."""
+
+        def look(numbers: list[int]) -> list[bool]:
+            some = np.zeros(len(dense), np.bool_)
+            some[numbers] = True
+            return [*map(bool, dense.some(some).different(progress, threads=self._threads))]
+
+        found = share_out(self._ranks, dense.a.nbytes, look, bool)
+        return [dense.names[number] for number, other in zip(dense.numbers.tolist(), found, strict=True) if other]
+
+    def _compare(self, pairs: Sequence[Pair], progress: Progress | None) -> list[Content]:
+        def look(numbers: list[int]) -> list[Content]:
+            return compare_tensors([pairs[number] for number in numbers], progress, threads=self._threads)
+
+        return share_out(self._ranks, [a.nbytes + b.nbytes for a, b in pairs], look, Content)
 
     def _plan_dense(self, found: list[DensePairs], names: Sequence[str]) -> list[str]:
         """Count pairs that are the same by checksum, and plan to compare the other dense ones; the names of all others."""
@@ -488,13 +509,19 @@ class Comparison:
 
     def _renames(self, progress: Progress | None) -> tuple[Rename, ...]:
         old, new = self._candidates
-        crcs = tensor_crcs([*old, *new], recorded=not self._exact, threads=self._threads, progress=progress)
-        digests = [Digest.of(t.dtype, t.shape, crc) for t, crc in zip([*old, *new], crcs, strict=True)]
+        both = [*old, *new]
+
+        def sums(numbers: list[int]) -> list[int]:
+            own = [both[number] for number in numbers]
+            return tensor_crcs(own, recorded=not self._exact, threads=self._threads, progress=progress)
+
+        crcs = share_out(self._ranks, [tensor.nbytes for tensor in both], sums, int)
+        digests = [Digest.of(t.dtype, t.shape, crc) for t, crc in zip(both, crcs, strict=True)]
         before = {t.name: d for t, d in zip(old, digests[: len(old)], strict=True)}
         after = {t.name: d for t, d in zip(new, digests[len(old) :], strict=True)}
         renames = match_names(before, after)
         if self._exact:
-            found = compare_tensors([(self._removed[r.a], self._added[r.b]) for r in renames], None, threads=self._threads)
+            found = self._compare([(self._removed[r.a], self._added[r.b]) for r in renames], None)
             renames = [r for r, content in zip(renames, found, strict=True) if not content.changed]
         order = {name: i for i, name in enumerate(self._removed)}
         return tuple(sorted(renames, key=lambda r: order[r.a]))

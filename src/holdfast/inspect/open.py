@@ -23,6 +23,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadArgument, BadArgumentType, HoldfastError, Replaced, UnknownFormat, ZipError, located
 from holdfast.formats import FORMATS, format_of
+from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.formats.detect import detect
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
@@ -152,3 +153,17 @@ def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
             more = " (of a checkpoint: its values())" if isinstance(tensors, Mapping) else ""
             raise BadArgumentType(f"read takes a list of lazy tensors, and {shown(one)} is none{more}", found=one)
     return read_tensors(wanted)
+
+
+def checkpoint_mark(checkpoint: Checkpoint) -> bytes:
+    """A hash of what opening has read: names, dtypes, shapes, recorded checksums, the text that a file carries about itself. Not of
+    times or inodes, since ranks on several machines may have copies. Two checkpoints that record no checksum and no text may look
+    alike."""
+    from hashlib import blake2b  # for ranks
+
+    mark = blake2b(repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode("utf-8", "surrogatepass"), digest_size=16)
+    for name, tensor in checkpoint.items():
+        # The checksums of DCP's items stand in the items, which are not read to be told apart.
+        sums = [0 if isinstance(storage, ItemStorage) else storage.crc32 for storage in tensor.storages]
+        mark.update(repr((name, tensor.dtype.name, tensor.shape, sums)).encode("utf-8", "surrogatepass"))
+    return mark.digest()

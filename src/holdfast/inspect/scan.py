@@ -30,11 +30,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
+from holdfast.core.group import AnyGroup, Ranks, acting, share_out
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown, card, table
@@ -229,27 +230,22 @@ class ScanReport(Shown):
 
 @validated
 def scan(
-    *paths: AnyPath | Iterable[AnyPath], limits: Limits | None = None, allow: AnyPath | Iterable[str] | None = None
-) -> ScanReport:
+    *paths: AnyPath | Iterable[AnyPath], limits: Limits | None = None, allow: AnyPath | Iterable[str] | None = None,
+    group: AnyGroup | None = None,
+) -> ScanReport:  # fmt: skip
     """Report on files and directories, on this machine or in object stores (URLs), or lists of them.
 
     Nothing in them is run, and nothing about them raises: errors are part of the report. `allow` is a file of patterns for
-    `module.name`, one a line, or the patterns themselves: what fits is shown as allowed and does not count. Raises `StoreError`
-    for such a file that cannot be read.
+    `module.name`, one a line, or the patterns themselves: what fits is shown as allowed and does not count. Of the ranks of a
+    `group` each reads some of the files, and all get one report. Raises `StoreError` for a file of patterns that cannot be read.
     """
     allowed = allowed_patterns(allow)
-    files: list[FileReport] = []
-    skipped: list[str] = []
-    for given in _flat(paths):
-        try:
-            path = place_at(place_of(given)).settled(limits or Limits())
-        except HoldfastError as error:
-            files.append(FileReport(str(given) if isinstance(given, str | Path) else shown(given), "", error=str(error)))
-            continue
-        if not place_at(path).is_folder:
-            files.append(_scan_file(path, limits or Limits()))
-            continue
-        for report in _scan_below(path, limits or Limits()):
+    with acting(group, "scan") as ranks:
+        found = _Looked(limits or Limits(), ranks)
+        parts = [found.given(one) for one in _flat(paths)]
+        found.look()
+        files, skipped = list[FileReport](), list[str]()
+        for report in (report for part in parts for report in part()):
             if isinstance(report, FileReport):
                 files.append(report)
             else:
@@ -258,45 +254,93 @@ def scan(
     return ScanReport(marked, len(skipped), tuple(skipped[:SKIPPED]))
 
 
+Reports = Callable[[], Iterable[FileReport | str]]
+"""The reports of what was given, when all files have been looked at; a path where no loader would do anything with it."""
+
+
+class _Looked:
+    """The files that are looked at, and what was found in each."""
+
+    def __init__(self, limits: Limits, ranks: Ranks) -> None:
+        self._limits, self._ranks = limits, ranks
+        self._todo: dict[tuple[str, bool], FileReport | None] = {}
+        """By path, and whether it was named; then it must be something."""
+
+    def given(self, given: AnyPath) -> Reports:
+        try:
+            path = place_at(place_of(given)).settled(self._limits)
+        except HoldfastError as error:
+            refused = FileReport(str(given) if isinstance(given, str | Path) else shown(given), "", error=str(error))
+            return lambda: [refused]
+        if not place_at(path).is_folder:
+            self._todo[path, True] = None
+            return lambda: [cast("FileReport", self._todo[path, True])]
+        return self._below(path)
+
+    def look(self) -> None:
+        wanted = [*self._todo]
+        listed = functools.cache(lambda folder: place_at(folder).files())
+        nbytes = [_nbytes(path, listed) for path, _ in wanted] if self._ranks.size > 1 else [0] * len(wanted)
+
+        def look(numbers: list[int]) -> list[FileReport | None]:
+            some = (wanted[number] for number in numbers)
+            return [_scan_file(path, self._limits) if named else _scan_found(path, self._limits) for path, named in some]
+
+        kind = cast("type[FileReport | None]", FileReport | None)
+        self._todo.update(zip(wanted, share_out(self._ranks, nbytes, look, kind), strict=True))
+
+    def _below(self, directory: str) -> Reports:
+        """Every file below a directory. A distributed checkpoint has one report for all its files, and so has a native directory.
+        Python code is judged by what lies beside it."""
+        problems: list[FileReport] = []
+        folders: list[tuple[str, Sequence[str], list[str]]] = []
+        walk = place_at(directory).walk(self._limits.files, lambda place, why: problems.append(FileReport(place, "", error=why)))
+        for folder, names in walk:
+            # The files of a native directory, and those of a distributed checkpoint, are one checkpoint together.
+            native, distributed = MANIFEST in names, any(map(_belongs, names))
+            alone = [name for name in sorted(names) if not native and not (distributed and _belongs(name))]
+            places = [*([folder] if native or distributed else []), *(_below(folder, name) for name in alone)]
+            folders.append((folder, names, places))
+            self._todo.update(dict.fromkeys((place, False) for place in places))
+
+        def reports() -> Iterator[FileReport | str]:
+            reported: set[str] = set()
+            """Folders with a report."""
+            for folder, names, places in folders:
+                found = {place: self._todo[place, False] for place in places}
+                findings = [finding for report in found.values() if report is not None for finding in report.findings]
+                here = any(report is not None for report in found.values())
+                at = place_at(folder)
+                code = model_code_findings(at.name, names, findings, weights=here, above=at.parent.rstrip("/") in reported)
+                reported |= {folder.rstrip("/")} if here else set()
+                for name in code:
+                    found.setdefault(_below(folder, name), None)
+                for place, report in found.items():
+                    name = place_at(place).name
+                    if name in code and place != folder:
+                        made = report or FileReport(place, "python")
+                        report = replace(made, findings=(*made.findings, code[name]))
+                    yield report or place
+            yield from problems
+
+        return reports
+
+
+def _nbytes(path: str, listed: Callable[[str], Mapping[str, int]]) -> int:
+    """About how many bytes a file, or a folder that is one checkpoint, has; 0 where nobody can say."""
+    place = place_at(path)
+    try:
+        return sum(listed(path).values()) if place.is_folder else listed(place.parent).get(place.name, 0)
+    except OSError:
+        return 0
+
+
 def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[AnyPath]:
     for path in paths:
         if isinstance(path, Iterable) and not isinstance(path, str | bytes | os.PathLike):
             yield from path
         else:
             yield path
-
-
-def _scan_below(directory: str, limits: Limits) -> Iterator[FileReport | str]:
-    """A report of every file below a directory, or its path where no loader would do anything with it.
-
-    A distributed checkpoint has one report for all its files, and so has a native directory. Python code is judged by what lies
-    beside it.
-    """
-    reported: set[str] = set()
-    """Folders with a report."""
-    problems: list[FileReport] = []
-    folders = place_at(directory).walk(limits.files, lambda place, why: problems.append(FileReport(place, "", error=why)))
-    for folder, names in folders:
-        # The files of a native directory, and those of a distributed checkpoint, are one checkpoint together.
-        native, distributed = MANIFEST in names, any(map(_belongs, names))
-        whole = native or distributed
-        alone = [name for name in sorted(names) if not native and not (distributed and _belongs(name))]
-        places = [*([folder] if whole else []), *(_below(folder, name) for name in alone)]
-        reports = {place: _scan_found(place, limits) for place in places}
-        findings = [finding for report in reports.values() if report is not None for finding in report.findings]
-        here = any(report is not None for report in reports.values())
-        at = place_at(folder)
-        code = model_code_findings(at.name, names, findings, weights=here, above=at.parent.rstrip("/") in reported)
-        reported |= {folder.rstrip("/")} if here else set()
-        for name in code:
-            reports.setdefault(_below(folder, name), None)
-        for place, report in reports.items():
-            name = place_at(place).name
-            if name in code and place != folder:
-                made = report or FileReport(place, "python")
-                report = replace(made, findings=(*made.findings, code[name]))
-            yield report or place
-    yield from problems
 
 
 def _below(folder: str, name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import validated
@@ -89,16 +90,18 @@ def stats(
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    group: AnyGroup | None = None,
 ) -> StatsReport:
     """The statistics of the tensors whose names match a glob, in the order of the checkpoint. `bins=0` leaves out the histogram.
 
-    Complex numbers count by their absolute values. Tensors without data, and elements that are no numbers, are left out. Raises
-    `NoSuchTensor` where no name matches.
+    Complex numbers count by their absolute values. Tensors without data, and elements that are no numbers, are left out. Of the
+    ranks of a `group` each reads some of the tensors, and all get all numbers. Raises `NoSuchTensor` where no name matches.
     """
-    workers = reading_threads(max_memory, threads)
-    with opened(src, threads=1, limits=limits) as source:
-        rows = measure(chosen(source, pattern), bins=bins, threads=workers, progress=progress)
-        return StatsReport(source.path, source.format, rows, source.notes)
+    with acting(group, "measure tensors") as ranks, ranks.counting(progress) as counted:
+        workers = reading_threads(max_memory, threads, ranks.neighbours())
+        with opened(src, threads=1, limits=limits) as source:
+            rows = measure(chosen(source, pattern), bins=bins, threads=workers, progress=counted, ranks=ranks)
+            return StatsReport(source.path, source.format, rows, source.notes)
 
 
 def chosen(source: Checkpoint, pattern: str | None) -> list[LazyTensor]:
@@ -110,22 +113,28 @@ def chosen(source: Checkpoint, pattern: str | None) -> list[LazyTensor]:
 
 
 def measure(
-    tensors: Iterable[LazyTensor], *, bins: int = 32, threads: int | None = None, progress: Progress | None = None
-) -> tuple[TensorStats, ...]:
-    """The statistics of these tensors, without those that are not countable."""
+    tensors: Iterable[LazyTensor], *, bins: int = 32, threads: int | None = None, progress: Progress | None = None,
+    ranks: Ranks = ALONE,
+) -> tuple[TensorStats, ...]:  # fmt: skip
+    """The statistics of these tensors, without those that are not countable. Of several ranks each reads some."""
     if bins < 0:
         raise ValueError(f"a histogram has 0 bins or more; found {bins}")
     wanted = [tensor for tensor in tensors if countable(tensor)]
     for tensor in wanted:
         with located(tensor=tensor.name):
             tensor.check_expansion()
-    found = scan(wanted, lambda at: NumberStats(wanted[at], bins), threads=threads, progress=progress)
-    again = [at for at, (moments, counts) in enumerate(found) if bins and counts is None and moments.finite]
-    left = [wanted[at] for at in again]
-    drawn = scan(left, lambda at: NumberStats(left[at], bins, found[again[at]][0]), threads=threads, progress=progress)
-    for at, both in zip(again, drawn, strict=True):
-        found[at] = both
-    return tuple(_row(tensor, *one) for tensor, one in zip(wanted, found, strict=True))
+
+    def rows(numbers: list[int]) -> list[TensorStats]:
+        own = [wanted[number] for number in numbers]
+        found = scan(own, lambda at: NumberStats(own[at], bins), threads=threads, progress=progress)
+        again = [at for at, (moments, counts) in enumerate(found) if bins and counts is None and moments.finite]
+        left = [own[at] for at in again]
+        drawn = scan(left, lambda at: NumberStats(left[at], bins, found[again[at]][0]), threads=threads, progress=progress)
+        for at, both in zip(again, drawn, strict=True):
+            found[at] = both
+        return [_row(tensor, *one) for tensor, one in zip(own, found, strict=True)]
+
+    return tuple(share_out(ranks, [tensor.nbytes for tensor in wanted], rows, TensorStats))
 
 
 def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.group import ALONE, AnyGroup, Ranks, acting
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.options import validated
@@ -37,7 +38,18 @@ from holdfast.engine.files import store_of as store_of_key
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import NO_TENSORS
 from holdfast.engine.transfer import run_reads
-from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, detached, located
+from holdfast.errors import (
+    BadPath,
+    Corrupted,
+    FormatError,
+    HoldfastError,
+    RankLost,
+    RanksFailed,
+    Replaced,
+    UnknownFormat,
+    detached,
+    located,
+)
 from holdfast.formats import file_suffixes, format_of
 from holdfast.formats.detect import detect
 from holdfast.formats.npy.read import member_key
@@ -49,6 +61,9 @@ from holdfast.seals.check import compared, seal_path
 from holdfast.seals.document import SEAL, SUFFIX, Seal
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at
+
+OF_RANKS = (RanksFailed, RankLost)
+"""Errors that are about no file, and end it all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +161,24 @@ def verify(
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    group: AnyGroup | None = None,
 ) -> VerifyReport:
     """Verify a whole checkpoint of any format; nothing about its files raises, everything is in the report.
 
     A file may record no checksums, as those of the safetensors library: then it is read, and its verdict is "readable". With
     `require=True` such a report is not `ok`, nor is one where some tensors had nothing to be compared with.
 
-    Of an open checkpoint, its own files are verified, and it stays open.
+    Of an open checkpoint, its own files are verified, and it stays open. Of the ranks of a `group` each reads a part of the bytes,
+    and all get one report.
     `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
-    return replace(_verified(src, limits or Limits(), reading_threads(max_memory, threads), progress=progress), required=require)
+    with acting(group, "verify") as ranks, ranks.counting(progress) as counted:
+        workers = reading_threads(max_memory, threads, ranks.neighbours())
+        return replace(_verified(src, limits or Limits(), workers, progress=counted, ranks=ranks), required=require)
 
 
-def _verified(src: Openable | Checkpoint, limits: Limits, workers: int, *, progress: Progress | None) -> VerifyReport:
-    check = Verification(limits, workers, progress)
+def _verified(src: Openable | Checkpoint, limits: Limits, workers: int, *, progress: Progress | None, ranks: Ranks) -> VerifyReport:
+    check = Verification(limits, workers, progress, ranks)
     if isinstance(src, Checkpoint):
         check.opened(src)
         return check.report(src.path)
@@ -172,7 +191,7 @@ def _verified(src: Openable | Checkpoint, limits: Limits, workers: int, *, progr
         check.refuse(str(src), error)
         return check.report(str(src))
     for _ in range(TRIES):
-        check = Verification(limits, workers, progress)
+        check = Verification(limits, workers, progress, ranks)
         place = place_at(path)
         if place.on_disk:
             check.sealed(path, whole=True)
@@ -188,8 +207,8 @@ def _verified(src: Openable | Checkpoint, limits: Limits, workers: int, *, progr
 class Verification:
     """Collects what is found in one or several checkpoints."""
 
-    def __init__(self, limits: Limits, threads: int, progress: Progress | None) -> None:
-        self._limits, self._threads, self._progress = limits, threads, progress
+    def __init__(self, limits: Limits, threads: int, progress: Progress | None, ranks: Ranks = ALONE) -> None:
+        self._limits, self._threads, self._progress, self._ranks = limits, threads, progress, ranks
         self._formats: list[str] = []
         self._damaged: list[Damage] = []
         self._problems: list[Problem] = []
@@ -220,7 +239,7 @@ class Verification:
     def sealed(self, path: str, *, whole: bool = False) -> None:
         """Compare a folder, or a file, with its seal, if it has one. `whole` where it is all that is verified."""
         try:
-            found = compared(path, self._limits, threads=self._threads, progress=self._progress)
+            found = compared(path, self._limits, threads=self._threads, progress=self._progress, ranks=self._ranks)
         except HoldfastError as error:
             self.refuse(seal_path(path), error, ours=True)
             return
@@ -243,6 +262,8 @@ class Verification:
             keys = store.list() if store.folder else ()
             try:
                 done = self._checkpoint(store, path)
+            except OF_RANKS:
+                raise
             except HoldfastError as error:
                 failed = detached(error)
         except HoldfastError as error:
@@ -302,6 +323,8 @@ class Verification:
 
     def refuse(self, file: str, error: HoldfastError, *, ours: bool = False) -> None:
         """Enter an error of a file; what breaks a rule in `ours` is damage, since no other program writes such files."""
+        if isinstance(error, OF_RANKS):
+            raise error
         place = file if error.file in (None, file) else place_at(file).file(error.file)
         if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
             self._damaged.append(Damage(place, (), "", error.offset or 0, 0, error.expected, error.found, error.message))
@@ -398,8 +421,13 @@ class Verification:
             ranges, sums = stored.ranges.some(~stored.in_store(store)), stored.crcs[computed] != NO_CRC
             inflated = Sweep(stores[-1], ranges, summed=sums)
             work += inflated.tasks(self._progress)
+        # A task is about a block. The first rank has the fewest, where they cannot all have as many.
+        count, turn = self._ranks.size, self._ranks.size - 1 - self._ranks.rank
+        work = work[len(work) * turn // count : len(work) * (turn + 1) // count]
         if work:
             run_reads(work, self._threads, stores=stores)
+        for one in (sweep,) if inflated is None else (sweep, inflated):
+            one.join(self._ranks)
         self._settle(found, own, sweep, path)
         if inflated is not None:
             # What is unpacked from damaged parts says nothing new.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import add
 
@@ -63,6 +63,9 @@ class Loss(Value, frozen=True):
         return math.sqrt(min(self.lost / self.squares, 1.0))
 
 
+TallyPart = tuple[int, int, Loss]  # A range, and its loss.
+
+
 class Tally:
     """The losses of ranges of one tensor, added by any thread. A range that is added twice counts once."""
 
@@ -77,6 +80,14 @@ class Tally:
 
     def clear(self) -> None:
         self._parts.clear()
+
+    def parts(self) -> list[TallyPart]:
+        """What was added, as it is sent to other ranks."""
+        return [(start, stop, loss) for (start, stop), loss in self._parts.items()]
+
+    def put(self, parts: Iterable[TallyPart]) -> None:
+        for part in parts:
+            self.add(*part)
 
     def whole(self) -> Loss | None:
         """The loss of the tensor, if the ranges cover it and do not overlap."""

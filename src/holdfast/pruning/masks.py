@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools
+from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.runtime import renewed
 from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import Progress
@@ -318,13 +319,29 @@ class BlockChoice:
 
 
 def block_masks(
-    scores: Sequence[BlockScores], levels: Sequence[float], *, threads: int = 1, progress: Progress | None = None
-) -> list[BlockMask]:
-    """For each tensor the part `level` of the blocks goes, those of the lowest mean square."""
+    scores: Sequence[BlockScores], levels: Sequence[float], *, threads: int = 1, progress: Progress | None = None,
+    ranks: Ranks = ALONE,
+) -> list[BlockMask]:  # fmt: skip
+    """For each tensor the part `level` of the blocks goes, those of the lowest mean square. Of several ranks each finds some."""
     gone = [pruned_count(level, one.count) for one, level in zip(scores, levels, strict=True)]
-    many = {at: KeySearch([one], gone[at]) for at, one in enumerate(scores) if one.count > HELD_SCORES}
-    select([*many.values()], threads=threads, progress=progress)
-    return scan(
-        [one.tensor for one in scores], lambda at: BlockChoice(scores[at], gone[at], many.get(at)), lambda at: scores[at].blocks(),
-        threads=threads, progress=progress,
-    )  # fmt: skip
+
+    def choose(numbers: list[int]) -> list[bytes]:
+        many = {at: KeySearch([scores[at]], gone[at]) for at in numbers if scores[at].count > HELD_SCORES}
+        select([*many.values()], threads=threads, progress=progress)
+        masks = scan(
+            [scores[at].tensor for at in numbers],
+            lambda i: BlockChoice(scores[numbers[i]], gone[numbers[i]], many.get(numbers[i])),
+            lambda i: scores[numbers[i]].blocks(), threads=threads, progress=progress,
+        )  # fmt: skip
+        return [mask.bits.tobytes() for mask in masks]
+
+    made = share_out(ranks, [one.tensor.nbytes for one in scores], choose, bytes)
+    return [
+        BlockMask(one.height, one.width_of_block, matrix_shape(one.tensor.shape)[1], _block_bits(one, raw))
+        for one, raw in zip(scores, made, strict=True)
+    ]
+
+
+def _block_bits(scores: BlockScores, raw: bytes) -> npt.NDArray[np.uint8]:
+    below, across = scores.grid
+    return np.frombuffer(raw, np.uint8).reshape(below, -(-across // 8))

@@ -19,10 +19,13 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Unpack
 
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.group import exchange, share_out
 from holdfast.core.options import Progress, PruneOptions, validated
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
@@ -31,10 +34,11 @@ from holdfast.core.value import replace
 from holdfast.engine.saves import SavePlan
 from holdfast.engine.scan import scan
 from holdfast.engine.table import lazy_table
+from holdfast.engine.targets.parts import Findings
 from holdfast.errors import CannotHold
 from holdfast.inspect.open import Openable
 from holdfast.numeric.threshold import RandomOrder, common_order, pruned_count
-from holdfast.pruning.masked import Loss, Masked, Weighed
+from holdfast.pruning.masked import Loss, Masked, TallyPart, Weighed
 from holdfast.pruning.masks import GroupMask, Mask, RandomMask, ThresholdMask, block_masks
 from holdfast.pruning.rules import (
     Block,
@@ -49,7 +53,7 @@ from holdfast.pruning.rules import (
     parse_rule,
     tensor_seed,
 )
-from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, pieces, select
+from holdfast.pruning.select import BlockScores, KeySearch, Magnitudes, pieces, select_together
 from holdfast.saving.formats import Options, check_opens, check_sparse, format_for, plan_save
 from holdfast.saving.planned import Destination, Planned, Saved, layout_of, planned_fields, rewritten
 from holdfast.saving.rows import flat_state, with_odd, with_table
@@ -144,7 +148,8 @@ def plan_prune(
                 problem = f"{target!r} is one file, and two files cannot be published in one step: give a directory"
                 raise CannotHold("the masks have no place", [f"{problem}, or write them by themselves (masks='only')"], file=target)
         pruning = Pruning(state, jobs, masks, options=where.options(options))
-        pruning.measure(where.writing.reading_threads, progress)
+        with where.ranks.counting(progress) as counted:
+            pruning.measure(where.writing.reading_threads, counted)
         plan = pruning.plan(target, chosen)
         plan = replace(plan, notes=(*notes, *plan.notes))
         beside = os.path.join(target, MASKS_FILE) if masks == "beside" else target if masks == "only" else None
@@ -153,7 +158,8 @@ def plan_prune(
         def finish(report: Pruned, progress: Progress | None) -> Pruned:
             return pruning.report(report, where.writing.reading_threads, progress)
 
-        return Planned(plan, report, where.writing, reads=state.tensors.stores, finish=finish)
+        findings = TallyFindings(jobs)
+        return Planned(plan, report, where.writing, reads=state.tensors.stores, finish=finish, findings=findings)
 
     directory = False if masks == "only" else None
     return rewritten(src, dst, lay_out, asked, elsewhere=True, directory=directory)
@@ -181,6 +187,25 @@ def _jobs(
     return jobs
 
 
+TALLIES = message_kind("list of losses", list[list[TallyPart]])
+
+
+class TallyFindings(Findings):
+    """The losses of all jobs on all ranks."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+
+    def take(self) -> bytes:
+        return write_document(TALLIES, [job.tally.parts() for job in self._jobs])
+
+    def put(self, found: Sequence[bytes]) -> None:
+        for job, *parts in zip(self._jobs, *(read_document(TALLIES, one) for one in found), strict=True):
+            job.tally.clear()
+            for own in parts:
+                job.tally.put(own)
+
+
 class Pruning:
     """The tensors that are pruned: `measure` finds the masks, `plan` lays out what they leave, `report` gives the losses."""
 
@@ -188,7 +213,9 @@ class Pruning:
         self._state, self._jobs, self._masks, self._options = state, jobs, masks, options
 
     def measure(self, workers: int, progress: Progress | None) -> None:
-        """Find the masks. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
+        """Find the masks. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing. Of several
+        ranks each reads some."""
+        ranks = self._options.ranks
         searches: list[tuple[KeySearch, list[tuple[Job, Magnitudes]]]] = []
         together: list[tuple[Job, float]] = []
         blocks: list[tuple[Job, BlockScores, float]] = []
@@ -212,23 +239,38 @@ class Pruning:
             every = [Magnitudes(job.tensor, common) for job, _ in together]
             gone = pruned_count(max(level for _, level in together), sum(keys.count for keys in every))
             searches.append((KeySearch(every, gone), [(job, keys) for (job, _), keys in zip(together, every, strict=True)]))
-        select([one for one, _ in searches], threads=workers, progress=progress)
+        select_together([one for one, _ in searches], ranks, threads=workers, progress=progress)
+        self._share_losses()
         for one, own in searches:
             for (job, keys), before in zip(own, one.before, strict=True):
                 job.mask = ThresholdMask(keys, one.key, before)
         scores, levels = [score for _, score, _ in blocks], [level for _, _, level in blocks]
-        for (job, _, _), mask in zip(blocks, block_masks(scores, levels, threads=workers, progress=progress), strict=True):
+        found = block_masks(scores, levels, threads=workers, progress=progress, ranks=ranks)
+        for (job, _, _), mask in zip(blocks, found, strict=True):
             job.mask = mask
+
+    def _share_losses(self) -> None:
+        """Let all ranks know what one has measured."""
+        if self._options.ranks.size > 1:
+            findings = TallyFindings(self._jobs)
+            findings.put(exchange(self._options.ranks, findings.take(), common=b""))
 
     def _weigh(self, workers: int, progress: Progress | None) -> None:
         """Measure the losses of all tensors that were not read as a whole while they were written."""
         left = [(job, _mask(job)) for job in self._jobs if job.tally.whole() is None]
         for job, _ in left:
             job.tally.clear()
-        scan(
-            [job.tensor for job, _ in left], lambda at: Weighed(left[at][1], left[at][0].tally),
-            lambda at: pieces(left[at][0].tensor.size, left[at][1].align), threads=workers, progress=progress,
-        )  # fmt: skip
+
+        def weigh(numbers: list[int]) -> list[None]:
+            own = [left[number] for number in numbers]
+            return scan(
+                [job.tensor for job, _ in own], lambda at: Weighed(own[at][1], own[at][0].tally),
+                lambda at: pieces(own[at][0].tensor.size, own[at][1].align), threads=workers, progress=progress,
+            )  # fmt: skip
+
+        if left:
+            share_out(self._options.ranks, [job.tensor.nbytes for job, _ in left], weigh, NoneType)
+            self._share_losses()
 
     def report(self, report: Pruned, workers: int, progress: Progress | None) -> Pruned:
         """The report with the losses; after `measure`. Reads tensors that were not read as a whole while they were written."""

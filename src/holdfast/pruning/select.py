@@ -13,9 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from msgspec import Struct
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.box import Box
+from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.group import Ranks, deal, exchange, share_out, telling
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
@@ -185,7 +188,20 @@ class KeySearch:
             self._left -= 1
             if self._left:
                 return
-        parts, taken = self._parts, self._taken
+        self._go_on(self._parts, self._taken)
+
+    def join(self, ranks: Ranks) -> None:
+        """Go on with the search when all ranks have looked at their tensors."""
+        own = None if self._parts is None else (self._parts.shape, self._parts.tobytes())
+        keys = {at: (keys.dtype.str, keys.tobytes()) for at, keys in enumerate(self._taken) if len(keys)}
+        found = [read_document(PASS, one) for one in exchange(ranks, write_document(PASS, (own, keys)), common=b"")]
+        counted = [np.frombuffer(raw, np.int64).reshape(shape) for shape, raw in (one[0] for one in found if one[0] is not None)]
+        taken = self._taken
+        for at, (kind, raw) in ((at, keys) for _, own_keys in found for at, keys in own_keys.items()):
+            taken[at] = np.frombuffer(raw, kind)
+        self._go_on(np.sum(counted, axis=0) if counted else None, taken)
+
+    def _go_on(self, parts: Ints | None, taken: list[np.ndarray]) -> None:
         try:
             self._begin(self._search.send(np.concatenate(taken) if parts is None else parts.sum(axis=0)))
         except StopIteration as done:
@@ -226,21 +242,67 @@ class KeySearch:
 
 
 class KeyPass:
-    def __init__(self, searching: KeySearch, number: int) -> None:
-        self._search, self._number = searching, number
+    def __init__(self, searching: KeySearch, number: int, *, shared: bool = False) -> None:
+        self._search, self._number, self._shared = searching, number, shared
         self.source = searching.sources[number]
 
     def add(self, start: int, values: np.ndarray) -> None:
         self._search.look(self._number, start, values)
 
     def result(self) -> None:
-        self._search.finish()
+        if not self._shared:
+            self._search.finish()
 
 
 def select(searches: Sequence[KeySearch], *, threads: int = 1, progress: Progress | None = None) -> None:
     """Carry out searches, all of them together, until each knows what goes."""
     while waiting := [KeyPass(one, number) for one in searches if one.asked is not None for number in range(len(one.sources))]:
-        cuts = [one.source.blocks() for one in waiting]
-        tensors = [one.source.tensor for one in waiting]
-        scan(tensors, waiting.__getitem__, cuts.__getitem__, threads=threads, progress=progress)
+        _look(waiting, threads, progress)
     run_all([one.locate for one in searches], threads)
+
+
+def _look(waiting: Sequence[KeyPass], threads: int, progress: Progress | None) -> None:
+    cuts = [one.source.blocks() for one in waiting]
+    tensors = [one.source.tensor for one in waiting]
+    scan(tensors, waiting.__getitem__, cuts.__getitem__, threads=threads, progress=progress)
+
+
+PASS = message_kind("counts of a pass", tuple[tuple[tuple[int, int], bytes] | None, dict[int, tuple[str, bytes]]])
+
+
+class FoundKey(Struct):
+    """What a search found, as it is sent."""
+
+    key: int
+    before: tuple[int, ...]
+
+
+def select_together(searches: Sequence[KeySearch], ranks: Ranks, *, threads: int = 1, progress: Progress | None = None) -> None:
+    """Carry out searches with all ranks. Each of one tensor is one rank's; the tensors of the others are dealt."""
+    if ranks.size == 1:
+        select(searches, threads=threads, progress=progress)
+        return
+    alone = [one for one in searches if len(one.sources) == 1]
+
+    def search(numbers: list[int]) -> list[FoundKey]:
+        own = [alone[number] for number in numbers]
+        select(own, threads=threads, progress=progress)
+        return [FoundKey(int(one.key), tuple(map(int, one.before))) for one in own]
+
+    for one, found in zip(alone, share_out(ranks, [one.sources[0].tensor.nbytes for one in alone], search, FoundKey), strict=True):
+        one.key, one.before = found.key, found.before
+    for one in (one for one in searches if len(one.sources) > 1):
+        nbytes = np.array([source.tensor.nbytes for source in one.sources], np.int64)
+        own = np.flatnonzero(deal(nbytes, np.zeros(ranks.size, np.int64)) == ranks.size - 1 - ranks.rank).tolist()
+        while one.asked is not None:
+            with telling(ranks):
+                _look([KeyPass(one, number, shared=True) for number in own], threads, progress)
+            one.join(ranks)
+
+        def locate(numbers: list[int], one: KeySearch = one) -> list[FoundKey]:
+            for _ in numbers:
+                one.locate()
+            return [FoundKey(int(one.key), tuple(map(int, one.before)))] * len(numbers)
+
+        (place,) = share_out(ranks, [1], locate, FoundKey)
+        one.before = place.before

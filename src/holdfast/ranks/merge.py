@@ -22,15 +22,13 @@ from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.documents import message_kind, read_document
+from holdfast.core.group import say_ranks
 from holdfast.core.tree import values_inside
 from holdfast.core.value import Value
 from holdfast.formats.tree_json.encode import flat_tree
 from holdfast.ranks.state import Catalogue, RankState
 
 SUMS = message_kind("list of checksums of a rank", dict[str, tuple[int | bytes]])
-
-SHOWN = 6
-"""Stretches of successive ranks that a sentence lists."""
 
 
 class Merged(Value, frozen=True):
@@ -169,24 +167,6 @@ def share_values(states: Sequence[RankState], merged: Merged) -> tuple[list[tupl
         value = say_ranks(rank for rank, state in enumerate(states) if name in state.values)
         problems.append(f"{name!r} is a tensor on {tensor}, but a value on {value}")
     return [tuple(names) for names in writes], problems
-
-
-def say_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words.
-
-    >>> say_ranks([3]), say_ranks([0, 1, 2, 7, 5])
-    ('rank 3', 'ranks 0 to 2, 5 and 7')
-    """
-    ordered = np.unique(np.fromiter(ranks, np.int64))
-    stretches = np.split(ordered, (np.diff(ordered) != 1).nonzero()[0] + 1)
-    said: list[str] = []
-    for s in stretches[:SHOWN]:
-        said.extend([f"{s[0]} to {s[-1]}"] if len(s) > 2 else map(str, s))
-    left = sum(map(len, stretches[SHOWN:]))
-    if left:
-        said.append(f"{left} more")
-    text = ", ".join(said[:-1]) + " and " + said[-1] if len(said) > 1 else said[0]
-    return ("rank " if len(ordered) == 1 else "ranks ") + text
 
 
 TAG = "$"

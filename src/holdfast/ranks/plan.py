@@ -45,6 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Ints
+from holdfast.core.group import deal
 from holdfast.core.value import Value
 from holdfast.ranks.merge import Merged, agreed_aliases, hold, merge, share_values
 from holdfast.ranks.state import Catalogue, RankState
@@ -245,9 +246,6 @@ def _too_large(catalogue: Catalogue) -> list[str]:
     return [f"the tensors take {total:,} bytes, more than {MAX_NBYTES:,}"] if total > MAX_NBYTES else []
 
 
-LARGEST = 4
-"""Boxes for each holder that are dealt one by one. The rest is then small beside what is there, and the Python loop short."""
-
 ROUNDS = 8
 """How often classes with crossing holders are dealt at the most. Most of the gain is in the second time."""
 
@@ -297,35 +295,3 @@ def _cross(sets: Sequence[Ints], ranks: int) -> bool:
                 return True
         last[members] = number
     return False
-
-
-def deal(nbytes: Ints, loads: Ints) -> Ints:
-    """For each box of a class, the number of the holder that writes it; `loads` is what each holder has to write already.
-
-    >>> deal(np.array([5, 1, 9, 3]), np.array([0, 6])).tolist()
-    [1, 1, 0, 0]
-    """
-    picks = np.zeros(len(nbytes), np.int64)
-    if len(loads) < 2:
-        return picks
-    heights = loads.copy()
-    order = (-nbytes).argsort(kind="stable")
-    for box in order[: LARGEST * len(loads)].tolist():
-        lowest = int(heights.argmin())
-        picks[box] = lowest
-        heights[lowest] += nbytes[box]
-    rest = np.sort(order[LARGEST * len(loads) :])
-    if len(rest):
-        picks[rest] = _pour(nbytes[rest], heights)
-    return picks
-
-
-def _pour(nbytes: Ints, loads: Ints) -> Ints:
-    ends = nbytes.cumsum()
-    total = int(ends[-1])
-    floor = np.sort(loads)
-    # The level if only the n lowest holders got any, for each n; the true n is the last whose floor is under its level.
-    levels = -(-(floor.cumsum() + total) // np.arange(1, len(loads) + 1))
-    level = levels[(floor <= levels).nonzero()[0][-1]]
-    rooms = np.maximum(level - loads, 0).cumsum()
-    return np.searchsorted(rooms, ends - nbytes + nbytes // 2, side="right").astype(np.int64)

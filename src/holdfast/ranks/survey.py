@@ -40,9 +40,10 @@ import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.dtype import DTYPES
+from holdfast.core.group import say_ranks
 from holdfast.core.tiling import covers
 from holdfast.core.value import Value
-from holdfast.ranks.merge import RankBoxes, say_ranks
+from holdfast.ranks.merge import RankBoxes
 from holdfast.ranks.state import Catalogue
 
 Int32s = npt.NDArray[np.int32]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast.core.group import ALONE, Ranks
 from holdfast.core.text import clip, count, escape, plural
 from holdfast.core.value import replace
 from holdfast.engine.files import ViewTable
@@ -22,11 +23,11 @@ SAME, CHANGED, ADDED, REMOVED, MOVED, UNLIKE = range(6)
 STATES = ("the same", "changed", "only in the second", "only in the first", "renamed", "not comparable")
 
 
-def compare(a: Structure, b: Structure, *, threads: int | None = None) -> tuple[Structure, Comparison]:
+def compare(a: Structure, b: Structure, *, threads: int | None = None, ranks: Ranks = ALONE) -> tuple[Structure, Comparison]:
     """The first checkpoint with the tensors that only the second has behind its own, and the comparison, which is not read yet."""
     sides = [Side(one.checkpoint.path, one.checkpoint.format, ViewTable(one.tensors), {}, None, flat=True) for one in (a, b)]
     union = {**a.tensors, **{name: tensor for name, tensor in b.tensors.items() if name not in a.tensors}}
-    return replace(a, tensors=union), Comparison(sides[0], sides[1], threads=threads)
+    return replace(a, tensors=union), Comparison(sides[0], sides[1], threads=threads, ranks=ranks)
 
 
 def rows_of(found: Structure, told: Diff) -> Structure:

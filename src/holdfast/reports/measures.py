@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -103,9 +104,10 @@ def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
 
 def measure(
     tensors: Sequence[LazyTensor], share: float | None = None, *, groups: int | None = None, threads: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, ranks: Ranks = ALONE,
 ) -> Measured:  # fmt: skip
-    """Look at the numbers of all tensors. `groups` of rows and columns have norms, unless there is a sample."""
+    """Look at the numbers of all tensors. `groups` of rows and columns have norms, unless there is a sample. Of several ranks each
+    looks at some."""
     read = _different(tensors)
     chosen = list(read)
     ranges = [sample_ranges(tensor.size, share) for tensor in chosen]
@@ -115,7 +117,11 @@ def measure(
         count = sum(stop - start for start, stop in ranges[at])
         return Distributed(chosen[at], count, sized if count == chosen[at].size else 0)
 
-    made = scan(chosen, make, ranges.__getitem__, threads=threads, progress=progress)
+    def look(numbers: list[int]) -> list[Distribution]:
+        own = [chosen[number] for number in numbers]
+        return scan(own, lambda i: make(numbers[i]), lambda i: ranges[numbers[i]], threads=threads, progress=progress)
+
+    made = share_out(ranks, [tensor.nbytes for tensor in chosen], look, Distribution)
     found = dict(zip(read.values(), made, strict=True))
     return Measured([found.get(identity(tensor)) if countable(tensor) else None for tensor in tensors], share)
 

@@ -15,8 +15,10 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import card
 from holdfast.core.options import validated
@@ -121,6 +123,12 @@ class ReportRequest(Value, frozen=True):
     max_memory: Size | None = None
     limits: Limits | None = None
     threads: int | None = None
+    ranks: Ranks = ALONE
+    """The ranks that read together."""
+
+    @property
+    def workers(self) -> int:
+        return reading_threads(self.max_memory, self.threads, self.ranks.neighbours())
 
     @property
     def budget(self) -> int:
@@ -153,6 +161,7 @@ def report(
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    group: AnyGroup | None = None,
 ) -> Report:
     """Look at a checkpoint as a page: what is in it, how it is stored, and what is odd. `src` may be the directory of a run, too.
 
@@ -160,15 +169,16 @@ def report(
     rows and columns; `sample` ("1%", 0.01) reads evenly spaced blocks instead, and the page says so; `svd` adds singular values.
     With an `other` checkpoint the page shows what differs. `filter` is a glob, or a name that stands for all below it: only those
     tensors are shown. `mesh` adds which files each rank of another mesh would read: "4" cuts the first dimension of every tensor
-    for four ranks, "2x2" the first two. `progress` is called with the number of bytes that were read since its last call, from any
-    thread.
+    for four ranks, "2x2" the first two. Of the ranks of a `group` each reads some of the tensors, and all get the page. `progress`
+    is called with the number of bytes that were read since its last call, from any thread.
     """
-    asked = ReportRequest(
-        stats or sample is not None or svd, sample if isinstance(sample, float) else None, svd,
-        filter, mesh, max_memory=max_memory, limits=limits, threads=threads,
-    )  # fmt: skip
-    with prepared(src, other, asked) as ready:
-        return Report(ready.make(progress).document)
+    with acting(group, "report") as ranks, ranks.counting(progress) as counted:
+        asked = ReportRequest(
+            stats or sample is not None or svd, sample if isinstance(sample, float) else None, svd,
+            filter, mesh, max_memory=max_memory, limits=limits, threads=threads, ranks=ranks,
+        )  # fmt: skip
+        with prepared(src, other, asked) as ready:
+            return Report(ready.make(counted).document)
 
 
 @contextmanager
@@ -243,11 +253,15 @@ def _with_numbers(document: Document, tensors: Sequence[LazyTensor], asked: Repo
     """The document with the numbers of the tensors, if these are wanted."""
     if not asked.stats:
         return Made(document, tensors)
-    threads = reading_threads(asked.max_memory, asked.threads)
-    measured = measure(tensors, asked.sample, threads=threads, progress=progress)
+    measured = measure(tensors, asked.sample, threads=asked.workers, progress=progress, ranks=asked.ranks)
     colours, details = measured_columns(measured)
     if asked.svd:
-        found = [singular_values(tensor, budget=asked.budget, progress=progress) for tensor in tensors]
+        spectra = cast("type[tuple[float, ...] | None]", tuple[float, ...] | None)
+        found = share_out(
+            asked.ranks, [spectrum_nbytes(tensor, asked.budget) for tensor in tensors],
+            lambda numbers: [singular_values(tensors[number], budget=asked.budget, progress=progress) for number in numbers],
+            spectra,
+        )  # fmt: skip
         details["singular"] = [None if values is None else [rounded(value, 3) for value in values] for values in found]
     known = document["measures"]
     assert isinstance(known, list)  # every document begins with one
@@ -260,7 +274,7 @@ def _with_numbers(document: Document, tensors: Sequence[LazyTensor], asked: Repo
 
 def _difference(a: _Looked, b: _Looked) -> Prepared:
     asked = a.asked
-    both, comparison = change.compare(a.found, b.found, threads=reading_threads(asked.max_memory, asked.threads))
+    both, comparison = change.compare(a.found, b.found, threads=asked.workers, ranks=asked.ranks)
 
     def make(progress: Progress | None) -> Made:
         found = comparison.run(progress)
@@ -310,7 +324,7 @@ def _run(table: RunTable, asked: ReportRequest, stack: ExitStack) -> Prepared:
 
     def norm_of(step: Step) -> float | None:
         with step.open() as checkpoint:
-            rows = measure_stats(checkpoint.values(), bins=0, threads=reading_threads(asked.max_memory, asked.threads))
+            rows = measure_stats(checkpoint.values(), bins=0, threads=asked.workers, ranks=asked.ranks)
         # A step with a NaN in it has no norm, and the line over the steps a gap.
         if any(row.nans or row.infinities for row in rows):
             sick.append(step.step)

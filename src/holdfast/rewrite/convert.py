@@ -38,7 +38,7 @@ from holdfast.saving.formats import Options, format_for, plan_save
 from holdfast.saving.models import Selection, select
 from holdfast.saving.planned import Destination, Planned, Saved, layout_of, planned_fields, rewritten
 from holdfast.saving.state import tabulate_state
-from holdfast.saving.transform import Edits, Losses, casts_of, left_out, transform
+from holdfast.saving.transform import Edits, Losses, LossFindings, casts_of, left_out, transform
 from holdfast.stores.paths import place_of
 
 
@@ -136,7 +136,8 @@ def _planned(
         lost = (note for dtype, lost in losses.items() for note in lost.notes(dtype)) if report.done else ()
         return replace(report, notes=(*report.notes, *lost))
 
-    return Planned(plan, report, where.writing, reads=described.tensors.stores, finish=finish)
+    findings = LossFindings(dict(losses))
+    return Planned(plan, report, where.writing, reads=described.tensors.stores, finish=finish, findings=findings)
 
 
 def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, *, path: str) -> State:

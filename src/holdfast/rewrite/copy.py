@@ -14,12 +14,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.group import telling
 from holdfast.core.keys import sibling_key
 from holdfast.core.limits import Limits
 from holdfast.core.options import CopyOptions, pick, validated
@@ -37,8 +39,8 @@ from holdfast.formats import format_of
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.native.schema import made_whole, parse_manifest
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.inspect.open import Openable, opened, store_of
-from holdfast.saving.planned import Planned, Saved, Writing, check_target, planned_fields
+from holdfast.inspect.open import Openable, checkpoint_mark, opened, store_of
+from holdfast.saving.planned import Planned, Saved, Writing, begin_ranks, check_target, planned_fields
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at, same_place
 from holdfast.stores.remote.url import COPIED_NBYTES
@@ -66,6 +68,8 @@ def copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], **options: Unp
 
 def plan_copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: CopyOptions) -> Planned[Copied]:
     with ExitStack() as stack:
+        ranks, common = begin_ranks(options, dst, stack)
+        stack.enter_context(telling(ranks))
         limits = options["limits"] or Limits()
         source = stack.enter_context(opened(src, threads=1, limits=limits))
         target = place_of(dst, options["store"])
@@ -74,13 +78,14 @@ def plan_copy(src: Openable | Checkpoint, dst: str | os.PathLike[str], options: 
             target = join(target, os.path.basename(source.path))
         if same_place(target, source.path):
             raise CannotHold("the target is read while it is written", [f"{target!r} is the source"], file=target)
-        writing = pick(Writing, options, requests=store.medium.requests)
+        writing = pick(Writing, {**options, **common}, requests=store.medium.requests)
         check_target(target, directory=store.folder, writing=writing)
         recorded, whole = _recorded(source)
         plan, checked = _lay_out(source, store, target, limits, recorded=recorded)
         report = Copied(**planned_fields(plan, target), source=source.path, checked_nbytes=checked)
         report = replace(report, notes=(*report.notes, *_unchecked(whole, checked, by_store=bool(plan.linked))))
-        return Planned(plan, report, writing, reads=(store,), sources=stack.pop_all())
+        mark = partial(checkpoint_mark, source)
+        return Planned(plan, report, writing, reads=(store,), sources=stack.pop_all(), ranks=ranks, mark=mark)
 
 
 def _unchecked(whole: int, checked: int, *, by_store: bool) -> Iterator[str]:

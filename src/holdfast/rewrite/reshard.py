@@ -149,7 +149,7 @@ def plan_reshard(
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Saved]:
         state = tabulate_state(source, limits=options["limits"])
-        plan = replace(lay_out_reshard(state, grid, parsed, save=save_name(where.path)), holds=state.tensors)
+        plan = replace(lay_out_reshard(state, grid, parsed, save=save_name(where.path, where.writing.save)), holds=state.tensors)
         return Planned(plan, Saved(**planned_fields(plan, where.path)), where.writing, reads=state.tensors.stores)
 
     return rewritten(src, dst, lay_out, options, directory=True)

@@ -20,6 +20,7 @@ from functools import lru_cache, partial
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
+from holdfast.core.group import ALONE, Ranks
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Description, State, Store
 from holdfast.core.runtime import gc_paused
@@ -53,6 +54,10 @@ class Options(Value, frozen=True):
     """safetensors: an index even of one file, because other safetensors files will lie beside it."""
     stem: str = "model"
     """safetensors: how the names of the files in a directory begin."""
+    ranks: Ranks = ALONE
+    """Who counts zeros, where that is asked for."""
+    save: str = ""
+    """In an object store: the id of the save, where it is known already."""
     base: OpenBase | None = None
     """native: hashes are recorded, and what did not change since this is taken over from there."""
 
@@ -245,22 +250,24 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
 
 LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
     "name": lambda path, options: archive_name(path),  # of the folder in an archive
-    "save": lambda path, options: save_name(path),
+    "save": lambda path, options: save_name(path, options.save),
     "directory": lambda path, options: True,
     "max_shard_size": lambda path, options: options.max_shard_size,
     "keep_tree": lambda path, options: options.keep_tree,
     "index": lambda path, options: options.index,
     "stem": lambda path, options: options.stem,
-    "pack": lambda path, options: None if (wanted := parse_wanted(options.sparse)) is None else partial(choose, wanted=wanted),
+    "pack": lambda path, options: (
+        None if (wanted := parse_wanted(options.sparse)) is None else partial(choose, wanted=wanted, ranks=options.ranks)
+    ),
     "hashes": lambda path, options: None if options.base is None else options.base.hashes,
     "take_over": lambda path, options: None if options.base is None else options.base.take_over,
 }
 """Arguments that the layout of a format may take (`Format.takes`)."""
 
 
-def save_name(path: str) -> str:
+def save_name(path: str, known: str = "") -> str:
     """The part of the names of data files that is the id of a save in an object store; empty in a directory."""
-    return "" if place_at(path).on_disk else secrets.token_hex(8)
+    return "" if place_at(path).on_disk else known or secrets.token_hex(8)
 
 
 def is_part(name: str) -> bool:

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from msgspec import field as value_field
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.group import ALONE, Ranks, begin, telling, together
 from holdfast.core.notebook import Shown
 from holdfast.core.options import CopyConfig, Progress, pick
 from holdfast.core.protocols import Store
@@ -30,10 +33,12 @@ from holdfast.engine.budget import BASE_NBYTES, Budget, budget, reading_threads
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
 from holdfast.engine.commit.temporaries import wait_for_room
 from holdfast.engine.saves import LinkedFile, SavePlan, without_hashes
-from holdfast.engine.targets.target import Saving, target_of
+from holdfast.engine.targets.parts import Findings, Shared
+from holdfast.engine.targets.target import Saving, Target, join_target, target_of
+from holdfast.engine.threads import default_threads
 from holdfast.errors import CannotHold, StoreError, Unsupported
 from holdfast.formats import format_of, written_formats
-from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.open import Openable, checkpoint_mark, opened
 from holdfast.saving.formats import (
     Options,
     check_opens,
@@ -54,6 +59,8 @@ from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
 if TYPE_CHECKING:
     from holdfast.engine.targets.bucket import BucketNames
 
+NO_FINDINGS = Findings()
+
 ENDLESS = 1 << 62
 """The free bytes of an object store."""
 
@@ -73,10 +80,16 @@ class Writing(Value, frozen=True, kw_only=True):
     dry_run: bool = False
     requests: int = 0
     """How many reads the source wants under way at once (`Medium.requests`)."""
+    save: str = ""
+    """In an object store: the id that the names of this save's objects carry, where several ranks write them."""
+    processes: int = 1
+    """How many ranks share this machine."""
 
     @property
     def budget(self) -> Budget | None:
-        return None if self.max_memory is None else budget(self.max_memory, self.threads, requests=self.requests)
+        if self.max_memory is None:
+            return None
+        return budget(self.max_memory, self.threads, requests=self.requests, processes=self.processes)
 
     @property
     def parts(self) -> int | None:
@@ -88,7 +101,7 @@ class Writing(Value, frozen=True, kw_only=True):
     @property
     def reading_threads(self) -> int:
         """How many threads may read before anything is written, in blocks that are not of our choice."""
-        return reading_threads(self.max_memory, self.threads)
+        return reading_threads(self.max_memory, self.threads, self.processes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +190,25 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
     """Completes the report with what is known when all was read; `look` may have to read for that."""
     renews: Renewal = NOTHING
     """The seals of what is replaced in its own place."""
+    ranks: Ranks = ALONE
+    """The ranks that write it together."""
+    mark: Callable[[], bytes] = bytes
+    """A hash of the source, which all of them must have opened."""
+    findings: Findings = NO_FINDINGS
+    """What is found out while it is written."""
 
     def look(self, progress: Progress | None = None) -> R:
-        return self.finish(self.report, progress)
+        found: list[R] = []
+        with together(self.ranks), self.ranks.counting(progress) as counted:
+            found.append(self.finish(self.report, counted))
+        return found[0]
 
     def run(self, progress: Progress | None = None) -> R:
         """Write and publish the plan. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
+        with telling(self.ranks), self.ranks.counting(progress) as counted:
+            return self._run(counted)
+
+    def _run(self, progress: Progress | None) -> R:
         report = self.report
         if report.free_nbytes < report.new_nbytes and wait_for_room():
             report = replace(report, free_nbytes=_free(report.path))
@@ -192,7 +218,8 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
             refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
             refused.expected, refused.found = report.new_nbytes, report.free_nbytes
             raise refused
-        self.renews.check(self.writing.threads)
+        if self.ranks.first:
+            self.renews.check(self.writing.threads)
         copied: list[LinkedFile] = []
 
         def before_commit() -> None:
@@ -207,7 +234,8 @@ class Planned(Value, Generic[R], frozen=True, eq=False):
                 blocks.enter_context(store.reading())
             crcs = write_plan(
                 self.plan, report.path, replace(self.writing, threads=1) if ordered else self.writing, progress=progress,
-                before_commit=before_commit, copied=copied.append, renews=self.renews,
+                before_commit=before_commit, copied=copied.append, renews=self.renews, ranks=self.ranks, mark=self.mark,
+                findings=self.findings,
             )  # fmt: skip
         if copied:
             nbytes = sum(file.nbytes for file in copied)
@@ -246,10 +274,23 @@ class Destination(Value, frozen=True):
     """Whether other safetensors files stay there, so that an index has to say which ones count."""
     stem: str = "model"
     """How names of safetensors files in a directory begin: as they were."""
+    ranks: Ranks = ALONE
+    """The ranks that lay it out, and write it, together."""
 
     def options(self, options: Options) -> Options:
         """The options of the layout, and what the place needs of it."""
-        return replace(options, index=options.index or self.index, stem=self.stem)
+        return replace(options, index=options.index or self.index, stem=self.stem, ranks=self.ranks, save=self.writing.save)
+
+
+def begin_ranks(asked: Mapping[str, Any], dst: object, stack: ExitStack) -> tuple[Ranks, dict[str, Any]]:
+    """The ranks that a verb is asked to write with, and fields of `Writing` that they have in common. `stack` closes them."""
+    ranks = begin(asked.get("group"), f"write {dst}")
+    if ranks is ALONE:
+        return ranks, {}
+    stack.callback(ranks.close)
+    # When all have come, each knows how many share its machine.
+    save = ranks.agree(b"", lambda messages: [secrets.token_hex(8).encode()] * len(messages))
+    return ranks, {"save": save.decode(), "processes": ranks.neighbours()}
 
 
 def rewritten(
@@ -269,9 +310,11 @@ def rewritten(
     copy_config = True if copy_config is None else copy_config
     options = layout_of(asked)
     with ExitStack() as stack:
+        ranks, common = begin_ranks(asked, dst, stack)
+        stack.enter_context(telling(ranks))
         # Blocks are read by the threads that write them.
         source = stack.enter_context(opened(src, threads=1, limits=limits)).without_views()
-        writing = pick(Writing, asked, requests=source.source.store.medium.requests)
+        writing = pick(Writing, {**asked, **common}, requests=source.source.store.medium.requests)
         if in_place is None:
             where = Destination(place_of(dst), format, writing)
         else:
@@ -286,10 +329,11 @@ def rewritten(
             directory = not archive and format_of(format_for(where.path, where.format, options)).folder
         check_target(where.path, directory=directory, writing=where.writing)
         side_files = find_side_files(source, where.path, copy_config, directory=directory, stack=stack, limits=limits)
-        planned = lay_out(source, replace(where, index=side_files.weights, stem=side_files.stem))
+        planned = lay_out(source, replace(where, index=side_files.weights, stem=side_files.stem, ranks=ranks))
         stack.callback(planned.close)
         seals = find_seals(source, limits) if same_place(where.path, source.path) else NOTHING
-        return replace(_accompanied(planned, side_files, source, seals), sources=stack.pop_all())
+        planned = _accompanied(planned, side_files, source, seals)
+        return replace(planned, sources=stack.pop_all(), ranks=ranks, mark=partial(checkpoint_mark, source))
 
 
 def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint, seals: Renewal) -> Planned[R]:
@@ -387,33 +431,42 @@ FILES_REPLACED = Writing(overwrite=None)
 def write_plan(
     plan: SavePlan, path: str, writing: Writing = FILES_REPLACED, *, progress: Progress | None = None,
     before_commit: Callable[[], None] | None = None, files: Files | None = None, rehearsed: bool = True,
-    copied: Callable[[LinkedFile], None] | None = None, renews: Renewal = NOTHING,
+    copied: Callable[[LinkedFile], None] | None = None, renews: Renewal = NOTHING, ranks: Ranks = ALONE,
+    mark: Callable[[], bytes] = bytes, findings: Findings = NO_FINDINGS,
 ) -> Mapping[str, int]:  # fmt: skip
-    """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written.
+    """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written; of
+    several ranks the first one has all of them.
 
     First the reader opens the plan (`formats.check_opens`): what would not open again is refused with `CannotHold` while
     nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
     `before_commit` is called last: its errors keep everything as it was. `copied` is called with each file that cannot be linked.
     """
-    if rehearsed:
+    if rehearsed and ranks.first:
         plan = check_opens(plan, path)
     within = writing.budget
     threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
+    if threads is None and writing.processes > 1:
+        threads = default_threads(writing.processes)
+    strict, written = plan.directory or plan.copied, {key for key, _ in plan.listed}
+
+    def first_target() -> Target:
+        return target_of(
+            path, plan, overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False, durable=writing.durable,
+            names=_bucket_names, replaceable=lambda name: name in written or is_replaceable(name), parts=writing.parts,
+            resume=writing.resume, files=files, save=writing.save, several=ranks.size > 1,
+        )  # fmt: skip
+
+    def link(target: Target) -> None:
+        for linked in plan.linked:
+            if not target.link(linked) and copied is not None:
+                copied(linked)
+
+    def join(name: str) -> Target:
+        return join_target(name, path, durable=writing.durable, plan=plan, resume=writing.resume)
+
     how = Saving(
         seals=renews, threads=threads, block=block, progress=progress, read_back=writing.read_back,
         last=before_commit or (lambda: None), attributes=plan.attributes,
     )  # fmt: skip
-    strict, written = plan.directory or plan.copied, {key for key, _ in plan.listed}
-    with target_of(
-        path, plan, overwrite=bool(writing.overwrite) if strict else writing.overwrite is not False, durable=writing.durable,
-        names=_bucket_names, replaceable=lambda name: name in written or is_replaceable(name), parts=writing.parts,
-        resume=writing.resume, files=files,
-    ) as target:  # fmt: skip
-        # First of all: where a file of the base has changed, nothing has been written in vain.
-        for linked in plan.linked:
-            if not target.link(linked) and copied is not None:
-                copied(linked)
-        for file in plan.files:
-            target.begin(file)(how)
-        target.publish(plan.index, how)
+    Shared(plan, ranks, how, first_target, link, join, mark, findings).write()
     return without_hashes(how.crcs)

@@ -27,6 +27,7 @@ from holdfast.core.arguments import AnyDType
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.dtype import DTYPES, SHORT, DType
 from holdfast.core.leaves import Leaf
 from holdfast.core.limits import Limits
@@ -57,6 +58,7 @@ from holdfast.core.tree import (
 )
 from holdfast.core.value import Value, replace
 from holdfast.engine.computed import ComputedStorages, Dequantized, Elementwise, dequantize
+from holdfast.engine.targets.parts import Findings
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.brief import root_global
 from holdfast.numeric.cast import OUTCOMES, cast, count_losses_each, largest
@@ -104,6 +106,30 @@ class Losses:
         names = ", ".join(f"{name!r} ({own[name]:,})" for name in worst[:SHOWN])
         more = f" and {len(worst) - SHOWN:,} more tensors" if len(worst) > SHOWN else ""
         return f"cast to {dtype}: {sum(own.values()):,} of {self.elements:,} values {how}: {names}{more}"
+
+
+LOST = message_kind("list of what casts lost", dict[str, tuple[int, dict[str, dict[str, int]]]])
+
+
+class LossFindings(Findings):
+    """What casts lost on all ranks, by dtype."""
+
+    def __init__(self, losses: dict[DType, Losses]) -> None:
+        self._losses = losses
+
+    def take(self) -> bytes:
+        return write_document(LOST, {dtype.name: (one.elements, one.counts) for dtype, one in self._losses.items()})
+
+    def put(self, found: Sequence[bytes]) -> None:
+        every = [read_document(LOST, one) for one in found]
+        for dtype, own in self._losses.items():
+            parts = [part[dtype.name] for part in every if dtype.name in part]
+            own.elements = sum(elements for elements, _ in parts)
+            for outcome in own.counts:
+                total: Counter[str] = Counter()
+                for _, lost in parts:
+                    total.update(lost.get(outcome, {}))
+                own.counts[outcome] = dict(total)
 
 
 Casts = tuple[tuple[str, DType | None], ...]

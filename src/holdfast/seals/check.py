@@ -9,8 +9,10 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 from holdfast.core.documents import check_length
+from holdfast.core.group import ALONE, Ranks, share_out
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
@@ -95,31 +97,40 @@ class Misfit(Value, frozen=True):
     """Whether the content is wrong; False where it could not be read."""
 
 
-def check_digests(path: AnyPath, seal: Seal, *, threads: int | None = None, progress: Progress | None = None) -> list[Misfit]:
-    """Read every file that has a digest, and compare: all files that are not what was sealed, in the order of their names."""
+def check_digests(
+    path: AnyPath, seal: Seal, *, threads: int | None = None, progress: Progress | None = None, ranks: Ranks = ALONE
+) -> list[Misfit]:
+    """Read every file that has a digest, and compare: all files that are not what was sealed, in the order of their names. Of
+    several ranks each reads some."""
     wrong = {}
     for name, message in check_sizes(path, seal):
         more = ": it was there when the folder was sealed" if message == "missing" else "; it was sealed otherwise"
         wrong[name] = Misfit(name, message + more, damaged=True)
     folder = open_folder(_root(path))
+    todo = [file for file in seal.files if file.digest is not None and file.name not in wrong]
+    todo.sort(key=lambda file: -file.nbytes)  # the longest first, so that no thread begins it when the others have ended
 
-    def look(file: SealedFile) -> None:
+    def look(file: SealedFile, found: dict[str, Misfit]) -> None:
         try:
             opened = folder.open(file.name)
             plain(opened, file.name)
             digest, nbytes = digest_of(str(file.digest).partition(":")[0], partial(platform.read_block, opened.number), progress)
         except OSError as error:
-            wrong[file.name] = Misfit(file.name, f"cannot be read: {error.strerror or error}", damaged=False)
+            found[file.name] = Misfit(file.name, f"cannot be read: {error.strerror or error}", damaged=False)
         except UnsafePath as error:
-            wrong[file.name] = Misfit(file.name, error.message, damaged=True)
+            found[file.name] = Misfit(file.name, error.message, damaged=True)
         else:
             if all(digest != one.digest for one in file.either):
                 message = f"changed after it was sealed: {nbytes:,} bytes with the digest {digest}, not {file.digest}"
-                wrong[file.name] = Misfit(file.name, message, damaged=True)
+                found[file.name] = Misfit(file.name, message, damaged=True)
 
-    todo = [file for file in seal.files if file.digest is not None and file.name not in wrong]
-    todo.sort(key=lambda file: -file.nbytes)  # the longest first, so that no thread begins it when the others have ended
-    run_all([partial(look, file) for file in todo], threads or default_threads())
+    def look_at(numbers: list[int]) -> list[Misfit | None]:
+        found: dict[str, Misfit] = {}
+        run_all([partial(look, todo[number], found) for number in numbers], threads or default_threads())
+        return [found.get(todo[number].name) for number in numbers]
+
+    misfits = share_out(ranks, [file.nbytes for file in todo], look_at, cast("type[Misfit | None]", Misfit | None))
+    wrong |= {one.name: one for one in misfits if one is not None}
     return [wrong[name] for name in sorted(wrong)]
 
 
@@ -135,15 +146,17 @@ class Compared(Value, frozen=True):
 
 
 def compared(
-    path: AnyPath, limits: Limits | None = None, *, threads: int | None = None, progress: Progress | None = None
-) -> Compared | None:
+    path: AnyPath, limits: Limits | None = None, *, threads: int | None = None, progress: Progress | None = None,
+    ranks: Ranks = ALONE,
+) -> Compared | None:  # fmt: skip
     """Compare everything with the seal; None where there is none. Raises as `read_seal` does."""
     seal = read_seal(path, limits)
     if seal is None:
         return None
     place = local_path(path)
     folder = place if os.path.isdir(place) else os.path.dirname(place)
-    wrong = {os.path.join(folder, one.name): one for one in check_digests(place, seal, threads=threads, progress=progress)}
+    misfits = check_digests(place, seal, threads=threads, progress=progress, ranks=ranks)
+    wrong = {os.path.join(folder, one.name): one for one in misfits}
     sealed = {os.path.join(folder, file.name): file for file in seal.files}
     vouched = {file: one.nbytes for file, one in sealed.items() if one.digest is not None and file not in wrong}
     extra = extra_files(place, seal, limits) if os.path.isdir(place) else []

@@ -150,7 +150,7 @@ class Renewal(Value, frozen=True):
             run_all([partial(self._take, target, key) for key, _ in self.made], threads or default_threads())
 
     def _take(self, target: Target, key: str) -> None:
-        if not (wanted := self._wanted(key)):
+        if not (wanted := self.wanted(key)):
             return
         with target.reading(key) as read:
             if read is not None:
@@ -159,7 +159,7 @@ class Renewal(Value, frozen=True):
     @contextmanager
     def noting(self, key: str, file: Writer) -> Iterator[Writer]:
         """A writer to this one, for the whole content of a file, whose digest is recorded."""
-        wanted = self._wanted(key)
+        wanted = self.wanted(key)
         if not wanted:
             yield file
             return
@@ -167,7 +167,8 @@ class Renewal(Value, frozen=True):
         yield passing
         self.digests.update({(algorithm, key): digest for algorithm, digest in passing.digests.items()})
 
-    def _wanted(self, key: str) -> set[str]:
+    def wanted(self, key: str) -> set[str]:
+        """The algorithms by which a file has to be digested yet."""
         seals = (one for one in self.seals if key not in self.data or not one.is_bare)
         return {one.algorithm for one in seals if (one.algorithm, key) not in self.digests}
 

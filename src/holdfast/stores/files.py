@@ -91,6 +91,10 @@ class Files:
         """A descriptor of an existing file, for looking at and locking it. A link is refused, a pipe does not wait."""
         return self._opened(name, os.O_RDONLY | NO_LINK | NO_WAIT, at=at)
 
+    def open_shared(self, name: str, *, at: int) -> int:
+        """A descriptor, for reading and writing, of an existing file that another process writes as well."""
+        return self._opened(name, os.O_RDWR | NO_LINK | NO_WAIT, at=at)
+
     def hold(self, name: str, *, at: int) -> int | None:
         """A descriptor that keeps what is under a name, and is good for nothing else; None where the system has no such thing."""
         return self._opened(name, HOLD | NO_LINK, at=at) if HOLD else None
@@ -394,6 +398,10 @@ class PathFiles(Files):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(errno.ELOOP, "no plain file", path)
         return self._open_file(path, os.O_RDONLY)
+
+    def open_shared(self, name: str, *, at: int) -> int:
+        """A descriptor, for reading and writing, of an existing file that another process writes as well."""
+        return self._opened(name, os.O_RDWR | NO_LINK | NO_WAIT, at=at)
 
     def hold(self, name: str, *, at: int) -> int | None:
         return None  # what is open here can be neither replaced nor removed

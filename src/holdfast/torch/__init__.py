@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from holdfast.torch.export.packaging import package_program
     from holdfast.torch.export.shared_weights import TensorProperties, Weights, get_complete, group_weights
     from holdfast.torch.ranks.background import SaveHandle
+    from holdfast.torch.ranks.group import group
     from holdfast.torch.ranks.load_sharded import LoadedShards, load_full, load_sharded
     from holdfast.torch.ranks.local_shards import LocalShardsWrapper
     from holdfast.torch.ranks.run import Run
@@ -84,7 +85,7 @@ __all__ = [
     "TorchCheckpoint", "Weights", "add_safe_globals", "async_save_sharded", "check_module_version_greater_or_equal",
     "clear_safe_globals", "default_restore_location", "free_host_memory", "get_complete", "get_crc32_options",
     "get_default_load_endianness", "get_default_mmap_options", "get_safe_globals", "get_unsafe_globals_in_checkpoint",
-    "group_weights", "install", "load", "load_full", "load_into", "load_sharded", "location_tag", "metadata_from_torch",
+    "group", "group_weights", "install", "load", "load_full", "load_into", "load_sharded", "location_tag", "metadata_from_torch",
     "metadata_to_torch", "mkdtemp", "normalize_storage_type", "open", "package_program", "register_package", "safe_globals",
     "save", "save_sharded", "set_crc32_options", "set_default_load_endianness", "set_default_mmap_options", "skip_data", "slices",
     "sparsity", "storage_to_tensor_type", "tensor_from_composite", "tensor_from_lazy", "torch_dtype", "uninstall",
@@ -101,6 +102,7 @@ _WHERE = {
     "Weights": "export.shared_weights",
     "async_save_sharded": "ranks.save_sharded",
     "get_complete": "export.shared_weights",
+    "group": "ranks.group",
     "group_weights": "export.shared_weights",
     "load_full": "ranks.load_sharded",
     "load_sharded": "ranks.load_sharded",

@@ -101,6 +101,13 @@ class _Transaction:
             raise SaveError("this save is committed already", file=self.path)
         return self._target, self._temporary
 
+    @property
+    def hidden_path(self) -> str:
+        """Where the new file or folder is until the commit, for other processes that write into it."""
+        target, temporary = self._working()
+        parent, _ = split_path(target.files.resolve(self.path.rstrip("/") or "/"))
+        return os.path.join(parent, temporary.name)
+
     def _check_target(self, target: TargetName) -> None:
         """Refuse a target that cannot be replaced by what is written."""
         raise NotImplementedError
@@ -291,13 +298,6 @@ class DirectoryTransaction(_Transaction):
         while len(self._open) > OPEN_FILES and self._open[0].complete:
             self._open.popleft().finish(durable=self.durable)
         return file
-
-    @property
-    def folder(self) -> str:
-        """Where the new folder is until the commit, for other processes that write into it."""
-        target, temporary = self._working()
-        parent, _ = split_path(target.files.resolve(self.path.rstrip("/") or "/"))
-        return os.path.join(parent, temporary.name)
 
     def _begun(self, key: str) -> tuple[TargetName, LockedName, str]:
         """The target, the temporary folder, and what errors call a new file of this name. Refuses what is no plain, new name."""

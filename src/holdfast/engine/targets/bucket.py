@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
+from types import TracebackType
 
 from holdfast.core.keys import sibling_key
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import temporary_name
-from holdfast.engine.saves import FilePlan, LinkedFile
+from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import REMOTE_BLOCK_NBYTES, CountingWriter, Writer, write_stream
 from holdfast.engine.targets.bucket_claims import commit_sharing, release
 from holdfast.engine.targets.bucket_commit import ObjectSave, PrefixSave, save_id
@@ -105,6 +107,9 @@ class ObjectTarget(Target):
         self._save = ObjectSave(url, overwrite=overwrite, parts=parts)
         self._save.begin()
 
+    def keeps(self, file: FilePlan) -> bool:
+        return True  # an object is one upload
+
     def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
         for one in self._linked:
             how.last()
@@ -159,6 +164,9 @@ class PrefixTarget(JoinedPrefix):
     def link(self, file: LinkedFile) -> bool:
         self._delivered[file.key] = file.nbytes, True
         return True
+
+    def keeps(self, file: FilePlan) -> bool:
+        return file.key == self._save.index or self._names.late(file.key)
 
     def begin(self, file: FilePlan) -> Fill:
         if file.key == self._save.index:
@@ -222,48 +230,78 @@ class PrefixTarget(JoinedPrefix):
                 bucket.delete([key for key in found if key.startswith(below) and self.save in key[len(below) :]])
 
 
-class CopyTarget(Target):
-    """Objects below a prefix whose names are those of a source that is copied. Two copies would write the same names, so one claims
-    the place first. What has names in common with a checkpoint that it replaces would be a mixture of both for a while: then the
-    old one goes first. But not before everything is in the bucket, under hidden names, from which the store copies it: what fails
-    on the way here leaves the old one as it was."""
+class JoinedCopy(Target):
+    """Objects below a prefix whose names are those of a source that is copied, on a part that uploads some of them."""
 
-    def __init__(self, url: Url, index: str, *, overwrite: bool, names: BucketNames, parts: int | None) -> None:
+    def __init__(self, url: Url, name: str, save: PrefixSave | None = None) -> None:
         super().__init__()
-        self._save, self._names = PrefixSave(url, index, overwrite=overwrite, parts=parts), names
-        self._save.begin(names.counts)
-        there = self._save.there
+        self._save = save or PrefixSave(url, "", overwrite=False)
+        self._hidden: dict[str, str] = json.loads(name)
+
+    @property
+    def join_name(self) -> str:
+        return json.dumps(self._hidden)
+
+    def begin(self, file: FilePlan) -> Fill:
+        return lambda how: _put(file, how, self._save, self._hidden.get(file.key, file.key))
+
+    def give_up(self) -> None:
+        self._save.give_up()
+
+
+class CopyTarget(JoinedCopy):
+    """The same, on the part that publishes them. Two copies would write the same names, so one claims the place first. What has
+    names in common with a checkpoint that it replaces would be a mixture of both for a while: then the old one goes first. But not
+    before everything is in the bucket, under hidden names, from which the store copies it: what fails on the way here leaves the
+    old one as it was. Weights that no index names are found as soon as they are there. So they are put last; or, where several
+    parts upload them, under hidden names as well."""
+
+    def __init__(self, url: Url, plan: SavePlan, *, overwrite: bool, names: BucketNames, parts: int | None, several: bool) -> None:
+        save = PrefixSave(url, plan.index[0].key if plan.index else "", overwrite=overwrite, parts=parts)
+        save.begin(names.counts)
+        there = save.there
+        found = [] if plan.index else [file for file in plan.files if names.weights(file.key) and file.key not in there]
+        aside = [*(file for file in plan.files if file.key in there), *(found if several else ())]
+        hidden = {file.key: _hidden(file.key) for file in aside if file.nbytes <= COPIED_NBYTES}
+        super().__init__(url, json.dumps(hidden), save)
+        self._over = [file for file in plan.files if file.key in there and file.key not in hidden]
+        self._last = [file for file in found if file.key not in hidden]
         self._replaced = names.replaced(url, there) if overwrite and there else ReplacedObjects()
+        self._claim = ExitStack()
+        self._claim.enter_context(save.claimed())
+        save.expect([hidden.get(file.key, file.key) for file in plan.files])
+
+    def keeps(self, file: FilePlan) -> bool:
+        return any(file.key == one.key for one in (*self._over, *self._last))
+
+    def begin(self, file: FilePlan) -> Fill:
+        self._files.append(file)
+        return nothing_yet if self.keeps(file) else super().begin(file)
 
     def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
         save, old = self._save, self._replaced.names
-        mine = {*(one.key for one in self._linked), *(file.key for file in (*self._files, *index))}
-        files = sorted(self._files, key=lambda file: self._names.weights(file.key))
-        aside = {file.key: _hidden(file.key) for file in files if file.key in save.there and file.nbytes <= COPIED_NBYTES}
-        over = [file for file in files if file.key in save.there and file.key not in aside]
-        with save.claimed():
-            try:
-                for file in files:
-                    if file not in over:
-                        _put(file, how, save, aside.get(file.key, file.key))
-                how.last()
-                if mine.intersection(old[1:] if index else old):
-                    save.replaces_nothing(old[:1])
-                for file in over:
-                    _put(file, how, save, file.key)
-                for one in self._linked:
-                    save.copy(one.key, f"{Url(one.folder).key}/{one.key}")
-                for name, hidden in aside.items():
-                    save.copy(name, save.url.below(hidden).key)
-                save.dismiss(aside.values())
-                if over:
-                    how.last()
-                for file in index:
-                    save.commit(_text(file, how))
-            except BaseException:
-                save.give_up()
-                raise
+        mine = {*(one.key for one in self._linked), *(file.key for file in (*self._files, *index)), *(key for key, _, _ in others)}
+        for file in self._last:
+            _put(file, how, save, file.key)
+        how.last()
+        if mine.intersection(old[1:] if index else old):
+            save.replaces_nothing(old[:1])
+        for file in self._over:
+            _put(file, how, save, file.key)
+        for one in self._linked:
+            save.copy(one.key, f"{Url(one.folder).key}/{one.key}")
+        for name, hidden in self._hidden.items():
+            save.copy(name, save.url.below(hidden).key)
+        save.dismiss(self._hidden.values())
+        if self._over:
+            how.last()
+        for file in index:
+            save.commit(_text(file, how))
         self._replaced.remove(save, keep=mine)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+        self._claim.__exit__(kind, error, trace)
 
 
 def _check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:

@@ -183,13 +183,16 @@ class PrefixSave:
     def write(self, name: str, nbytes: int, write: Write) -> None:
         """Write one object, of those that nobody finds without the index."""
         key = self._key(name)
-        if name not in self.there:
-            self._written.append(key)
+        self.expect([name])
         try:
             with self._bucket.uploading(key, nbytes, attributes=None, parts=self._parts) as upload:
                 write(upload)
         except StoreError as error:
             raise refusal(f"{error.message}; nothing was published", self._bucket.url(key), error.errno) from None
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Names that this save writes, here or on other parts: of those that nobody had before, none stays if it is given up."""
+        self._written += [self._key(name) for name in names if name not in self.there]
 
     def commit(self, index: bytes, attributes: Mapping[str, str] | None = None) -> None:
         """Publish, with what the object says of itself. Raises `NotCommitted` where another save was faster, `DurabilityUncertain`
@@ -216,8 +219,7 @@ class PrefixSave:
 
     def copy(self, name: str, key: str) -> None:
         """Have the store copy an object of the same bucket."""
-        if name not in self.there:
-            self._written.append(self._key(name))
+        self.expect([name])
         try:
             self._bucket.copy(key, self._key(name))
         except StoreError as error:

@@ -20,13 +20,23 @@ from types import TracebackType
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.protocols import Store
 from holdfast.core.strict_json import parse
+from holdfast.core.value import replace
 from holdfast.engine.commit.new_file import NewFile, linked_or_copied
 from holdfast.engine.commit.target import refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, replace_file
 from holdfast.engine.saves import Data, FilePlan, Gathered, LinkedFile, SavePlan
 from holdfast.engine.stream import Writer
 from holdfast.engine.targets.target import Delivered, Fill, Reads, Saving, Target
-from holdfast.engine.write import check_source, check_written, file_crcs, write_file
+from holdfast.engine.write import (
+    Written,
+    check_part,
+    check_source,
+    check_written,
+    file_crcs,
+    finish_file,
+    write_file,
+    write_part,
+)
 from holdfast.errors import HoldfastError, NotCommitted
 from holdfast.stores.files import Files, make_parents, split_path, system_files
 from holdfast.stores.local import LocalStore
@@ -49,15 +59,18 @@ def fingerprint(plan: SavePlan) -> str:
     return hashlib.blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest()
 
 
+def staging_path(target: str, plan: SavePlan) -> str:
+    parent, name = split_path(os.path.abspath(target.rstrip("/")))
+    return os.path.join(parent, f".{name}.{fingerprint(plan)}.part")
+
+
 class Staging:
-    def __init__(self, target: str, plan: SavePlan, *, durable: bool, files: Files | None = None) -> None:
+    def __init__(self, folder: str, target: str, *, durable: bool, files: Files | None = None) -> None:
         self._files: Files = files or system_files()
-        parent, name = split_path(os.path.abspath(target.rstrip("/")))
-        self._name = f".{name}.{fingerprint(plan)}.part"
-        self._parent = parent
+        self._parent, self._name = split_path(folder)
         self._durable = durable
         with refusing("creating a folder for finished files", target):
-            self._at = self._files.open_directory(parent)
+            self._at = self._files.open_directory(self._parent)
             if self._files.stat(self._name, at=self._at) is None:
                 self._files.mkdir(self._name, at=self._at, private=True)
             self._folder = self._files.open_directory(self._name, at=self._at)
@@ -74,9 +87,9 @@ class Staging:
         replace_file(self._path(file.key + RECEIPT), receipt, durable=self._durable, files=self._files)
         return crcs
 
-    def adopt(self, folder: DirectoryTransaction, file: FilePlan) -> None:
+    def adopt(self, folder: DirectoryTransaction, key: str) -> None:
         """Give a finished file a second name inside the transaction."""
-        folder.adopt(file.key, f"../{self._name}/{file.key}")
+        folder.adopt(key, f"../{self._name}/{key}")
 
     def close(self) -> None:
         """Leave the folder for the next try."""
@@ -123,11 +136,53 @@ def _fill(file: FilePlan, how: Saving, sink: NewFile, path: str) -> Mapping[str,
     return receipt.crcs
 
 
-class FileTarget(Target):
+def _fill_part(file: FilePlan, part: tuple[int, int], how: Saving, sink: NewFile, path: str) -> Written:
+    written = write_part(file, sink, part, threads=how.threads, progress=how.progress, block=how.block)
+    if how.read_back:
+        check_part(file, sink.descriptor, written, path=path, threads=how.threads)
+    return written
+
+
+class FirstTarget(Target):
+    """A file or a folder of files, on the part that makes it."""
+
+    splits = True
+    _path: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared: dict[str, NewFile] = {}
+
+    def _create(self, key: str) -> NewFile:
+        raise NotImplementedError
+
+    def share(self, file: FilePlan) -> None:
+        made = self._shared[file.key] = self._create(file.key)
+        made.allocate(file.nbytes)
+
+    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
+        return _fill_part(file, part, how, self._shared[file.key], self._path)
+
+    def finish_shared(self, file: FilePlan, written: Written, how: Saving) -> None:
+        made = self._shared.pop(file.key)
+        how.crcs.update(finish_file(file, made, written, crcs=how.crcs, progress=how.progress).crcs)
+        check_source(file, how.crcs)
+        made.complete = True
+
+
+class FileTarget(FirstTarget):
     def __init__(self, path: str, *, durable: bool, overwrite: bool, files: Files | None) -> None:
+        super().__init__()
         self._system, self._path, self._durable = files or system_files(), path, durable
         self._transaction = FileTransaction(path, durable=durable, overwrite=overwrite, files=self._system)
         self._transaction.__enter__()
+
+    @property
+    def join_name(self) -> str:
+        return self._transaction.hidden_path
+
+    def _create(self, key: str) -> NewFile:
+        return self._transaction.file
 
     def begin(self, file: FilePlan) -> Fill:
         return lambda how: _fill(file, how, self._transaction.file, self._path)
@@ -171,12 +226,24 @@ class JoinedFolder(Target):
                 self._open = self._system.open_directory(self._name)
         return self._open
 
+    def _label(self, key: str) -> str:
+        return f"{self._path}/{key}"
+
     def _create(self, key: str) -> NewFile:
-        label = f"{self._path}/{key}"
+        label = self._label(key)
         with refusing("creating a file", label):
             made = NewFile(self._system, self._system.create(key, at=self._folder), path=label, durable=self._durable)
         self._made.append(made)
         return made
+
+    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
+        label = self._label(file.key)
+        with refusing("opening a file of the first rank", label):
+            shared = NewFile(self._system, self._system.open_shared(file.key, at=self._folder), path=label, durable=self._durable)
+        self._made.append(shared)
+        written = _fill_part(file, part, how, shared, self._path)
+        shared.finish(durable=self._durable)
+        return written
 
     def begin(self, file: FilePlan) -> Fill:
         made = self._create(file.key)
@@ -201,7 +268,7 @@ class JoinedFolder(Target):
             number += 1
 
     def link(self, file: LinkedFile) -> bool:
-        label, system = f"{self._path}/{file.key}", self._system
+        label, system = self._label(file.key), self._system
         with _base(system, file.folder) as base, refusing("taking over a file of the base", label):
             made, linked = linked_or_copied(system, file.key, file.nbytes, source_at=base, at=self._folder, label=label)
             made.finish(durable=self._durable)
@@ -215,7 +282,41 @@ class JoinedFolder(Target):
             self._system.close(found)
 
 
-class FolderTarget(Target):
+class JoinedFile(JoinedFolder):
+    """The hidden file, on a part that did not make it."""
+
+    def __init__(self, file: str, *, path: str, durable: bool) -> None:
+        folder, self._file = split_path(file)
+        super().__init__(folder, path=path, durable=durable)
+
+    def _label(self, key: str) -> str:
+        return self._path
+
+    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
+        return super().fill_part(replace(file, key=self._file), part, how)
+
+
+class JoinedStaging(Target):
+    """The folder of finished files, on a part that did not make it."""
+
+    def __init__(self, folder: str, *, path: str, durable: bool) -> None:
+        super().__init__()
+        self._path, self._staging = path, Staging(folder, path, durable=durable)
+
+    def begin(self, file: FilePlan) -> Fill:
+        return partial(_staged, self._staging, file, self._path)
+
+    def close(self) -> None:
+        self._staging.close()
+
+
+def _staged(staging: Staging, file: FilePlan, path: str, how: Saving) -> Mapping[str, int]:
+    crcs = staging.put(file, lambda file, sink: _fill(file, how, sink, path))
+    how.crcs.update(crcs)
+    return crcs
+
+
+class FolderTarget(FirstTarget):
     """A folder of files, on the part that makes it. With `resumed`, each file is finished in a folder that outlives a crash
     (`Staging`), and then linked."""
 
@@ -223,9 +324,12 @@ class FolderTarget(Target):
         self, path: str, *, durable: bool, overwrite: bool, replaceable: Callable[[str], bool], resumed: SavePlan | None,
         parents: bool, files: Files | None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._system, self._path, self._durable = files or system_files(), path, durable
-        self._staging = None if resumed is None else Staging(path, resumed, durable=durable, files=files)
-        self._staged: list[FilePlan] = []
+        self._staging_path = "" if resumed is None else staging_path(path, resumed)
+        self._staging = Staging(self._staging_path, path, durable=durable, files=files) if self._staging_path else None
+        self.splits = self._staging is None
+        self._staged: list[str] = []
         self._published = False
         self._folder = DirectoryTransaction(path, durable=durable, overwrite=overwrite, replaceable=replaceable, files=files)
         if self._staging is None:
@@ -240,7 +344,10 @@ class FolderTarget(Target):
 
     @property
     def join_name(self) -> str:
-        return self._folder.folder
+        return self._staging_path or self._folder.hidden_path
+
+    def _create(self, key: str) -> NewFile:
+        return self._folder.create(key)
 
     def link(self, file: LinkedFile) -> bool:
         with _base(self._system, file.folder) as base:
@@ -250,15 +357,8 @@ class FolderTarget(Target):
         if self._staging is None:
             made = self._folder.create(file.key)
             return lambda how: _fill(file, how, made, self._path)
-        staging = self._staging
-        self._staged.append(file)
-
-        def fill(how: Saving) -> Mapping[str, int]:
-            crcs = staging.put(file, lambda file, sink: _fill(file, how, sink, self._path))
-            how.crcs.update(crcs)
-            return crcs
-
-        return fill
+        self._staged.append(file.key)
+        return partial(_staged, self._staging, file, self._path)
 
     def adopt(self, key: str, path: str) -> None:
         self._folder.adopt(key, path)
@@ -266,7 +366,7 @@ class FolderTarget(Target):
     @contextmanager
     def reading(self, key: str) -> Iterator[Reads | None]:
         files = self._system
-        at = files.open_directory(self._folder.folder)
+        at = files.open_directory(self._folder.hidden_path)
         try:
             if files.stat(key, at=at) is None:
                 yield None
@@ -280,16 +380,17 @@ class FolderTarget(Target):
             files.close(at)
 
     def written(self) -> Store:
-        return LocalStore(self._folder.folder, max_files=DEFAULTS.files)
+        return LocalStore(self._folder.hidden_path, max_files=DEFAULTS.files)
 
     def publish(self, index: Sequence[FilePlan], how: Saving, others: Iterable[Delivered] = ()) -> None:
         folder = self._folder
         if self._staging is not None:
             folder.__enter__()
-            for file in self._staged:
-                self._staging.adopt(folder, file)
-        for key, nbytes, linked in others:
-            folder.join(key, nbytes, linked=linked)
+            for key in (*self._staged, *(key for key, _, _ in others)):
+                self._staging.adopt(folder, key)
+        else:
+            for key, nbytes, linked in others:
+                folder.join(key, nbytes, linked=linked)
         folder.seal_data()
         for file in index:
             how.seals.take(self, how.threads)  # one of them may speak of all before it

@@ -6,6 +6,7 @@ unpublished      under a hidden name beside the target        names that carry t
 others are sent  the name of the hidden folder                that id
 published        by one rename                                by one put with a condition: of the index, or of the object
 given up         the part that opened it removes it           each part removes its objects, the first one all of the save
+one file         by several parts, each some of its bytes     by one part
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from holdfast.core.protocols import Store
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import Writer
-from holdfast.engine.write import Progress
+from holdfast.engine.write import Progress, Written
 from holdfast.stores.files import Files
 from holdfast.stores.place import place_at
 from holdfast.stores.remote.url import Url
@@ -34,6 +35,9 @@ Reads = Callable[[int, int], bytes]  # Reads some bytes at an offset, in this or
 
 class Seals(Protocol):
     """The seals of what is replaced, which are made anew (`seals/renew`)."""
+
+    def wanted(self, key: str, /) -> Collection[str]:
+        """The algorithms by which a file has to be digested yet."""
 
     def noting(self, key: str, file: Writer, /) -> AbstractContextManager[Writer]:
         """A writer to this one, for the whole content of a file."""
@@ -78,6 +82,7 @@ class Target:
         self._linked: list[LinkedFile] = []
 
     save = ""  # What the names of data files carry: the id of the save; nothing where the whole is published by a rename.
+    splits = False  # Whether several parts may write one file, each some of its bytes.
 
     @property
     def join_name(self) -> str:
@@ -94,6 +99,22 @@ class Target:
         """Give a file its place, now or when it is published."""
         self._files.append(file)
         return nothing_yet
+
+    def keeps(self, file: FilePlan) -> bool:
+        """Whether the part that publishes writes this file itself, be there others or not."""
+        return False
+
+    def share(self, file: FilePlan) -> None:
+        """On the first part: make a file that several parts write."""
+        raise NotImplementedError
+
+    def fill_part(self, file: FilePlan, part: tuple[int, int], how: Saving) -> Written:
+        """Write the blocks of a shared file that begin in this range of its bytes."""
+        raise NotImplementedError
+
+    def finish_shared(self, file: FilePlan, written: Written, how: Saving) -> None:
+        """On the first part: write what depends on checksums, when `written` has what all parts wrote."""
+        raise NotImplementedError
 
     def stream(self, key: str, nbytes: int, write: Callable[[Writer], None]) -> None:
         """Make a file of about so many bytes, which `write` gives from front to back."""
@@ -136,12 +157,12 @@ class Target:
 def target_of(
     path: str, plan: SavePlan, *, overwrite: bool, durable: bool, names: Callable[[], BucketNames],
     replaceable: Callable[[str], bool], save: str = "", parts: int | None = None, resume: bool = False,
-    parents: bool = False, files: Files | None = None,
+    parents: bool = False, files: Files | None = None, several: bool = False,
 ) -> Target:  # fmt: skip
     """The target of a save to a path or a URL, for whoever publishes it. Raises `NotCommitted` where there may be none. Of the plan
     its kind counts, and what its files are called. On a disk, `replaceable` says which names in a folder may go, `parents` whether
     folders are made that lead to it, and `resume` whether finished files of an earlier try are taken over. In a bucket, `names`
-    says what is there, and `save` is the id of a save of several parts."""
+    says what is there, and `save` is the id of a save of several parts. `several` says that there are more parts than this."""
     url = place_at(path).url
     if url is not None:
         from holdfast.engine.targets.bucket import CopyTarget, ObjectTarget, PrefixTarget  # for those who have a bucket
@@ -149,7 +170,7 @@ def target_of(
         if not plan.directory:
             return ObjectTarget(url, overwrite=overwrite, parts=parts)
         if plan.copied:
-            return CopyTarget(url, plan.index[0].key if plan.index else "", overwrite=overwrite, names=names(), parts=parts)
+            return CopyTarget(url, plan, overwrite=overwrite, names=names(), parts=parts, several=several)
         return PrefixTarget(url, save, (*plan.files, *plan.index)[-1].key, overwrite=overwrite, names=names(), parts=parts)
     from holdfast.engine.targets.folder import FileTarget, FolderTarget
 
@@ -161,13 +182,16 @@ def target_of(
     )
 
 
-def join_target(name: str, path: str, *, durable: bool) -> Target:
-    """On another part: the target that the first one has opened, by its `join_name`."""
+def join_target(name: str, path: str, *, durable: bool, plan: SavePlan | None = None, resume: bool = False) -> Target:
+    """On another part: the target that the first one has opened, by its `join_name`. `plan` and `resume` are as for `target_of`.
+    Without a plan it is a folder, or a prefix, whose files are made up on the way."""
     url = place_at(path).url
     if url is not None:
-        from holdfast.engine.targets.bucket import JoinedPrefix
+        from holdfast.engine.targets.bucket import JoinedCopy, JoinedPrefix
 
-        return JoinedPrefix(url, name)
-    from holdfast.engine.targets.folder import JoinedFolder
+        return JoinedCopy(url, name) if plan is not None and plan.copied else JoinedPrefix(url, name)
+    from holdfast.engine.targets.folder import JoinedFile, JoinedFolder, JoinedStaging
 
-    return JoinedFolder(name, path=path, durable=durable)
+    if plan is not None and not plan.directory:
+        return JoinedFile(name, path=path, durable=durable)
+    return (JoinedStaging if resume else JoinedFolder)(name, path=path, durable=durable)

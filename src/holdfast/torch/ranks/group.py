@@ -1,39 +1,47 @@
-"""The ranks that act together, and how they exchange messages: through the group's own store, never by a collective.
+"""The ranks of `torch.distributed` as a `Group` (core/group.py): messages go through the group's own store, never by a collective.
 
     rank 1 ──► key "…/3/1" ──┐
     rank 2 ──► key "…/3/2" ──┼──► rank 0 waits for all, decides, and sets "…/3/answer/1", "…/3/answer/2", for which they wait
     rank 0 ──────────────────┘
 
-1. A step is a gather to the first rank and an answer to each. The messages are bytes that the caller made; nothing is pickled.
-2. Every rank has a pulse: a thread of its own counts on in the store. A rank whose pulse has stopped for `deadline` seconds, or has
-   not begun by then, is given up with a `RankLost` that names it. A rank that is merely slow is waited for.
+1. One thread of each rank speaks to the store: it does what the rank asks of it, and in between it counts on, which is the pulse
+   of the rank. A rank whose pulse has stopped for `deadline` seconds, or has not begun by then, is given up with a `RankLost` that
+   names it. A rank that is merely slow is waited for.
+2. A store that does not answer for so long is as good as gone, and so is its host, usually the first rank. The thread that waits
+   for it is left behind: nothing else ends such a call.
 3. The store is polled: its own `wait` writes to stderr whenever it times out.
 4. Whoever reads a key removes it, so that a long training does not fill the store. At the end the first rank stays until the
    others have read their answers: it often hosts the store, and its process may end next.
+5. How much is done is one number in the store, to which every rank adds (`counting`).
 
 One process without `torch.distributed` is a group of one, for which every step is a function call.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
-from holdfast.core.options import DEADLINE
+from holdfast.core.group import SeveralRanks
+from holdfast.core.options import DEADLINE, Progress, validated
 from holdfast.core.runtime import at_fork, renewed, start
+from holdfast.core.value import Value
 from holdfast.engine.threads import default_threads
-from holdfast.errors import CannotHold, DurabilityUncertain, NoSuchPath, RankLost, RanksFailed, RanksFoundNothing, RanksRefused
-from holdfast.ranks.merge import say_ranks
+from holdfast.errors import BadArgument, RankLost
+
+T = TypeVar("T")
 
 BEAT = 1.0
 """Seconds between two beats of a pulse, or two looks at one, at most; a tenth of the deadline where that is less."""
@@ -42,13 +50,14 @@ PAUSE = 0.1
 """Seconds between two questions to the store, at most. It begins with a fraction of a millisecond and grows with the time that was
 waited, so that nobody waits for much longer than it takes, and a thousand ranks that wait do not keep the store busy."""
 
+COUNT, COUNT_MORE = 0.1, 0.002
+"""Seconds between two times that a rank says how much it has done, and how many more for each rank: the store is one."""
+
 LINGER = 5.0
 """Seconds that the first rank stays for the others at the end, at most."""
 
-SHOWN = 16
-"""Causes that a message lists. All of them are in the error's `causes`."""
-
-UNCHANGED = "nothing was published or changed"
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What `torchrun` sets for each process that it starts, and what a script for Slurm sets."""
 
 _calls: dict[str, int] = {}
 """How many exchanges each group has had: every rank counts the same, since all of them make the same calls."""
@@ -70,24 +79,75 @@ def _in_child() -> None:
 at_fork(after_in_child=_in_child)
 
 
-def ranks_of(group: dist.ProcessGroup | None = None, *, doing: str, deadline: float = DEADLINE) -> Ranks:
-    """The ranks of a group, or of the default one; one rank without `torch.distributed`. `doing` must be the same on all."""
+class TorchGroup(Value, frozen=True, eq=False):
+    """The ranks of a process group, or the processes that `torchrun` started."""
+
+    rank: int
+    size: int
+    name: str = ""
+    store: Store | None = None
+    deadline: float = DEADLINE
+    """A rank without a sign of life for so many seconds is lost."""
+
+    def begin(self, doing: str) -> StoreRanks:
+        if self.store is None or self.size == 1:
+            return StoreRanks(0, 1, None, prefix="", doing=doing, deadline=self.deadline)
+        with _lock:
+            number = _calls[self.name] = _calls.get(self.name, 0) + 1
+            own = _own_connection(self.name, self.store)
+        prefix = f"holdfast/{self.name}/{number}"
+        return StoreRanks(self.rank, self.size, own, prefix=prefix, doing=doing, deadline=self.deadline, host=_host_key(self.name))
+
+
+@validated
+def group(process_group: dist.ProcessGroup | None = None, *, deadline: float = DEADLINE) -> TorchGroup:
+    """The ranks of a process group, for the verbs that take `group=`: `convert(src, dst, group=holdfast.torch.group())`.
+
+    By default those of the default process group; where there is none, the processes that `torchrun` started, and else this
+    process alone. A rank that gives no sign of life for `deadline` seconds is lost, and with it what the ranks were doing.
+    """
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return _launched(deadline)
+    return group_of(process_group, deadline)
+
+
+def group_of(chosen: dist.ProcessGroup | TorchGroup | None, deadline: float = DEADLINE) -> TorchGroup:
+    """The ranks of a group, or of the default one; this process alone without `torch.distributed`."""
+    if isinstance(chosen, TorchGroup):
+        return chosen
     if not dist.is_available() or not dist.is_initialized():
-        return Ranks(0, 1, None, prefix="", doing=doing, deadline=deadline)
-    chosen = group if group is not None else dist.distributed_c10d._get_default_group()
+        return TorchGroup(0, 1, deadline=deadline)
+    chosen = chosen if chosen is not None else dist.distributed_c10d._get_default_group()
+    size = dist.get_world_size(chosen)
     if any(chosen is each for each in _inherited):
-        if dist.get_world_size(chosen) == 1:
-            return Ranks(0, 1, None, prefix="", doing=doing, deadline=deadline)
+        if size == 1:
+            return TorchGroup(0, 1, deadline=deadline)
         raise ValueError("this process is a fork of a rank, and no member of its group; save and load in the rank itself")
     rank = dist.get_rank(chosen)
     if rank < 0:
         raise ValueError("this process is not a member of the group that it was asked to save or load with")
     store = dist.distributed_c10d._get_process_group_store(chosen)
-    name, size = str(chosen.group_name), dist.get_world_size(chosen)
-    with _lock:
-        number = _calls[name] = _calls.get(name, 0) + 1
-        own = _own_connection(name, store) if size > 1 else None
-    return Ranks(rank, size, own, prefix=f"holdfast/{name}/{number}", doing=doing, deadline=deadline, host=_host_key(name))
+    return TorchGroup(rank, size, str(chosen.group_name), store, deadline)
+
+
+def _launched(deadline: float) -> TorchGroup:
+    """The processes that were started together, by their environment. No process group is made: messages need a store alone."""
+    given = [os.environ.get(name, "") for name in LAUNCHED]
+    if not all(given) or given[1] == "1":
+        return TorchGroup(0, 1, deadline=deadline)
+    try:
+        rank, size = int(given[0]), int(given[1])
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=deadline)))
+    except (ValueError, RuntimeError, OSError) as error:
+        said = " ".join(f"{name}={value}" for name, value in zip(LAUNCHED, given, strict=True))
+        advice = "unset RANK and WORLD_SIZE to work in this process alone"
+        raise BadArgument(f"the ranks that the environment tells of ({said}) cannot be joined: {error}; {advice}") from None
+    return TorchGroup(rank, size, "launched", store, deadline)
+
+
+def ranks_of(chosen: dist.ProcessGroup | TorchGroup | None = None, *, doing: str, deadline: float = DEADLINE) -> StoreRanks:
+    """What the ranks of a group, or of the default one, do together; one rank without `torch.distributed`."""
+    return group_of(chosen, deadline).begin(doing)
 
 
 def _own_connection(name: str, store: Store) -> Store:
@@ -109,183 +169,213 @@ def _host_key(name: str) -> str:
     return f"holdfast/{name}/host/{socket.gethostname()}"
 
 
-Head = tuple[str, str, list[str] | None, str | None]
-"""The head of a rank's message: what it does, what failed, the problems of a `CannotHold`, the path of a `NoSuchPath`."""
-Message = tuple[Head, bytes]
+class Question(Generic[T]):
+    """Something that is asked of the store, and what came of it."""
+
+    def __init__(self, ask: Callable[[Store], T]) -> None:
+        self._ask = ask
+        self.done = threading.Event()
+        self._found: list[T | Exception] = []
+
+    def put(self, store: Store) -> None:
+        try:
+            self._found.append(self._ask(store))
+        except Exception as error:
+            self._found.append(error)
+        self.done.set()
+
+    def answer(self) -> T:
+        (found,) = self._found
+        if isinstance(found, Exception):
+            raise found
+        return found
 
 
-def _read_message(raw: bytes) -> Message:
-    stop = 8 + int.from_bytes(raw[:8], "little")
-    doing, failed, refused, missed = json.loads(raw[8:stop])
-    return (doing, failed, refused, missed), raw[stop:]
+class Counted:
+    """What this rank has done since it said so, and on the first rank what all have done."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self._lock = progress, threading.Lock()
+        self._own = self._told = 0
+        self._failed: Exception | None = None
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._own += nbytes
+        if self._failed is not None:
+            raise self._failed
+
+    def say(self, store: Store, key: str) -> None:
+        with self._lock:
+            own, self._own = self._own, 0
+        total = int(store.add(key, own))
+        if self._progress is not None and total > self._told:
+            try:
+                self._progress(total - self._told)
+            except Exception as error:
+                self._failed = error  # the caller's, who hears of it where it adds
+            self._told = total
 
 
-class Ranks:
-    """One exchange between the ranks of a group: a save or a load. Closed at its end."""
+class StoreRanks(SeveralRanks):
+    """Something that ranks do together, by messages through a store. Closed at its end."""
 
     def __init__(
         self, rank: int, size: int, store: Store | None, *, prefix: str, doing: str, deadline: float, host: str = ""
     ) -> None:
-        self.rank, self.size = rank, size
+        super().__init__(rank, size, doing)
         self.deadline = deadline
-        self._doing = doing
         self._store = store if size > 1 else None
         self._prefix = prefix
         self._host = host
         self._step = 0
         self._lost: set[int] = set()
-        self._stop = threading.Event()
         self._process = os.getpid()
         self._beats = 0
-        self._pulse: threading.Thread | None = None
-        if self._store is not None:
-            # Where no thread can start, this rank shows a sign of life whenever it speaks or waits, and none while it writes.
-            self._pulse = start(partial(self._keep_beating, self._store), name="holdfast-pulse", daemon=True)
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
+        self._questions: queue.SimpleQueue[Question[object] | None] = queue.SimpleQueue()
+        self._count: Counted | None = None
+        # Where no thread can start, this rank shows a sign of life whenever it speaks or waits, and none while it writes.
+        speaking = None if self._store is None else partial(self._speak, self._store)
+        self._voice = None if speaking is None else start(speaking, name="holdfast-pulse", daemon=True)
 
     def threads(self) -> int:
         """How many threads this rank may use, beside the ranks on its machine that have come so far."""
-        return default_threads(self._neighbours())
+        return default_threads(self.neighbours())
 
-    def apart(self) -> bool:
-        """Whether the ranks are on several machines. Known when all have come: after a step."""
-        return self._neighbours() < self.size
-
-    def _neighbours(self) -> int:
+    def neighbours(self) -> int:
         if self._store is not None and self._host:
             with suppress(RuntimeError, OSError):
-                return int(self._store.add(self._host, 0))
+                return int(self._ask(lambda store: store.add(self._host, 0)))
         return 1
 
-    def agree(
-        self, local: bytes | BaseException, decide: Callable[[list[bytes]], list[bytes]], *, otherwise: str = UNCHANGED
-    ) -> bytes:
-        """One step of everybody: what each rank has goes to the first one, whose decision, one a rank, goes to all.
+    def apart(self) -> bool:
+        return self.neighbours() < self.size
 
-        An exception on any rank, given as `local` or raised by `decide`, comes out of every rank as the same `RanksFailed`, which
-        begins with what that means (`otherwise`). A `DurabilityUncertain` of `decide` stays one, on every rank: something was
-        published.
-        """
-        missed = local.filename or "" if isinstance(local, NoSuchPath) else None
-        head = self._doing, "" if isinstance(local, bytes) else _cause_of(local), _problems(local), missed
-        content = local if isinstance(local, bytes) else b""
-        cause = local if isinstance(local, BaseException) else None
+    @contextmanager
+    def counting(self, progress: Progress | None) -> Iterator[Progress | None]:
+        if self._store is None:
+            yield progress
+            return
+        count = self._count = Counted(progress if self.first else None)
         try:
-            gathered = self._gather(head, content)
-        except RankLost as error:
-            if self.first:
-                self._answer([_failure({rank: str(error) for rank in error.ranks})] * self.size)
-            raise
-        answers: list[bytes] | None = None
-        if gathered is not None:
-            causes, contents, problems, absent = self._judged([(head, content), *gathered])
-            try:
-                failed = [_failure(causes, problems, absent)] * self.size if causes else None
-                answers = failed or [b"+" + answer for answer in decide(contents)]
-            except DurabilityUncertain as error:
-                cause, answers = error, [b"?" + _cause_of(error).encode("utf-8", "replace")] * self.size
-            except Exception as error:
-                cause, answers = error, [_failure({0: _cause_of(error)}, _problems(error))] * self.size
-        answer = self._answer(answers)
-        if answer[:1] == b"+":
-            return answer[1:]
-        if answer[:1] == b"?":
-            raise DurabilityUncertain(answer[1:].decode()) from cause
-        listed, problems, absent = json.loads(answer[1:])
-        known = {int(rank): str(text) for rank, text in listed.items()}
-        if absent is not None:
-            raise RanksFoundNothing(f"{otherwise}: {_causes(known)}", absent, causes=known) from cause
-        if problems is not None:
-            raise RanksRefused(f"{otherwise}: {_causes(known)}", problems, causes=known) from cause
-        raise RanksFailed(f"{otherwise}: {_causes(known)}", causes=known) from cause
+            yield count.add
+        finally:
+            self._count = None
+            with suppress(RuntimeError, OSError):
+                self._ask(partial(count.say, key=self._key("done")))
 
     def close(self) -> None:
         """Stop the pulse; on the first rank, when the others have read their answers."""
-        store, self._store = self._store, None
         if os.getpid() != self._process:
+            self._store = None
             return  # a fork: the connection is its parent's, which goes on
-        if store is not None:
+        if self._store is not None:
             with suppress(RankLost, RuntimeError, OSError):
-                self._part(store)
-        self._stop.set()
-        if self._pulse is not None:
-            self._pulse.join(timeout=2)
+                self._part()
+        self._store = None
+        self._questions.put(None)
+        if self._voice is not None:
+            self._voice.join(timeout=2)
 
-    def _judged(self, gathered: list[Message]) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
-        """The causes of failed ranks, all contents, all problems if each is a `CannotHold`, the path if no rank found anything."""
-        causes: dict[int, str] = {}
-        problems: dict[str, None] | None = {}
-        contents, absent = [], list[str]()
-        for rank, ((doing, failed, refused, missed), content) in enumerate(gathered):
-            contents.append(content)
-            absent += [missed] if missed is not None and doing == self._doing else []
-            if doing != self._doing:
-                causes[rank] = f"it was asked to {doing}, and rank 0 to {self._doing}"
-            elif failed:
-                causes[rank] = failed
-            if rank in causes:
-                problems = None if problems is None or refused is None else problems | dict.fromkeys(refused)
-        return causes, contents, None if problems is None else list(problems), absent[0] if len(absent) == self.size else None
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._prefix, *parts)))
 
-    def _gather(self, head: Head, content: bytes) -> list[Message] | None:
-        """On the first rank the messages of the others; None on the others. Raises `RankLost` for a rank that is gone."""
+    # The thread that speaks.
+
+    def _speak(self, store: Store) -> None:
+        with suppress(Exception):
+            # A store that is gone is found out by whoever waits for an answer; a pulse has nobody to tell.
+            beat = counted = float("-inf")
+            each = COUNT + COUNT_MORE * self.size
+            while True:
+                now, count = time.monotonic(), self._count
+                if now - beat >= self._interval:
+                    beat = now
+                    self._beat(store)
+                if count is not None and now - counted >= each:
+                    counted = now
+                    count.say(store, self._key("done"))
+                wait = beat + self._interval - time.monotonic()
+                try:
+                    question = self._questions.get(timeout=max(min(wait, each) if count is not None else wait, 0.001))
+                except queue.Empty:
+                    continue
+                if question is None:
+                    return
+                question.put(store)
+
+    def _ask(self, ask: Callable[[Store], T]) -> T:
+        """What the store answers. Raises `RankLost` where it does not for as long as a rank may be silent."""
+        store, voice, question = self._store, self._voice, Question(ask)
+        if store is None:
+            raise RankLost("the connection to the other ranks is closed", ranks=())
+        if voice is None:
+            with suppress(RuntimeError, OSError):
+                self._beat(store)
+            question.put(store)
+            return question.answer()
+        self._questions.put(cast("Question[object]", question))
+        end = time.monotonic() + self.deadline
+        while not question.done.wait(min(self.deadline, BEAT)):
+            if not voice.is_alive() and not question.done.is_set():
+                question.put(store)  # the thread has ended because the store is gone, and this will say so
+            elif time.monotonic() > end:
+                self._store = self._voice = None
+                said = f"the store of the ranks did not answer for {self.deadline:g} seconds"
+                raise RankLost(f"{said}: its host, usually rank 0, is stopped or cannot be reached", ranks=(0,))
+        return question.answer()
+
+    # Messages.
+
+    def _gather(self, message: bytes) -> list[bytes] | None:
         self._step += 1
-        keys = {rank: f"{self._prefix}/{self._step}/{rank}" for rank in range(1, self.size)}
         if not self.first:
-            raw = json.dumps(head).encode("utf-8", "replace")
-            self._put(keys[self.rank], len(raw).to_bytes(8, "little") + raw + content)
+            self._put(self._key(self._step, self.rank), message)
             return None
+        keys = {rank: self._key(self._step, rank) for rank in range(1, self.size)}
         found = self._collect(keys) if keys else {}
-        return [_read_message(found[rank]) for rank in keys]
+        return [found[rank] for rank in keys]
 
-    def _answer(self, contents: list[bytes] | None) -> bytes:
-        if self._store is None:
-            assert contents is not None
-            return contents[0]
-        keys = [f"{self._prefix}/{self._step}/answer/{rank}" for rank in range(self.size)]
-        if contents is None:
-            return self._collect({0: keys[self.rank]})[0]
+    def _answer(self, answers: list[bytes] | None) -> bytes:
+        if self.size == 1:
+            assert answers is not None
+            return answers[0]
+        if answers is None:
+            return self._collect({0: self._key(self._step, "answer", self.rank)})[0]
         for rank in range(1, self.size):
-            self._put(keys[rank], contents[rank])
-        return contents[0]
+            self._put(self._key(self._step, "answer", rank), answers[rank])
+        return answers[0]
 
     def _put(self, key: str, content: bytes) -> None:
-        assert self._store is not None
         try:
-            self._beat_here(self._store)
-            _set(self._store, key, content)
+            self._ask(lambda store: _set(store, key, content))
         except (RuntimeError, OSError) as error:
             raise self._broken([0], error) from error
 
     def _collect(self, keys: dict[int, str]) -> dict[int, bytes]:
         """The values of keys, each set by one rank, for as long as the missing ranks are alive."""
-        store = self._store
-        assert store is not None
-        self._beat_here(store)
         waiting, found = dict(keys), dict[int, bytes]()
         seen: dict[int, tuple[bytes, float]] = {}
         began = looked = time.monotonic()
         while True:
             try:
-                if store.check(list(waiting.values())):
-                    found |= {rank: _take(store, key) for rank, key in waiting.items()}
-                    return found
+                if self._ask(lambda store: store.check(list(waiting.values()))):
+                    return found | {rank: self._ask(partial(_take, key=key)) for rank, key in waiting.items()}
                 now = time.monotonic()
                 if now - looked >= self._interval:
                     looked = now
-                    self._beat_here(store)
-                    for rank in [r for r, key in waiting.items() if store.check([key])]:
-                        found[rank] = _take(store, waiting.pop(rank))
-                    self._look_for_life(store, waiting, seen)
+                    self._ask(partial(self._take_some, waiting, found))
+                    self._look_for_life(waiting, seen)
             except (RuntimeError, OSError) as error:
                 if isinstance(error, RankLost):
                     raise
                 # The store itself is gone, and with it the process that hosts it: usually the first rank.
                 raise self._broken(waiting, error) from error
             time.sleep(min(PAUSE, (now - began) / 32 + 0.0005))
+
+    def _take_some(self, waiting: dict[int, str], found: dict[int, bytes], store: Store) -> None:
+        for rank in [r for r, key in waiting.items() if store.check([key])]:
+            found[rank] = _take(store, waiting.pop(rank))
 
     def _broken(self, waiting: Iterable[int], error: Exception) -> RankLost:
         ranks = tuple(waiting)
@@ -296,33 +386,18 @@ class Ranks:
         return min(BEAT, self.deadline / 10)
 
     def _beat(self, store: Store) -> None:
-        _set(store, f"{self._prefix}/pulse/{self.rank}", str(self._beats).encode())
+        _set(store, self._key("pulse", self.rank), str(self._beats).encode())
         self._beats += 1
 
-    def _keep_beating(self, store: Store) -> None:
-        with suppress(Exception):
-            # A store that is gone is found out by whoever waits for an answer; a pulse has nobody to tell.
-            self._beat(store)
-            while not self._stop.wait(self._interval):
-                self._beat(store)
-
-    def _beat_here(self, store: Store) -> None:
-        if self._pulse is None:
-            with suppress(RuntimeError, OSError):
-                self._beat(store)
-
-    def _look_for_life(self, store: Store, waiting: dict[int, str], seen: dict[int, tuple[bytes, float]]) -> None:
+    def _look_for_life(self, waiting: dict[int, str], seen: dict[int, tuple[bytes, float]]) -> None:
+        # Not `get`, which waits where there is none: this puts an empty one there.
+        pulse = {rank: self._key("pulse", rank) for rank in waiting}
+        beats = self._ask(lambda store: {rank: bytes(store.compare_set(key, "", "")) for rank, key in pulse.items()})
         now = time.monotonic()
-        lost = []
-        for rank in waiting:
-            key = f"{self._prefix}/pulse/{rank}"
-            # Not `get`, which waits where there is none: this puts an empty one there.
-            beat = bytes(store.compare_set(key, "", ""))
-            last = seen.get(rank)
-            if last is None or last[0] != beat:
+        for rank, beat in beats.items():
+            if rank not in seen or seen[rank][0] != beat:
                 seen[rank] = beat, now
-            elif now - last[1] > self.deadline:
-                lost.append(rank)
+        lost = [rank for rank in waiting if now - seen[rank][1] > self.deadline]
         if lost:
             self._lost.update(lost)
             raise RankLost(
@@ -331,29 +406,18 @@ class Ranks:
                 ranks=tuple(lost),
             )
 
-    def _part(self, store: Store) -> None:
+    def _part(self) -> None:
         """The others say that they have read their answers, and the first rank waits for that, but not for long."""
         if not self.first:
-            _set(store, f"{self._prefix}/end/{self.rank}", b"")
+            self._ask(lambda store: _set(store, self._key("end", self.rank), b""))
             return
-        keys = [f"{self._prefix}/end/{rank}" for rank in range(1, self.size) if rank not in self._lost]
+        keys = [self._key("end", rank) for rank in range(1, self.size) if rank not in self._lost]
         began = now = time.monotonic()
-        while keys and not store.check(keys) and now - began < min(LINGER, self.deadline):
+        while keys and not self._ask(lambda store: store.check(keys)) and now - began < min(LINGER, self.deadline):
             time.sleep(min(PAUSE, (now - began) / 32 + 0.0005))
             now = time.monotonic()
-        for key in (*keys, *(f"{self._prefix}/pulse/{rank}" for rank in range(1, self.size))):
-            store.delete_key(key)
-
-
-@contextmanager
-def together(ranks: Ranks, otherwise: str) -> Iterator[None]:
-    """A step of all ranks: what fails on one of them is raised on all."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
+        gone = (*keys, *(self._key("pulse", rank) for rank in range(1, self.size)), self._key("done"))
+        self._ask(lambda store: [store.delete_key(key) for key in gone])
 
 
 def _set(store: Store, key: str, content: bytes) -> None:
@@ -364,27 +428,6 @@ def _take(store: Store, key: str) -> bytes:
     content = bytes(store.get(key))
     store.delete_key(key)
     return content
-
-
-def _cause_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _problems(local: object) -> list[str] | None:
-    return list(local.problems) if isinstance(local, CannotHold) else None
-
-
-def _failure(causes: dict[int, str], problems: list[str] | None = None, absent: str | None = None) -> bytes:
-    return b"-" + json.dumps([causes, problems, absent]).encode()
-
-
-def _causes(known: dict[int, str]) -> str:
-    alike: dict[str, list[int]] = {}
-    for rank, text in known.items():
-        alike.setdefault(text, []).append(rank)
-    listed = [f"{say_ranks(ranks)}: {text}" for text, ranks in alike.items()]
-    more = [f"and {len(listed) - SHOWN} other causes"] if len(listed) > SHOWN else []
-    return "; ".join(listed[:SHOWN] + more)
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -6,11 +6,8 @@
    how many and along which axis, does not matter: a box is a box.
 3. Whether that went well is shared as well: all ranks return, or all raise the same error.
 
-One checkpoint (`marked`, `unmarked`). Each rank opens the path by itself, and another save may come between two of them: one half
-of a model would be of one step, the other half of the next. So each rank's message begins with four bytes for what it has opened,
-made of what opening has read anyway: names, dtypes, shapes, recorded checksums, the text that a file carries about itself (DCP's
-`save_id`). Not of times or inodes, since ranks on several machines may have copies. Two checkpoints that record no checksum and no
-text may look alike.
+One checkpoint (`checkpoint_mark`). Each rank opens the path by itself, and another save may come between two of them: one half of a
+model would be of one step, the other half of the next. So each rank's message has a hash of what it has opened.
 
 Replicas (`offers`, `spread`, `hand_on`). What all ranks want whole is read by one rank each, and broadcast when all have read. On
 one machine the file is in the page cache, and reading it again is cheaper than sending it over a socket. So "auto" hands on where
@@ -32,9 +29,8 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
-from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.crc import crc32
 from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.group import UNCHANGED, check_same, together
 from holdfast.core.notebook import Shown
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, validated
@@ -43,8 +39,7 @@ from holdfast.core.runtime import gc_paused
 from holdfast.core.value import Value
 from holdfast.engine.checksums import check_first
 from holdfast.engine.source import OpenSource
-from holdfast.errors import Replaced
-from holdfast.formats.dcp.lazy import ItemStorage
+from holdfast.inspect.open import checkpoint_mark
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.saving.state import Stateful, state_and_path
 from holdfast.stores.paths import place_of
@@ -52,7 +47,7 @@ from holdfast.stores.place import place_at
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
-from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of, together
+from holdfast.torch.ranks.group import StoreRanks, ranks_of
 from holdfast.torch.ranks.wanted import Matching, PerRank, Wanted
 from holdfast.torch.tensors.fill import NO_ARRAY, fill
 
@@ -93,6 +88,8 @@ class LoadedShards(Shown):
 class RankMatch(msgspec.Struct):
     """The message of a rank before anything is changed."""
 
+    opened: bytes
+    """A hash of what it has opened."""
     checkpoint: bytes
     """A hash of the names that it may want: ranks that see the same are judged together."""
     used: bytes
@@ -218,7 +215,7 @@ def load_together(request: ShardedLoad) -> LoadedShards:
     )
 
 
-def _agree(request: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[Wanted, list[str], dict[str, int]]:
+def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wanted, list[str], dict[str, int]]:
     """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one.
 
     Gives what this rank wants, the checkpoint's names that no rank asked for, and by name the rank that reads a tensor for all.
@@ -238,11 +235,12 @@ def _agree(request: ShardedLoad, ranks: Ranks, held: ExitStack) -> tuple[Wanted,
             seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
             # One rank alone has nobody to hand anything on to.
-            message = RankMatch(seen, _bits(names), fits, strict, offers(wanted, request.group) if ranks.size > 1 else [])
-            local = marked(checkpoint, write_document(RANK_MATCH, message), alone=ranks.size == 1)
+            opened, offered = (checkpoint_mark(checkpoint), offers(wanted, request.group)) if ranks.size > 1 else (b"", [])
+            message = RankMatch(opened, seen, _bits(names), fits, strict, offered)
+            local = write_document(RANK_MATCH, message)
     except Exception as error:
         local = error
-    answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), request.replicated, remote=remote or ranks.apart()))
+    answer = ranks.agree(local, lambda messages: _judge(messages, request.replicated, remote=remote or ranks.apart()))
     verdict = read_document(VERDICT, answer)
     used = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
     assert names is not None  # or this rank would have failed, and with it all of them
@@ -266,6 +264,7 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -
     """On the first rank: does it all fit, which names does nobody want, and who reads what."""
     with gc_paused():
         matches = [read_document(RANK_MATCH, message) for message in messages]
+    check_same([one.opened for one in matches])
     used: dict[bytes, np.ndarray] = {}
     for one in matches:
         bits = np.frombuffer(one.used, np.uint8)
@@ -282,32 +281,6 @@ def _bits(names: Names) -> bytes:
     flags = np.ones(-(-len(names.offered) // 8) * 8, np.bool_)
     flags[: len(names.offered)] = [name not in names.left for name in names]
     return np.packbits(flags).tobytes()
-
-
-NBYTES = 4
-
-
-def marked(checkpoint: Checkpoint, message: bytes, *, alone: bool) -> bytes:
-    """A rank's message behind four bytes that stand for what it has opened; one rank alone has nobody to differ from."""
-    found = 0 if alone else crc32(repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode())
-    for name, tensor in () if alone else checkpoint.items():
-        # The checksums of DCP's items stand in the items, which are not read to be told apart.
-        sums = [0 if isinstance(storage, ItemStorage) else storage.crc32 for storage in tensor.storages]
-        found = crc32(repr((name, tensor.dtype.name, tensor.shape, sums)).encode(), found)
-    return found.to_bytes(NBYTES, "little") + message
-
-
-def unmarked(messages: Sequence[bytes]) -> list[bytes]:
-    """The messages of all ranks; raises `Replaced` where they have not opened one checkpoint."""
-    marks = [message[:NBYTES] for message in messages]
-    others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
-    if others:
-        shown = ", ".join(map(str, others[:8])) + (" …" if len(others) > 8 else "")
-        raise Replaced(
-            f"the ranks have opened different checkpoints (rank {shown} not that of rank 0): it was saved again; load it again",
-            found=tuple(others),
-        )
-    return [message[NBYTES:] for message in messages]
 
 
 WORTH_NBYTES = 16 << 20

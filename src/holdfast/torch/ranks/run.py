@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from holdfast.core.arguments import one_of
 from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.group import UNCHANGED, together
 from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, AsyncRankStepOptions, RankStepOptions, pick, validated
 from holdfast.core.value import replace
@@ -33,7 +34,7 @@ from holdfast.saving.state import Stateful
 from holdfast.seals.document import stamp as stamp_now
 from holdfast.stores.place import join
 from holdfast.torch.ranks.background import SaveHandle
-from holdfast.torch.ranks.group import UNCHANGED, Ranks, ranks_of, together
+from holdfast.torch.ranks.group import StoreRanks, ranks_of
 from holdfast.torch.ranks.load_sharded import ShardedLoad, load_full, load_together
 from holdfast.torch.ranks.save_sharded import begin_requested, save_requested
 from holdfast.torch.ranks.saving import SavedShards, SaveRequest
@@ -177,7 +178,7 @@ class Run(PlainRun):
         self._asked_s, self._calls_asked = now, answer.calls
         return answer
 
-    def _ranks(self, doing: str) -> closing[Ranks]:
+    def _ranks(self, doing: str) -> closing[StoreRanks]:
         return closing(ranks_of(self.group, doing=f"{doing} {self.path!r}", deadline=self.deadline))
 
     def _before_signal(self) -> None:

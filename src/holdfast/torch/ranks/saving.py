@@ -59,7 +59,7 @@ from holdfast.saving.base import open_base
 from holdfast.saving.state import tabulate_tree
 from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flatten
-from holdfast.torch.ranks.group import Ranks
+from holdfast.torch.ranks.group import StoreRanks
 from holdfast.torch.ranks.replica_sums import replica_sums
 from holdfast.torch.ranks.staging import Staged, little_in_common
 
@@ -104,7 +104,7 @@ class Job(Value, frozen=True):
     """The arguments of a save, and the ranks that take part."""
 
     request: SaveRequest
-    ranks: Ranks
+    ranks: StoreRanks
     format: Format
     place: str
     """A URL, or an absolute path: while it is written, the program may go to another folder."""

@@ -1,0 +1,353 @@
+"""`Group`: the ranks that act together. `Ranks`: one thing that all of them do, from its beginning to its end.
+
+    rank 1 ──┐
+    rank 2 ──┼──► what each has goes to the first rank, which decides, and answers each                 `agree`
+    rank 0 ──┘
+
+1. A step is a gather to the first rank and an answer to each. The messages are bytes; nothing is pickled.
+2. An exception on any rank comes out of every rank as the same `RanksFailed`. A rank that is gone is a `RankLost` on all others.
+3. Work that all ranks know, in numbered pieces, is dealt by bytes (`deal`), the least of it to the first rank; each does its own,
+   and all get all results, in order (`share_out`). So any number of ranks finds the same as one.
+
+One process is a group of one (`ALONE`): a step is a function call, and errors are what they are. Processes of `torch.distributed`
+are made a group by `holdfast.torch.group`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+import numpy as np
+
+from holdfast.core.arrays import Ints
+from holdfast.core.documents import DocumentKind, message_kind, read_document, write_document
+from holdfast.errors import (
+    CannotHold,
+    DurabilityUncertain,
+    NoSuchPath,
+    RankLost,
+    RanksFailed,
+    RanksFoundNothing,
+    RanksRefused,
+    Replaced,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from holdfast.core.options import Progress
+
+T = TypeVar("T")
+
+UNCHANGED = "nothing was published or changed"
+
+CAUSES, STRETCHES = 16, 6
+"""Causes that a message lists (all of them are in the error's `causes`), and stretches of successive ranks."""
+
+LARGEST = 4
+"""Pieces for each holder that are dealt one by one. The rest is then small beside what is there, and the Python loop short."""
+
+Decide = Callable[[list[bytes]], list[bytes]]  # On the first rank: from the messages of all to an answer for each.
+
+
+@runtime_checkable
+class Group(Protocol):
+    """The ranks that act together, as one of them sees it. `holdfast.torch.group()` makes one of `torch.distributed`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def begin(self, doing: str) -> Ranks:
+        """Begin something that every rank of the group begins now. `doing` is the same on all."""
+
+
+AnyGroup: TypeAlias = "Group | ProcessGroup"
+
+
+def begin(group: AnyGroup | None, doing: str) -> Ranks:
+    """Begin something with the ranks of a group, of torch's as well; alone where there is none."""
+    if group is None:
+        return ALONE
+    if isinstance(group, Group):
+        return group.begin(doing)
+    from holdfast.torch.ranks.group import group_of  # whoever has such a group has torch
+
+    return group_of(group).begin(doing)
+
+
+class Ranks:
+    """One thing that the ranks of a group do. This one is a process alone."""
+
+    rank, size = 0, 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED) -> bytes:
+        """One step of everybody: what each rank has goes to the first one, whose decision, one a rank, goes to all. What fails on
+        one rank fails on all; the message begins with what that means (`otherwise`)."""
+        if isinstance(local, BaseException):
+            raise local
+        return decide([local])[0]
+
+    def neighbours(self) -> int:
+        """How many of the ranks share this machine, of those that have come so far."""
+        return 1
+
+    def apart(self) -> bool:
+        """Whether the ranks are on several machines. Known when all have come: after a step."""
+        return False
+
+    def counting(self, progress: Progress | None) -> AbstractContextManager[Progress | None]:
+        """On the first rank, `progress` hears of what all ranks do; on the others of nothing."""
+        return nullcontext(progress)
+
+    def close(self) -> None:
+        """The end of it. The first rank stays until the others have their answers."""
+
+
+ALONE = Ranks()
+
+Head = tuple[str, str, list[str] | None, str | None]
+"""The head of a rank's message: what it does, what failed, the problems of a `CannotHold`, the path of a `NoSuchPath`."""
+Message = tuple[Head, bytes]
+
+
+class SeveralRanks(Ranks):
+    """Ranks that send messages to each other. How they travel is said by whoever derives from this."""
+
+    def __init__(self, rank: int, size: int, doing: str) -> None:
+        self.rank, self.size = rank, size
+        self._doing = doing
+
+    def _gather(self, message: bytes) -> list[bytes] | None:
+        """On the first rank the messages of the others; None on the others. Raises `RankLost` for a rank that is gone."""
+        raise NotImplementedError
+
+    def _answer(self, answers: list[bytes] | None) -> bytes:
+        """The answer for this rank; the first rank has all of them."""
+        raise NotImplementedError
+
+    def agree(self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED) -> bytes:
+        """As for one process. A `DurabilityUncertain` of `decide` stays one, on every rank: something was published."""
+        missed = local.filename or "" if isinstance(local, NoSuchPath) else None
+        head = self._doing, "" if isinstance(local, bytes) else _cause_of(local), _problems(local), missed
+        content = local if isinstance(local, bytes) else b""
+        cause = local if isinstance(local, BaseException) else None
+        try:
+            gathered = self._gather(b"" if self.first else _written(head, content))
+        except RankLost as error:
+            if self.first:
+                self._answer([_failure({rank: str(error) for rank in error.ranks})] * self.size)
+            raise
+        answers: list[bytes] | None = None
+        if gathered is not None:
+            causes, contents, problems, absent = self._judged([(head, content), *map(_read, gathered)])
+            try:
+                failed = [_failure(causes, problems, absent)] * self.size if causes else None
+                answers = failed or [b"+" + answer for answer in decide(contents)]
+            except DurabilityUncertain as error:
+                cause, answers = error, [b"?" + _cause_of(error).encode("utf-8", "replace")] * self.size
+            except Exception as error:
+                cause, answers = error, [_failure({0: _cause_of(error)}, _problems(error))] * self.size
+        answer = self._answer(answers)
+        if answer[:1] == b"+":
+            return answer[1:]
+        if answer[:1] == b"?":
+            raise DurabilityUncertain(answer[1:].decode()) from cause
+        listed, problems, absent = json.loads(answer[1:])
+        known = {int(rank): str(text) for rank, text in listed.items()}
+        if absent is not None:
+            raise RanksFoundNothing(f"{otherwise}: {_causes(known)}", absent, causes=known) from cause
+        if problems is not None:
+            raise RanksRefused(f"{otherwise}: {_causes(known)}", problems, causes=known) from cause
+        raise RanksFailed(f"{otherwise}: {_causes(known)}", causes=known) from cause
+
+    def _judged(self, gathered: list[Message]) -> tuple[dict[int, str], list[bytes], list[str] | None, str | None]:
+        """The causes of failed ranks, all contents, all problems if each is a `CannotHold`, the path if no rank found anything."""
+        causes: dict[int, str] = {}
+        problems: dict[str, None] | None = {}
+        contents, absent = [], list[str]()
+        for rank, ((doing, failed, refused, missed), content) in enumerate(gathered):
+            contents.append(content)
+            absent += [missed] if missed is not None and doing == self._doing else []
+            if doing != self._doing:
+                causes[rank] = f"it was asked to {doing}, and rank 0 to {self._doing}"
+            elif failed:
+                causes[rank] = failed
+            if rank in causes:
+                problems = None if problems is None or refused is None else problems | dict.fromkeys(refused)
+        return causes, contents, None if problems is None else list(problems), absent[0] if len(absent) == self.size else None
+
+
+@contextmanager
+def together(ranks: Ranks, otherwise: str = UNCHANGED) -> Iterator[None]:
+    """A step of all ranks: what fails on one of them is raised on all."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
+
+
+@contextmanager
+def acting(group: AnyGroup | None, doing: str) -> Iterator[Ranks]:
+    """Do something with all ranks of a group, or alone; it begins when all have come. An error between two steps is sent with the
+    next one, and so is raised on every rank."""
+    ranks = begin(group, doing)
+    try:
+        ranks.agree(b"", _all_here)
+        with telling(ranks):
+            yield ranks
+        ranks.agree(b"", _all_here)
+    finally:
+        ranks.close()
+
+
+def _all_here(messages: list[bytes]) -> list[bytes]:
+    check_same(messages)
+    return [b""] * len(messages)
+
+
+@contextmanager
+def telling(ranks: Ranks) -> Iterator[None]:
+    """Send what fails in the block to the other ranks, unless they have it."""
+    try:
+        yield
+    except (RanksFailed, RankLost, DurabilityUncertain):
+        raise
+    except Exception as error:
+        ranks.agree(error, lambda _: [b""] * ranks.size)
+        raise
+
+
+MARK_NBYTES = 16
+SHARES = message_kind("list of shares", list[bytes])
+
+
+def share_out(ranks: Ranks, nbytes: Sequence[int] | Ints, work: Callable[[list[int]], Sequence[T]], kind: type[T]) -> list[T]:
+    """The results of pieces of work, in order. Each piece has a number and a weight; one rank does it, and all get its result, of
+    this type (as msgspec reads it). Raises on every rank where one sees other pieces."""
+    if ranks.size == 1:
+        return [*work([*range(len(nbytes))])]
+    weights = np.asarray(nbytes, np.int64)
+    results: DocumentKind[list[T]] = message_kind("list of results", list[kind])  # type: ignore[valid-type]  # one that is given
+    # The fullest share comes first, and the first rank is to have the emptiest.
+    picks = ranks.size - 1 - deal(weights, np.zeros(ranks.size, np.int64))
+    with telling(ranks):
+        own = write_document(results, [*work(np.flatnonzero(picks == ranks.rank).tolist())])
+    found = [read_document(results, one)[::-1] for one in exchange(ranks, own, common=weights.tobytes())]
+    return [found[rank].pop() for rank in picks.tolist()]
+
+
+def exchange(ranks: Ranks, own: bytes, *, common: bytes) -> list[bytes]:
+    """What each rank has, on every rank. Raises `Replaced` where they do not have the same in `common`."""
+    from hashlib import blake2b  # for those who have others to compare with
+
+    def decide(messages: list[bytes]) -> list[bytes]:
+        check_same([message[:MARK_NBYTES] for message in messages])
+        return [write_document(SHARES, [message[MARK_NBYTES:] for message in messages])] * len(messages)
+
+    mark = blake2b(common, digest_size=MARK_NBYTES).digest()
+    return read_document(SHARES, ranks.agree(mark + own, decide))
+
+
+def check_same(marks: Sequence[bytes]) -> None:
+    """Raise `Replaced` where the ranks have not opened one checkpoint, by what each made of its own."""
+    others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    if others:
+        message = f"the ranks have opened different checkpoints ({say_ranks(others)} not that of rank 0)"
+        raise Replaced(f"{message}: it was saved again, or it is not on storage that all of them share", found=tuple(others))
+
+
+def deal(nbytes: Ints, loads: Ints) -> Ints:
+    """For each piece the number of the holder that gets it, so that all have about as much; `loads` is what each has already.
+
+    The largest go one by one to whoever has the least. All others are poured onto the loads, and keep their neighbours
+    (`ranks/plan.py` has the reason and the bound).
+
+    >>> deal(np.array([5, 1, 9, 3]), np.array([0, 6])).tolist()
+    [1, 1, 0, 0]
+    """
+    picks = np.zeros(len(nbytes), np.int64)
+    if len(loads) < 2:
+        return picks
+    heights = loads.copy()
+    order = (-nbytes).argsort(kind="stable")
+    for piece in order[: LARGEST * len(loads)].tolist():
+        lowest = int(heights.argmin())
+        picks[piece] = lowest
+        heights[lowest] += nbytes[piece]
+    rest = np.sort(order[LARGEST * len(loads) :])
+    if len(rest):
+        picks[rest] = _pour(nbytes[rest], heights)
+    return picks
+
+
+def _pour(nbytes: Ints, loads: Ints) -> Ints:
+    ends = nbytes.cumsum()
+    total = int(ends[-1])
+    floor = np.sort(loads)
+    # The level if only the n lowest holders got any, for each n; the true n is the last whose floor is under its level.
+    levels = -(-(floor.cumsum() + total) // np.arange(1, len(loads) + 1))
+    level = levels[(floor <= levels).nonzero()[0][-1]]
+    rooms = np.maximum(level - loads, 0).cumsum()
+    picks = np.searchsorted(rooms, ends - nbytes + nbytes // 2, side="right").astype(np.int64)
+    return np.minimum(picks, len(loads) - 1)  # a piece of no bytes may lie behind all rooms
+
+
+def say_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words.
+
+    >>> say_ranks([3]), say_ranks([0, 1, 2, 7, 5])
+    ('rank 3', 'ranks 0 to 2, 5 and 7')
+    """
+    ordered = np.unique(np.fromiter(ranks, np.int64))
+    stretches = np.split(ordered, (np.diff(ordered) != 1).nonzero()[0] + 1)
+    said: list[str] = []
+    for s in stretches[:STRETCHES]:
+        said.extend([f"{s[0]} to {s[-1]}"] if len(s) > 2 else map(str, s))
+    left = sum(map(len, stretches[STRETCHES:]))
+    if left:
+        said.append(f"{left} more")
+    text = ", ".join(said[:-1]) + " and " + said[-1] if len(said) > 1 else said[0]
+    return ("rank " if len(ordered) == 1 else "ranks ") + text
+
+
+def _written(head: Head, content: bytes) -> bytes:
+    raw = json.dumps(head).encode("utf-8", "replace")
+    return len(raw).to_bytes(8, "little") + raw + content
+
+
+def _read(message: bytes) -> Message:
+    stop = 8 + int.from_bytes(message[:8], "little")
+    doing, failed, refused, missed = json.loads(message[8:stop])
+    return (doing, failed, refused, missed), message[stop:]
+
+
+def _cause_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _problems(local: object) -> list[str] | None:
+    return list(local.problems) if isinstance(local, CannotHold) else None
+
+
+def _failure(causes: dict[int, str], problems: list[str] | None = None, absent: str | None = None) -> bytes:
+    return b"-" + json.dumps([causes, problems, absent]).encode()
+
+
+def _causes(known: dict[int, str]) -> str:
+    alike: dict[str, list[int]] = {}
+    for rank, text in known.items():
+        alike.setdefault(text, []).append(rank)
+    listed = [f"{say_ranks(ranks)}: {text}" for text, ranks in alike.items()]
+    more = [f"and {len(listed) - CAUSES} other causes"] if len(listed) > CAUSES else []
+    return "; ".join(listed[:CAUSES] + more)

@@ -1,0 +1,110 @@
+"""Verbs on ranks and object stores: every rank uploads some of the objects, and one put publishes them all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.engine.targets import bucket
+from holdfast.errors import NotCommitted, RanksFailed
+from tests.groups import ThreadGroup, good, on_ranks
+from tests.remote.servers import Asked, Fault, Proxy
+from tests.remote.test_copy import KINDS, content, made
+from tests.remote.test_verbs import STATE, names, same
+
+__all__ = ["made"]
+
+
+def plainly(place: str) -> dict[str, bytes]:
+    """Every object, under its name without the id of the save; of an index, what it says of names, too."""
+    return {
+        re.sub(r"[0-9a-f]{16}", "ID", name): re.sub(rb"[0-9a-f]{16}-", b"ID-", raw) if name.endswith(".json") else raw
+        for name, raw in content(place).items()
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_are_the_same_for_any_number_of_ranks(kind: str, size: int, made: Path, proxy: Proxy, url: str):
+    place = f"{url}/{size}/{kind}"
+    good(on_ranks(size, lambda group: holdfast.copy(made / kind, place, group=group)))
+    assert content(place) == content(str(made / kind))
+    same(place, STATE)
+    with pytest.raises(NotCommitted, match="overwrite=True"):
+        holdfast.copy(made / kind, place)
+    good(on_ranks(size, lambda group: holdfast.copy(made / kind, place, group=group, overwrite=True)))
+    assert content(place) == content(str(made / kind))
+    back = made / "back" / kind
+    back.parent.mkdir()
+    good(on_ranks(size, lambda group: holdfast.copy(place, back, group=group)))
+    assert content(str(back)) == content(str(made / kind))
+
+
+FORMS = {"native": {}, "hf": {"format": "safetensors", "max_shard_size": "70KB"}, "x.safetensors": {}, "x.pt": {}}
+
+
+@pytest.mark.parametrize("kind", [*FORMS])
+def test_conversions_are_the_same_for_any_number_of_ranks(kind: str, made: Path, proxy: Proxy, url: str):
+    holdfast.convert(made / "split", f"{url}/alone/{kind}", **FORMS[kind])
+    good(on_ranks(3, lambda group: holdfast.convert(made / "split", f"{url}/many/{kind}", group=group, **FORMS[kind])))
+    if kind == "native":  # the manifest has checksums of itself, in which the id is
+        assert sorted(plainly(f"{url}/many/native")) == sorted(plainly(f"{url}/alone/native"))
+        assert holdfast.diff(f"{url}/many/native", f"{url}/alone/native", exact=True).equal
+    else:
+        many, alone = plainly(f"{url}/many/{kind}"), plainly(f"{url}/alone/{kind}")
+        assert {name: raw for name, raw in many.items() if kind != "x.pt"} == {n: raw for n, raw in alone.items() if kind != "x.pt"}
+    same(f"{url}/many/{kind}", STATE)
+    assert good(on_ranks(2, lambda group: holdfast.verify(f"{url}/many/{kind}", group=group)))[1].ok
+    holdfast.reshard(made / "native", made / "mesh", mesh="dp=2", rules=["*: dp=0"])
+    good(on_ranks(2, lambda g: holdfast.reshard(made / "native", f"{url}/mesh", mesh="dp=2", rules=["*: dp=0"], group=g)))
+    same(f"{url}/mesh", STATE)
+
+
+@pytest.mark.parametrize("verb", [holdfast.convert, holdfast.copy])
+@pytest.mark.parametrize("kind", ["native", "split", "one"])
+def test_a_rank_that_fails_leaves_nothing(verb: object, kind: str, made: Path, proxy: Proxy, url: str, monkeypatch):
+    real = bucket.write_stream
+
+    def fail(file: object, *args: object, **kwargs: object) -> object:
+        if "00002" in file.key or file.key == "model.safetensors":  # type: ignore[attr-defined]
+            raise NotCommitted("a bad disk")
+        return real(file, *args, **kwargs)
+
+    if kind == "native":
+        monkeypatch.setattr(holdfast.engine.targets.bucket, "_put", failing_first(bucket._put))
+    monkeypatch.setattr(bucket, "write_stream", fail)
+
+    def job(group: ThreadGroup) -> object:
+        return verb(made / kind, url, group=group)
+
+    found = on_ranks(3, job)
+    assert all(isinstance(one, RanksFailed) and "a bad disk" in str(one) for one in found), found
+    assert names(url) == []
+
+
+def failing_first(put: object) -> object:
+    def failing(*args: object) -> object:
+        raise NotCommitted("a bad disk")
+
+    return failing
+
+
+def test_a_copy_that_is_refused_by_the_store_leaves_the_old_one(made: Path, proxy: Proxy, url: str):
+    holdfast.copy(made / "split", url)
+    before = content(url)
+    holdfast.save({name: np.zeros_like(array) for name, array in STATE.items()}, made / "other", format="safetensors",
+                  max_shard_size="70KB")  # fmt: skip
+    (made / "other" / "config.json").write_text("{}")
+
+    def refuse(asked: Asked) -> Fault | None:
+        return Fault(status=403) if asked.method == "PUT" and "00002" in asked.path else None
+
+    proxy.faults = refuse
+    found = on_ranks(3, lambda group: holdfast.copy(made / "other", url, group=group, overwrite=True))
+    proxy.faults = None
+    assert all(isinstance(one, RanksFailed) for one in found), found
+    assert content(url) == before

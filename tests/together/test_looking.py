@@ -1,0 +1,133 @@
+"""Verbs that look, on ranks that are threads: all ranks get the report of one process, and each reads its share of the bytes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.stores import local
+from tests.groups import good, on_ranks
+
+SIZES = [2, 3, 4]
+
+
+def state(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    large = {f"layers.{i}.weight": rng.standard_normal((96, 64 + 8 * i)).astype(np.float32) for i in range(12)}
+    small = {f"small.{i}": rng.standard_normal(7).astype(np.float16) for i in range(100)}
+    return large | small | {"big": rng.standard_normal((3000, 800)).astype(np.float32), "empty": np.zeros((0, 3))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("looked")
+    holdfast.save(state(), path / "a.pt", durable=False)
+    holdfast.save(state(), path / "native", durable=False)
+    holdfast.save(state(), path / "hf", format="safetensors", max_shard_size=400_000, durable=False)
+    other = state() | {"big": state()["big"] * 1.5, "moved": state()["layers.3.weight"]}
+    del other["layers.3.weight"]
+    holdfast.save(other, path / "b.safetensors", durable=False)
+    return path
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
+    """What is read from files, by the threads of which rank (helpers are counted for nobody)."""
+    import threading
+
+    found: list[tuple[str, int]] = []
+    real = local.LocalStore.read
+
+    def read(self: local.LocalStore, key: str, start: int, out: memoryview) -> None:
+        found.append((threading.current_thread().name, out.nbytes))
+        real(self, key, start, out)
+
+    monkeypatch.setattr(local.LocalStore, "read", read)
+    return found
+
+
+def alike(size: int, verb: Callable[..., object]) -> object:
+    alone = verb(None)
+    for one in good(on_ranks(size, verb)):
+        assert one == alone
+    return alone
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["a.pt", "native", "hf", "b.safetensors"])
+def test_verify(folder: Path, name: str, size: int):
+    assert alike(size, lambda group: holdfast.verify(folder / name, group=group)).ok
+
+
+def test_verify_reads_each_byte_once(folder: Path, reads: list[tuple[str, int]]):
+    good(on_ranks(4, lambda group: holdfast.verify(folder / "a.pt", group=group, threads=1)))
+    nbytes = (folder / "a.pt").stat().st_size
+    by_rank = {rank: sum(n for name, n in reads if name == f"rank-{rank}") for rank in range(4)}
+    assert sum(by_rank.values()) < 1.05 * nbytes + 4 * 100_000
+    assert by_rank[0] <= 1.2 / 4 * nbytes + 100_000
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_damage_is_named_on_all_ranks(folder: Path, tmp_path: Path, size: int):
+    for name in ("native", "a.pt"):
+        copy = tmp_path / name
+        (shutil.copytree if (folder / name).is_dir() else shutil.copy)(folder / name, copy)
+        data = next(copy.glob("*.safetensors")) if copy.is_dir() else copy
+        raw = bytearray(data.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        data.write_bytes(raw)
+        found = alike(size, lambda group, copy=copy: holdfast.verify(copy, group=group))
+        assert [one.tensors for one in found.damaged] == [("big",)]
+
+
+def test_a_sealed_folder(folder: Path, tmp_path: Path):
+    shutil.copytree(folder / "hf", tmp_path / "hf")
+    holdfast.seal(tmp_path / "hf")
+    assert alike(3, lambda group: holdfast.verify(tmp_path / "hf", group=group)).ok
+    next((tmp_path / "hf").glob("*2-of*.safetensors")).write_bytes(b"x")
+    assert not alike(3, lambda group: holdfast.verify(tmp_path / "hf", group=group)).ok
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_stats(folder: Path, size: int):
+    found = alike(size, lambda group: holdfast.stats(folder / "a.pt", group=group))
+    assert len(found) == 114
+    alike(size, lambda group: holdfast.stats(folder / "native", "layers.*", bins=0, group=group))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_diff(folder: Path, size: int):
+    found = alike(size, lambda group: holdfast.diff(folder / "native", folder / "b.safetensors", group=group))
+    assert [one.name for one in found.changed] == ["big"]
+    assert [(one.a, one.b) for one in found.renamed] == [("layers.3.weight", "moved")]
+    alike(size, lambda group: holdfast.diff(folder / "hf", folder / "a.pt", exact=True, group=group))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_report(folder: Path, size: int):
+    def page(group: object) -> object:
+        return holdfast.report(folder / "b.safetensors", stats=True, svd=True, group=group).document
+
+    alike(size, page)
+    alike(size, lambda group: holdfast.report(folder / "a.pt", folder / "b.safetensors", group=group).document)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_scan(folder: Path, size: int):
+    golden = Path("tests/golden")
+    found = alike(size, lambda group: asdict(holdfast.scan(golden / "hostile", golden / "files", folder, "nowhere", group=group)))
+    assert len(found["reports"]) > 50
+
+
+def test_ranks_that_see_different_files_are_told(folder: Path, tmp_path: Path):
+    holdfast.save(state(1), tmp_path / "other.pt", durable=False)
+    paths = [folder / "a.pt", tmp_path / "missing.pt", folder / "b.safetensors"]
+    for verb in (holdfast.verify, holdfast.stats):
+        found = on_ranks(3, lambda group, verb=verb: verb(paths[group.rank], group=group))
+        assert all(isinstance(one, holdfast.errors.RanksFailed) for one in found), found
