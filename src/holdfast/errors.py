@@ -262,6 +262,10 @@ class BadPlacement(HoldfastError, ValueError):
     """A mesh, or a rule that says how tensors are spread over it, that cannot be followed."""
 
 
+class BadMap(HoldfastError, ValueError):
+    """A map between layouts of weights that cannot be read, or cannot be followed."""
+
+
 class BadArgument(HoldfastError, ValueError):
     """A parameter was given something that it does not take. Nothing was read, and nothing was written."""
 

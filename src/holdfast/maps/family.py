@@ -1,0 +1,188 @@
+"""A family of models, from its TOML file: the arrays that a model is made of, and how each layout holds them.
+
+    model_types = ["qwen3"]                       # `model_type` of config.json, by which `auto` finds the family
+
+    [sizes]                                       # axes whose size shapes alone do not say; the first that is known counts
+    dim = ["config.head_dim", "hidden / heads"]
+
+    [layouts.hf]
+    drop = ["model.layers.{layer}.rotary_emb.inv_freq"]           # tensors without a place elsewhere, left out on purpose
+    [layouts.megatron]
+    states = "optimizer.state.{state}.{name}"                     # an optimizer's tensors, which go as the weights do
+    [layouts.megatron-layers]
+    from = "megatron"                                             # another layout, with texts of its names replaced
+    replace = {"decoder.layers." = "decoder.layers.{layer}."}     # where a name has the axis now, its first dimension goes
+
+    [[array]]
+    id = "out"
+    hf = "model.layers.{layer}.self_attn.o_proj.weight : hidden (group query dim)"
+    megatron = "decoder.layers.self_attention.linear_proj.weight : layer hidden (group query dim)"
+
+An array is `optional` where a checkpoint may lack it, and may have a `range` of places (`{layer = "dense:"}`). One that is
+`tied = "embed"` is another array's twin in models whose config says `tie_word_embeddings`, or that have none of its own: it has tensors
+then in the layouts of `copies` alone. The file is data: it has limits, and nothing in it is run.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Annotated, cast
+
+import msgspec
+from msgspec import Meta, field
+
+from holdfast.core.value import Value
+from holdfast.errors import BadMap
+from holdfast.maps.parts import LONGEST, NAME, AxisRange, NamePattern, Part, tokens
+
+MOST_NBYTES = 1 << 18  # Of a file of a family.
+MOST_ARRAYS, MOST_PARTS = 400, 64
+
+Text = Annotated[str, Meta(max_length=LONGEST)]
+Texts = Text | Annotated[list[Text], Meta(max_length=MOST_PARTS)]
+
+
+class LayoutText(msgspec.Struct, forbid_unknown_fields=True):
+    drop: Texts = field(default_factory=list)
+    states: Text = ""
+    base: Text = field(default="", name="from")
+    replace: dict[str, str] = field(default_factory=dict)
+
+
+class FamilyText(msgspec.Struct, forbid_unknown_fields=True):
+    array: Annotated[list[dict[str, object]], Meta(max_length=MOST_ARRAYS)]
+    layouts: dict[str, LayoutText]
+    about: Text = ""
+    model_types: list[Text] = field(default_factory=list)
+    sizes: dict[str, Texts] = field(default_factory=dict)
+
+
+class Array(Value, frozen=True, eq=False):
+    """One array of the model, and the parts in which each layout has it."""
+
+    id: str
+    parts: Mapping[str, tuple[Part, ...]]
+    ranges: Mapping[str, AxisRange]
+    optional: bool = False
+    tied: str = ""
+    copies: tuple[str, ...] = ()
+
+
+class Layout(Value, frozen=True, eq=False):
+    name: str
+    drops: tuple[NamePattern, ...]
+    states: str
+    """How an optimizer's tensor of a weight is called; empty where they have no place."""
+
+    def state_of(self, name: str) -> tuple[str, str] | None:
+        """The state and the weight that a name of an optimizer's tensor stands for."""
+        if not self.states:
+            return None
+        pattern = re.escape(self.states).replace(r"\{state\}", "(?P<state>[a-z0-9_]+)").replace(r"\{name\}", "(?P<name>.+)")
+        found = re.fullmatch(pattern, name)
+        return None if found is None else (found["state"], found["name"])
+
+    def name_of(self, state: str, name: str) -> str:
+        return self.states.replace("{state}", state).replace("{name}", name) if state else name
+
+
+class Family(Value, frozen=True, eq=False):
+    name: str
+    about: str
+    model_types: tuple[str, ...]
+    sizes: Mapping[str, tuple[str, ...]]
+    layouts: Mapping[str, Layout]
+    arrays: tuple[Array, ...]
+
+    def layout(self, name: str) -> Layout:
+        if name not in self.layouts:
+            raise BadMap(f"the family {self.name!r} has no layout {name!r}: it has {', '.join(self.layouts)}", found=name)
+        return self.layouts[name]
+
+
+def read_family(name: str, content: bytes) -> Family:
+    """The family of a TOML file. Raises `BadMap` where it is none."""
+    if len(content) > MOST_NBYTES:
+        raise BadMap(f"the file of a family has at most {MOST_NBYTES:,} bytes, and this one {len(content):,}", file=name)
+    try:
+        text = msgspec.convert(tomllib.loads(content.decode()), FamilyText)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise BadMap(f"this is no file of a family: {error}", file=name) from None
+    try:
+        layouts = {key: _layout(key, one) for key, one in text.layouts.items()}
+        sizes = {key: _texts(one) for key, one in text.sizes.items()}
+        for one in (expression for several in sizes.values() for expression in several):
+            tokens(one)
+        arrays = tuple(_array(number, one, text.layouts) for number, one in enumerate(text.array))
+        _check(layouts, arrays)
+    except BadMap as error:
+        error.file = name
+        raise
+    return Family(name, text.about, tuple(text.model_types), sizes, layouts, arrays)
+
+
+def _texts(given: Texts) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _layout(name: str, text: LayoutText) -> Layout:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        raise BadMap(f"{name[:40]!r} is no name of a layout")
+    if text.states and (text.states.count("{name}") != 1 or text.states.count("{state}") != 1):
+        raise BadMap(f"states are written 'optimizer.{{state}}.{{name}}', not {text.states!r}")
+    return Layout(name, tuple(map(NamePattern.read, _texts(text.drop))), text.states)
+
+
+def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, LayoutText]) -> Array:
+    known = {"id": str, "optional": bool, "tied": str, "copies": list, "range": dict}
+    for key, value in given.items():
+        if key in known and not isinstance(value, known[key]):
+            raise BadMap(f"{key!r} of array {number} is of another type")
+        if key not in known and key not in layouts:
+            raise BadMap(f"array {number} has {key!r}, which is no layout of the file")
+    parts: dict[str, tuple[Part, ...]] = {}
+    for layout, about in layouts.items():
+        texts = given.get(layout, given.get(about.base, []))
+        if not isinstance(texts, str) and not (isinstance(texts, list) and all(isinstance(one, str) for one in texts)):
+            raise BadMap(f"the parts of array {number} in {layout!r} are no texts")
+        made = tuple(map(Part.read, _texts(cast("Texts", texts))))
+        parts[layout] = made if layout in given else tuple(_renamed(one, about.replace) for one in made)
+        if len(made) > MOST_PARTS:
+            raise BadMap(f"an array has at most {MOST_PARTS} parts")
+    ranges: dict[str, AxisRange] = {}
+    for axis, text in cast("dict[str, object]", given.get("range", {})).items():
+        start, colon, stop = str(text).partition(":")
+        if not colon or not re.fullmatch(NAME, axis):
+            raise BadMap(f"a range is written 'first:last', not {text!r}")
+        ranges[axis] = AxisRange(axis, start or "0", stop)
+    copies = tuple(map(str, cast("list[object]", given.get("copies", []))))
+    return Array(
+        str(given.get("id", f"array {number}")), parts, ranges, bool(given.get("optional")), str(given.get("tied", "")), copies
+    )  # fmt: skip
+
+
+def _renamed(part: Part, replaced: Mapping[str, str]) -> Part:
+    """A part under its name in a layout that is made of another. An axis that the name has now is no dimension any more."""
+    text = part.name.text
+    for old, new in replaced.items():
+        text = text.replace(old, new)
+    name = NamePattern.read(text)
+    dims = tuple(dim for dim in part.dims if not (len(dim) == 1 and dim[0].axis in name.axes))
+    return Part(name, dims, part.pattern)
+
+
+def _check(layouts: Mapping[str, Layout], arrays: tuple[Array, ...]) -> None:
+    """What can be said of a family without a checkpoint: no two parts have one name, ties lead to arrays."""
+    ids = {array.id for array in arrays}
+    for array in arrays:
+        if array.tied and array.tied not in ids:
+            raise BadMap(f"{array.id!r} is tied to {array.tied!r}, which is no array")
+    for layout in layouts:
+        seen: dict[tuple[str, tuple[str, ...]], str] = {}
+        for one in (part.name for array in arrays for part in array.parts[layout]):
+            key = one.plain, tuple(number if number.isdecimal() else "" for number in one.numbers)
+            if key in seen:
+                raise BadMap(f"{one.text!r} and {seen[key]!r} are one name in the layout {layout!r}")
+            seen[key] = one.text

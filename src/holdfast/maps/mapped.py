@@ -1,0 +1,129 @@
+"""A checkpoint through a map: another table over the same files. A tensor of it is made of chunks of theirs; nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Chunk
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Description, Source
+from holdfast.core.strict_json import parse
+from holdfast.core.table import Table
+from holdfast.core.tensor import LazyTensor, OrderedChunks
+from holdfast.core.text import plural
+from holdfast.errors import HoldfastError
+from holdfast.maps.bind import Bound, FoundTensors, Target
+from holdfast.maps.pieces import Meeting
+
+CONFIG = "config.json"
+
+
+def read_config(source: Source, limits: Limits) -> Mapping[str, object]:
+    """The config.json beside the weights; empty where there is none, or it is none. Models with several towers have one for each:
+    the text model's counts as well."""
+    store = source.store
+    if not store.folder or not store.holds(CONFIG):
+        return {}
+    try:
+        found = parse(source.bytes(CONFIG, 0, min(store.size(CONFIG), limits.header_nbytes)), limits, file=CONFIG)
+    except HoldfastError:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    inner = found.get("text_config")
+    return {**(inner if isinstance(inner, dict) else {}), **found}
+
+
+class MappedTensors:
+    """Makes the tensors of a bound map."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self._meetings: dict[tuple[int, int], list[Meeting]] = {}
+        self._tensors: dict[tuple[int, int], dict[tuple[int, ...], LazyTensor]] = {}
+
+    def meetings(self, target: Target) -> list[Meeting]:
+        """How the part of a target meets each part of its source."""
+        key = id(target.found), target.part
+        if key not in self._meetings:
+            array, bound = target.found.array, self._bound
+            here = bound.placed(array, bound.target.name)[target.part]
+            assert here is not None  # it was proved
+            self._meetings[key] = [Meeting(here, one) for one in bound.placed(array, bound.source.name) if one is not None]
+        return self._meetings[key]
+
+    def source_row(self, target: Target) -> int | None:
+        """The row that a target is, under another name; None where it is made of parts."""
+        found = [(part, one) for part, one in enumerate(self.meetings(target)) if not one.empty]
+        if len(found) != 1 or not found[0][1].renames:
+            return None
+        part, meeting = found[0]
+        return target.found.rows.get((part, tuple(target.places.get(axis, 0) for axis in meeting.source.places)))
+
+    def sources(self, target: Target) -> list[int]:
+        """The rows that a target is made of, in the order of the checkpoint."""
+        rows = set[int]()
+        for part, meeting in enumerate(self.meetings(target)):
+            rows |= {target.found.rows[part, meeting.source_places(at)] for at in meeting.steps(target.places)}
+        return sorted(rows)
+
+    def tensor(self, target: Target) -> LazyTensor:
+        chunks: list[Chunk] = []
+        first: LazyTensor | None = None
+        for part, meeting in enumerate(self.meetings(target)):
+            tensors = self._views(target.found, part)
+            chunks += meeting.chunks(target.places, tensors)
+            if chunks and first is None:
+                first = next(iter(tensors.values()))
+        assert first is not None  # the source tiles the array
+        chunks.sort(key=lambda chunk: chunk.box.start)
+        return LazyTensor(target.name, first.dtype, target.shape, OrderedChunks(chunks), first.source)
+
+    def _views(self, found: FoundTensors, part: int) -> dict[tuple[int, ...], LazyTensor]:
+        key = id(found), part
+        if key not in self._tensors:
+            table = self._bound.table
+            self._tensors[key] = {places: table.view(row) for (own, places), row in found.rows.items() if own == part}
+        return self._tensors[key]
+
+
+def mapped_table(bound: Bound) -> Table:
+    """The table of the target layout."""
+    table, made = bound.table, MappedTensors(bound)
+    names = [*table.names]
+    entries: dict[int, dict[str, LazyTensor]] = {}
+    renamed: dict[int, str] = {}
+    for target in bound.targets:
+        row = made.source_row(target)
+        if row is not None and row not in renamed:
+            renamed[row] = target.name
+            continue
+        rows = made.sources(target)
+        _check_dtypes(bound, target, rows)
+        entries.setdefault(rows[0], {})[target.name] = made.tensor(target)
+    bound.problems.refuse(bound.what, "")
+    for row, name in renamed.items():
+        names[row] = name
+        if row in entries:
+            entries[row] = {name: table.view(row).renamed(name), **entries[row]}
+    return table.select(range(len(table)), names).with_entries(sorted({*renamed, *entries}), entries)
+
+
+def _check_dtypes(bound: Bound, target: Target, rows: Sequence[int]) -> None:
+    kinds = {bound.table.kind_of(row).dtype.name: bound.table.names[row] for row in rows}
+    if len(kinds) > 1:
+        said = " and ".join(f"{dtype} ({name})" for dtype, name in [*kinds.items()][:3])
+        bound.problems.wrong[target.name] = f"would be made of {said}: cast them to one dtype first"
+
+
+def mapped(checkpoint: Checkpoint, bound: Bound) -> Checkpoint:
+    """The checkpoint as the target layout has it."""
+    table = mapped_table(bound)
+    notes = [f"seen through the map {bound.what}: {plural(len(bound.targets), 'tensor')} of {bound.used:,}", *bound.left_out()]
+    if not checkpoint.flat:
+        notes.append("left out: what is no tensor, which a map says nothing of")
+    return Checkpoint(
+        checkpoint.source, Description(checkpoint.format, table, table, notes=(*checkpoint.notes, *notes), metadata=checkpoint.metadata)
+    )  # fmt: skip
+

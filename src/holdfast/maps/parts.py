@@ -1,0 +1,176 @@
+"""How a layout holds an array, as text and read: names with numbers in them, and dimensions made of named axes.
+
+    model.layers.{layer}.self_attn.q_proj.weight : (group slot[:query] dim) hidden
+    decoder.layers.self_attention.linear_qkv.weight : layer (group slot dim) hidden
+
+Both lines are parts of one array, whose axes are layer, group, slot, dim and hidden. A number in a name, `{layer}`, is a place on an
+axis: there is a tensor for each. A dimension is one axis, or several in brackets, the last one fastest. `slot[:query]` is the first
+`query` places of an axis, `slot[query]` the one behind them. An axis that a part does not have is the same all along it.
+
+Sizes are small expressions: whole numbers and names with + - * and /, which must come out even. Nothing here is evaluated by Python.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import product
+
+from holdfast.core.value import Value
+from holdfast.errors import BadMap
+
+LONGEST = 300  # Characters of a part, or of an expression.
+MOST_AXES = 12
+
+NAME = r"[a-z][a-z0-9_]*"
+TOKEN = re.compile(rf"\s*(?:(\d{{1,12}})|({NAME}(?:\.[A-Za-z0-9_]+)*)|([-+*/]))")
+AXIS = re.compile(rf"({NAME})(?:\[([^\[\]:]*)(:?)([^\[\]:]*)\])?")
+NUMBER = re.compile(r"\{([^{}]*)\}")
+DIGITS = re.compile(r"\d+")
+
+Lookup = Callable[[str], int | None]
+
+
+def evaluate(text: str, lookup: Lookup) -> int | None:
+    """The value of an expression; None where a name in it is not known. Products come before sums.
+
+    >>> evaluate("heads / 2 + 3 * group", {"heads": 8, "group": 2}.get)
+    10
+    """
+    total: int | None = 0
+    term: int | None = None
+    sign, operator = 1, ""
+    for word in tokens(text):
+        if word in ("+", "-"):
+            total = None if total is None or term is None else total + sign * term
+            sign, operator, term = (1 if word == "+" else -1), "", None
+        elif word in ("*", "/"):
+            operator = word
+        else:
+            value = int(word) if word.isdecimal() else lookup(word)
+            if not operator:
+                term = value
+            elif term is None or value is None:
+                term = None
+            elif operator == "*":
+                term *= value
+            elif not value or term % value:
+                raise BadMap(f"{text!r} does not come out even: {term} / {value}", found=text)
+            else:
+                term //= value
+            if value is None:
+                return None
+    return None if total is None or term is None else total + sign * term
+
+
+def tokens(text: str) -> list[str]:
+    """The words of an expression: values and operators in turn. Raises `BadMap` for anything else."""
+    words, at = list[str](), 0
+    while at < len(text.rstrip()):
+        found = TOKEN.match(text, at)
+        is_operator = found is not None and found.group(3) is not None
+        if found is None or is_operator != bool(len(words) % 2) or len(text) > LONGEST:
+            raise BadMap(f"{text[:80]!r} is no size: write numbers and names with + - * / between them", found=text)
+        words.append(found.group(0).strip())
+        at = found.end()
+    if not len(words) % 2:
+        raise BadMap(f"{text[:80]!r} is no size: write numbers and names with + - * / between them", found=text)
+    return words
+
+
+class AxisRange(Value, frozen=True):
+    """Places of an axis: from `start` to before `stop`, both expressions; no `stop`: all of it."""
+
+    axis: str
+    start: str = "0"
+    stop: str = ""
+
+
+class NamePattern(Value, frozen=True):
+    """A name with numbers in it. Names are found by what they are without digits."""
+
+    text: str
+    plain: str
+    """The name with # for every number."""
+    numbers: tuple[str, ...]
+    """For each of these, the axis that it is a place on, or the digits that stand there always."""
+
+    @classmethod
+    def read(cls, text: str) -> NamePattern:
+        """
+        >>> NamePattern.read("layers.{layer}.fc1.weight{expert}").numbers
+        ('layer', '1', 'expert')
+        """
+        for axis in NUMBER.findall(text):
+            if not re.fullmatch(NAME, axis):
+                raise BadMap(f"a number in a name is written {{layer}}, not {{{axis}}}: {text[:80]!r}", found=text)
+        if "#" in text or re.search(r"\d\{|\}\d|\}\{", text) or not text.strip():
+            raise BadMap(f"a name has its numbers apart, and no # in it: {text[:80]!r}", found=text)
+        plain = DIGITS.sub("#", NUMBER.sub("#", text))
+        numbers = tuple(axis or digits for axis, digits in re.findall(r"\{([^{}]*)\}|(\d+)", text))
+        return cls(text, plain, numbers)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.numbers if not axis.isdecimal())
+
+    def places(self, digits: tuple[str, ...]) -> tuple[int, ...] | None:
+        """The places that a name with these digits stands for; None where others always stand there."""
+        if any(own.isdecimal() and own != found for own, found in zip(self.numbers, digits, strict=True)):
+            return None
+        return tuple(int(found) for own, found in zip(self.numbers, digits, strict=True) if not own.isdecimal())
+
+    def name(self, places: Mapping[str, int]) -> str:
+        return NUMBER.sub(lambda found: str(places[found.group(1)]), self.text)
+
+
+class Part(Value, frozen=True):
+    """What a tensor, or one for each place, holds of an array."""
+
+    name: NamePattern
+    dims: tuple[tuple[AxisRange, ...], ...]
+    pattern: str
+
+    @classmethod
+    def read(cls, text: str) -> Part:
+        """Read a part. Raises `BadMap` with the text where it is none."""
+        name, colon, pattern = text.partition(" : ")
+        if len(text) > LONGEST or not colon:
+            raise BadMap(f"a part is written 'name : axis (axis axis)', not {text[:80]!r}", found=text)
+        dims: list[tuple[AxisRange, ...]] = []
+        for found in re.finditer(r"\(([^()]*)\)|([^\s()]+)|(\S)", pattern):
+            inside, single, odd = found.groups()
+            if odd is not None:
+                raise BadMap(f"a bracket is not closed in {text[:80]!r}", found=text)
+            words = re.findall(r"[^\s\[]+(?:\[[^\]]*\])?", inside) if inside is not None else [single]
+            dims.append(tuple(_axis_range(word, text) for word in words))
+        made = cls(NamePattern.read(name.strip()), tuple(dims), " ".join(pattern.split()))
+        axes = [*made.name.axes, *(one.axis for dim in dims for one in dim)]
+        if len({*axes}) < len(axes) or len(axes) > MOST_AXES:
+            raise BadMap(f"an axis stands twice in {text[:80]!r}, or there are more than {MOST_AXES}", found=text)
+        return made
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (*self.name.axes, *(one.axis for dim in self.dims for one in dim))
+
+
+def _axis_range(word: str, text: str) -> AxisRange:
+    found = AXIS.fullmatch(word)
+    if found is None:
+        raise BadMap(f"{word[:40]!r} is no axis, in {text[:80]!r}", found=text)
+    axis, start, colon, stop = found.groups()
+    if start is None:
+        return AxisRange(axis)
+    if not colon:
+        return AxisRange(axis, start, f"{start} + 1")
+    return AxisRange(axis, start or "0", stop)
+
+
+def every_place(axes: tuple[str, ...], ranges: Mapping[str, range]) -> list[dict[str, int]]:
+    """Each way to choose a place on each of these axes.
+
+    >>> every_place(("layer",), {"layer": range(2)})
+    [{'layer': 0}, {'layer': 1}]
+    """
+    return [dict(zip(axes, places, strict=True)) for places in product(*(ranges[axis] for axis in axes))]
