@@ -42,7 +42,7 @@ SLACK = {"lines": 200, "modules": 0, "classes": 0}
 """How far a total may be below its number before the number is to be lowered."""
 
 BYTES = {"errors", "core", "metadata", "stores", "numeric", "engine", "formats", "seals"}
-VERBS = {*BYTES, "inspect", "saving", "rewrite", "pruning"}
+VERBS = {*BYTES, "maps", "inspect", "saving", "rewrite", "pruning"}
 
 BELOW = {
     "errors": set(),
@@ -53,9 +53,10 @@ BELOW = {
     "engine": {"errors", "core", "metadata", "stores", "numeric"},
     "formats": {"errors", "core", "metadata", "numeric"},
     "seals": {*BYTES},
-    "inspect": {*BYTES},
-    "saving": {*BYTES, "inspect"},
-    "rewrite": {*BYTES, "inspect", "saving"},
+    "maps": {*BYTES},
+    "inspect": {*BYTES, "maps"},
+    "saving": {*BYTES, "maps", "inspect"},
+    "rewrite": {*BYTES, "maps", "inspect", "saving"},
     "pruning": {*BYTES, "inspect", "saving", "rewrite"},
     "ranks": {*BYTES, "inspect", "saving", "rewrite"},
     "runs": {*VERBS},

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from holdfast.inspect.sparsity import SparsityReport, TensorSparsity, sparsity
     from holdfast.inspect.stats import StatsReport, TensorStats, stats
     from holdfast.inspect.verify import VerifyReport, verify
+    from holdfast.maps.find import Map
     from holdfast.pruning.prune import Pruned, prune
     from holdfast.reports.report import Report, report
     from holdfast.rewrite.compact import Compacted, compact
@@ -64,6 +65,7 @@ _NAMES = {
     "core.limits": "Limits",
     "core.opaque": "Global Opaque",
     "core.tensor": "Composite LazyTensor",
+    "maps.find": "Map",
     "engine.computed": "dequantize",
     "errors": "HoldfastError",
     "inspect.diff": "Diff diff",
@@ -94,8 +96,8 @@ _WHERE = {name: module for module, names in _NAMES.items() for name in names.spl
 
 __all__ = [
     "DTYPES", "Alias", "AliasGraph", "Best", "Box", "Checkpoint", "Chunk", "Compacted", "Composite", "Conversion", "Copied",
-    "DType", "Diff", "Digest", "Every", "Export", "Global", "Group", "HoldfastError", "Latest", "LazyTensor", "Limits", "Opaque",
-    "Pruned", "Report", "Run", "Saved", "ScanReport", "Sealed", "SparsityReport", "StatsReport", "Step", "Storage",
+    "DType", "Diff", "Digest", "Every", "Export", "Global", "Group", "HoldfastError", "Latest", "LazyTensor", "Limits", "Map",
+    "Opaque", "Pruned", "Report", "Run", "Saved", "ScanReport", "Sealed", "SparsityReport", "StatsReport", "Step", "Storage",
     "TensorSparsity", "TensorStats", "Tied", "VerifyReport", "Within", "alias_graph", "compact", "convert", "copy", "dequantize",
     "diff", "edit", "errors", "metadata", "open", "package", "prune", "read", "replace_weights", "report", "reshard", "save",
     "scan", "seal", "sparsity", "stats", "tie", "to_bytes", "verify",

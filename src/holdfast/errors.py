@@ -30,6 +30,7 @@
     │   └── RankLost                        a rank gave no sign of life: it was killed, or its machine is gone
     ├── CannotHold (ValueError)             the format has no way to say this; `problems` lists all of it, nothing was written
     ├── BadPlacement (ValueError)           a mesh, a rule of `reshard` or a shard that does not fit the checkpoint
+    ├── BadMap (ValueError)                 a map between layouts of weights that cannot be read, or does not lead where it says
     ├── BadArgument (ValueError)            a parameter was given something that it does not take: the message says what it takes
     │   └── BadArgumentType (TypeError)     of another kind
     ├── BadTarget (ValueError)              `out=` has another shape, dtype or layout than the tensor
@@ -51,7 +52,7 @@ from types import TracebackType
 from typing import TypeVar
 
 __all__ = [
-    "BadArgument", "BadArgumentType", "BadIndex", "BadPath", "BadPlacement", "BadTarget", "CannotHold", "Closed", "Corrupted",
+    "BadArgument", "BadArgumentType", "BadIndex", "BadMap", "BadPath", "BadPlacement", "BadTarget", "CannotHold", "Closed", "Corrupted",
     "DoesNotFit", "DurabilityUncertain", "FormatError", "HeaderError", "HoldfastError", "HoldfastWarning", "LimitExceeded",
     "MetadataError", "NoSuchPath", "NoSuchStep", "NoSuchTensor", "NotAPath", "NotCommitted", "NotSaved", "PickleError",
     "RankLost", "RanksFailed", "RanksFoundNothing", "RanksRefused", "Refused", "Replaced", "ReplicasDiffer", "SaveError",
@@ -239,11 +240,15 @@ class RankLost(SaveError):
         self.ranks = ranks
 
 
+def _shown(problems: Sequence[str]) -> list[str]:
+    return [*problems[:20], *([f"… and {len(problems) - 20:,} more"] if len(problems) > 20 else [])]
+
+
 class CannotHold(HoldfastError, ValueError):
     """The target format cannot hold some of the state; nothing was written."""
 
     def __init__(self, message: str, problems: Sequence[str], *, file: str | None = None) -> None:
-        self.shown = [*problems[:20], *([f"… and {len(problems) - 20} more"] if len(problems) > 20 else [])]
+        self.shown = _shown(problems)
         """Those that the message lists."""
         super().__init__("\n  - ".join([message, *self.shown]), file=file)
         self.what = message  # The message without them.
@@ -288,9 +293,11 @@ class DoesNotFit(HoldfastError, RuntimeError):
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
         mismatched: Mapping[str, str] | None = None,
+        problems: Sequence[str] = (),
         file: str | None = None,
     ) -> None:
-        super().__init__(message, file=file)
+        self.what, self.shown = message, _shown(problems)
+        super().__init__("\n  - ".join([message, *self.shown]), file=file)
         self.missing = tuple(missing)  # Names of the target that the checkpoint does not have.
         self.unexpected = tuple(unexpected)  # Names of the checkpoint that the target does not have.
         self.mismatched = dict(mismatched or {})  # Names that both have and that cannot be loaded, with the reason.

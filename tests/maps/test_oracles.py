@@ -40,7 +40,7 @@ def test_a_map_puts_each_element_where_the_framework_puts_it(name: str):
     source = numbered([row[:2] for row in recorded["source"]])
     checkpoint = holdfast.open(holdfast.to_bytes(source, format="safetensors"))
     bound = Map(family, recorded["from"], recorded["to"]).bind(checkpoint, recorded["config"])
-    found = mapped(checkpoint, bound)
+    found = mapped(checkpoint, bound, lambda one: one)
     target = {row[0]: row[1:] for row in recorded["target"]}
     assert {one: (list(found[one].shape), digest(found[one].numpy())) for one in found} == {
         one: (shape, number) for one, (shape, number) in target.items()

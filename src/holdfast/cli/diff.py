@@ -52,6 +52,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("b", metavar="B", type=values.path, help="another one")
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match, on both sides")
     verb.add_argument("--rename", metavar="OLD=NEW", action="append", default=[], type=values.pair, help="names of A: 'model.*=*'")
+    verb.add_argument("--map", metavar="MAP", help="see A in another layout: 'qwen3:hf->megatron'; auto")
     verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
     verb.add_argument("-e", "--exact", action="store_true", help="compare bytes even where checksums agree")
     order = "changed tensors by: change, the largest first (default); name; file"
@@ -65,7 +66,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """The exit code is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
     with acting(options.group, "compare") as ranks, ExitStack() as stack:
-        checkpoints = (stack.enter_context(opened(path)) for path in (options.a, options.b))
+        both = ((options.a, options.map), (options.b, None))
+        checkpoints = (stack.enter_context(opened(path, map=map)) for path, map in both)
         a, b = chosen_sides(checkpoints, rename=options.rename, filter=options.filter, tensors_only=options.tensors_only)
         threads = reading_threads(None, None, ranks.neighbours())
         comparison = Comparison(a, b, exact=options.exact, threads=threads, ranks=ranks)

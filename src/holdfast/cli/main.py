@@ -62,12 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
     """The line of an error; where there is a list of problems, a line each. Keywords of the library are flags here."""
     from holdfast.cli.options import flags_of, in_flags
-    from holdfast.errors import CannotHold, HoldfastError
+    from holdfast.errors import CannotHold, DoesNotFit, HoldfastError
 
     verb = Parser()
     verb.fill = next((partial(_add, argument) for argument in arguments if argument in VERBS), None)
     flags = flags_of(verb.filled())
-    if isinstance(error, CannotHold):
+    if isinstance(error, CannotHold | DoesNotFit) and error.shown:
         lines = [f"holdfast: {error.what}", *(f"  - {problem}" for problem in error.shown)]
     else:
         lines = [f"holdfast: {_sentence(error)}"]
@@ -181,6 +181,7 @@ VERBS = {
     "package": "several models in one checkpoint",
     "tie": "find equal tensors, and store them once",
     "compact": "drop bytes that no tensor reaches",
+    "maps": "layouts of other frameworks, and whether one fits",
     "runs": "list the steps of a run",
     "pin": "keep a step of a run",
     "unpin": "leave it to the rules",

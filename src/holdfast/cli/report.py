@@ -46,6 +46,7 @@ def add_report_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--sample", metavar="SHARE", type=_share, help="read only so much of each large tensor: 1%%")
     verb.add_argument("--svd", action="store_true", help="singular values as well; reads matrices three times more")
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
+    verb.add_argument("--map", metavar="MAP", help="see PATH in another layout: 'qwen3:hf->megatron'; auto")
     verb.add_argument("--mesh", metavar="N", help="which files each of N ranks would read; 2x2 for a grid")
     verb.add_argument("--max-memory", metavar="SIZE", type=values.size, help="use no more than this")
     verb.add_argument("--threads", metavar="N", type=values.positive, help="how many threads")
@@ -66,7 +67,7 @@ def report_request_of(options: argparse.Namespace, ranks: Ranks) -> ReportReques
 
     return ReportRequest(
         options.stats or options.svd or options.sample is not None, options.sample, options.svd, options.filter, options.mesh,
-        max_memory=options.max_memory, threads=options.threads, ranks=ranks,
+        max_memory=options.max_memory, threads=options.threads, ranks=ranks, map=options.map,
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ VERDICTS = {
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="checkpoints, files or directories")
     verb.add_argument("--strict", action="store_true", help="what has no checksum to be compared with is a failure (exit code 3)")
+    verb.add_argument("--map", metavar="MAP", help="prove first that it is of a layout, whole: 'qwen3:hf->megatron'; auto")
     verb.add_argument("-a", "--all", action="store_true", help="every damage")
     verb.add_argument("-q", "--quiet", action="store_true", help=values.QUIET_HELP)
     verb.add_argument("--json", action="store_true", help=values.JSON_HELP)
@@ -65,7 +66,9 @@ def run(options: argparse.Namespace) -> int:
     # What is sealed is read twice.
     total = sum(size_of(path) * (2 if is_sealed(path) else 1) for path in options.paths)
     with bar("Verifying", total, quiet=options.quiet or options.json) as progress:
-        reports = [verify(path, require=options.strict, progress=progress, group=options.group) for path in options.paths]
+        reports = [
+            verify(path, require=options.strict, progress=progress, group=options.group, map=options.map) for path in options.paths
+        ]
     if options.json:
         print_json(verify_document(reports))
     else:

@@ -111,6 +111,13 @@ def group(value: object, name: str) -> object:
     raise BadArgumentType(f"{name} takes a process group, or what holdfast.torch.group() makes, not {shown(value)}", found=value)
 
 
+def map_name(value: object, name: str) -> object:
+    """A `Map`, or the name of one."""
+    if isinstance(value, str) or hasattr(value, "through"):
+        return value
+    raise BadArgumentType(f"{name} takes the name of a map ('qwen3:hf->megatron'), or a Map, not {shown(value)}", found=value)
+
+
 size = byte_count
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,10 @@ def find_aliases(table: Table, shared: SharedRows) -> tuple[Alias, ...]:
     """The storages that several rows of a table share, in the order of first rows."""
     each = ((shared.storage_of(number, table.view(rows[0]), rows[0]), rows) for number, rows in shared.groups())
     return tuple([Alias(tuple([table.names[row] for row in rows]), storage) for storage, rows in each])
+
+
+def _seen_again(first: Callable[[Source], Checkpoint], through: Callable[[Checkpoint], Checkpoint], source: Source) -> Checkpoint:
+    return through(first(source))
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
@@ -100,6 +105,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
             return self
         return Checkpoint(self._source, replace(found, tensors=table, tree=table), again=self._again)
 
+    def seen(self, description: Description, through: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
+        """These files under another description, which `through` makes of this checkpoint."""
+        again = None if self._again is None else partial(_seen_again, self._again, through)
+        return Checkpoint(self._source, description, again=again)
+
     @property
     def path(self) -> str:
         """What was opened."""
@@ -128,6 +138,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def notes(self) -> tuple[str, ...]:
         """Sentences about what is odd in this file."""
         return self._description.notes
+
+    @property
+    def usual_format(self) -> str:
+        """The format in which others expect it, where nothing else is said: that of the layout that a map gave it."""
+        return self._description.usual_format
 
     @property
     def non_model_keys(self) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ from holdfast.errors import BadArgumentType
 
 if TYPE_CHECKING:
     from holdfast.core.group import AnyGroup
+    from holdfast.maps.find import AnyMap
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -128,6 +129,12 @@ class GroupOption(TypedDict, total=False):
     )]  # fmt: skip
 
 
+class MapOption(TypedDict, total=False):
+    map: Annotated["AnyMap | None", Option(
+        None, "see SRC in the layout of another framework: 'qwen3:hf->megatron'; auto", "MAP", arguments.map_name
+    )]  # fmt: skip
+
+
 class ShardOption(TypedDict, total=False):
     max_shard_size: Annotated[Size | None, Option(None, "split into files of at most 5GB, 500MiB, …", "SIZE", arguments.size)]
 
@@ -160,7 +167,7 @@ class EditingOptions(TypedDict, total=False):
 
 
 class ConvertOptions(
-    EditingOptions, FolderOptions, SparseOption, StoreOption, FormatOption, GroupOption, WriteOptions, total=False
+    EditingOptions, MapOption, FolderOptions, SparseOption, StoreOption, FormatOption, GroupOption, WriteOptions, total=False
 ):
     model: Annotated[str | None, Option(None, "of a package: the state dict of this model", "NAME", arguments.text)]
     constants: Annotated[bool, Option(False, "of a package: with the constants of its programs")]
@@ -206,7 +213,7 @@ class ReplaceOptions(InPlaceOption, WriteOptions, total=False):
     model: Annotated[str | None, Option(None, "of an archive of several models: which", "NAME", arguments.text, flag="")]
 
 
-class ReshardOptions(GroupOption, WriteOptions, total=False):
+class ReshardOptions(MapOption, GroupOption, WriteOptions, total=False):
     mesh: Required[Annotated[Mapping[str, int] | str, Option(..., "the ranks: 'dp=2,tp=4'", "NAME=N,…", arguments.counts)]]
 
 

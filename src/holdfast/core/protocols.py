@@ -253,6 +253,8 @@ class Description(Value, frozen=True):
     non_model_keys: tuple[str, ...] = ()
     """Keys at the top of the tree that are no part of the model, where a format knows: the optimizer, the state of a run. Who wants
     a model (`convert`, `load_into`, `slices`) leaves them out, unless they are named."""
+    usual_format: str = ""
+    """The format in which others expect these tensors, where a map knows."""
 
 
 class State(Value, frozen=True):

@@ -27,6 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -60,6 +61,9 @@ from holdfast.inspect.compare_values import ABSENT, ContainerKind, ValueChange, 
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
 from holdfast.numeric.compare import Content, Tally, compare_arrays
+
+if TYPE_CHECKING:
+    from holdfast.maps.find import AnyMap
 
 SMALL_NBYTES, TOGETHER = 16 << 10, 256
 """Tensors up to this length are read by so many together: 8 MiB at the most for both sides."""
@@ -347,20 +351,22 @@ def diff(
     threads: int | None = None,
     progress: Progress | None = None,
     group: AnyGroup | None = None,
+    map: AnyMap | None = None,
 ) -> Diff:
     """Compare two checkpoints: paths (or anything else that `open` takes), or open ones, which stay open.
 
-    `rename` changes names of `a` before they are compared, by pairs of globs as in `convert` (`[("model.*", "*")]`). `filter` is a
-    glob, or a name that stands for all below it: only what is called so then, on both sides, is compared. `tensors_only` leaves out
-    everything that is no tensor. With `find_renamed=False` a tensor that moved to another name counts as removed and added. With
-    `exact=True` no checksum is taken at its word. Of the ranks of a `group` each reads some of the tensors, and all get all
-    differences. `progress` is called with the number of bytes that were read since its last call, from any thread.
+    `map` shows `a` in the layout of another framework. `rename` changes names of `a` before they are compared, by pairs of globs
+    as in `convert` (`[("model.*", "*")]`). `filter` is a glob, or a name that stands for all below it: only what is called so
+    then, on both sides, is compared. `tensors_only` leaves out everything that is no tensor. With `find_renamed=False` a tensor that
+    moved to another name counts as removed and added. With `exact=True` no checksum is taken at its word. Of the ranks of a
+    `group` each reads some of the tensors, and all get all differences. `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
     with acting(group, "compare") as ranks, ranks.counting(progress) as counted, ExitStack() as stack:
-        checkpoints = (stack.enter_context(opened(src, limits=limits)) for src in (a, b))
-        sides = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
+        sides = ((a, map), (b, None))
+        checkpoints = (stack.enter_context(opened(src, limits=limits, map=own)) for src, own in sides)
+        chosen = chosen_sides(checkpoints, rename=rename, filter=filter, tensors_only=tensors_only)
         threads = reading_threads(max_memory, threads, ranks.neighbours())
-        return Comparison(*sides, find_renamed=find_renamed, exact=exact, threads=threads, ranks=ranks).run(counted)
+        return Comparison(*chosen, find_renamed=find_renamed, exact=exact, threads=threads, ranks=ranks).run(counted)
 
 
 class Comparison:

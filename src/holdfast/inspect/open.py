@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
 from holdfast.stores.place import place_at
 
+if TYPE_CHECKING:
+    from holdfast.maps.find import AnyMap
+
 T = TypeVar("T")
 
 Openable = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
@@ -47,6 +50,7 @@ def open(
     threads: int | None = None,
     store: object | None = None,
     rules: str | PlacementRule | Iterable[str | PlacementRule] = (),
+    map: AnyMap | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
 
@@ -56,7 +60,8 @@ def open(
     checksums are not looked at. Otherwise, where the file records a checksum and the whole of what it covers is read, it is
     compared (`verify=False` opts out). `limits` raises what a file may cost; `threads` bounds the parallel reads.
     `rules` say how tensors were cut in a folder of Megatron's ranks, in the words of `reshard`: "*.adapter.weight: tp=0"; they come
-    before those that it has for Megatron's own layers.
+    before those that it has for Megatron's own layers. `map` shows the tensors in the layout of another framework, by a name like
+    "qwen3:hf->megatron", or "auto" (`holdfast.Map`): `DoesNotFit` names all that is missing, left over or of another shape.
     """
     limits = limits or DEFAULTS
     given = tuple(cast("tuple[str | PlacementRule, ...]", rules))
@@ -67,7 +72,7 @@ def open(
         if given and not format_of(checkpoint.format).rules:
             said = f"rules= are for folders of Megatron's ranks; this is {checkpoint.format}, which says itself how tensors lie"
             raise BadArgument(said, file=checkpoint.path)
-        return checkpoint
+        return seen_through(checkpoint, map)
 
     try:
         return steady(path, limits, look, store=store)
@@ -78,17 +83,30 @@ def open(
         raise
 
 
+def seen_through(
+    checkpoint: Checkpoint, map: AnyMap | None, wanted: Callable[[], Iterable[str]] | None = None
+) -> Checkpoint:  # fmt: skip
+    """A checkpoint through a map, or as it is. `wanted` gives the names of the other side, by which "auto" finds the layout."""
+    if map is None:
+        return checkpoint
+    from holdfast.maps.find import find_map  # for those who have a map
+
+    found = find_map(map, checkpoint, wanted)
+    return checkpoint if found is None else found.through(checkpoint)
+
+
 @contextmanager
 def opened(
-    src: Openable | Checkpoint, *, limits: Limits | None = None, threads: int | None = None, verify: bool = True
-) -> Iterator[Checkpoint]:
+    src: Openable | Checkpoint, *, limits: Limits | None = None, threads: int | None = None, verify: bool = True,
+    map: AnyMap | None = None,
+) -> Iterator[Checkpoint]:  # fmt: skip
     """What every verb takes as its source, opened for a block: an open checkpoint stays open, anything else is closed after it."""
     if isinstance(src, Checkpoint):
-        yield src
+        yield seen_through(src, map)
         return
     with ExitStack() as stack:
         # Nothing here holds it: whoever has taken its columns lets go of its lazy tensors, which are many.
-        yield _closed_by(stack, open(src, limits=limits, threads=threads, verify=verify))
+        yield _closed_by(stack, open(src, limits=limits, threads=threads, verify=verify, map=map))
 
 
 def _closed_by(stack: ExitStack, checkpoint: Checkpoint) -> Checkpoint:

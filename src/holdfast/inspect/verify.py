@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -56,11 +57,14 @@ from holdfast.formats.npy.read import member_key
 from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.storages import RecordStorages
 from holdfast.formats.zip.reader import inflated_crc, read_archive
-from holdfast.inspect.open import TRIES, Openable, store_of
+from holdfast.inspect.open import TRIES, Openable, opened, store_of
 from holdfast.seals.check import compared, seal_path
 from holdfast.seals.document import SEAL, SUFFIX, Seal
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import join, place_at
+
+if TYPE_CHECKING:
+    from holdfast.maps.find import AnyMap
 
 OF_RANKS = (RanksFailed, RankLost)
 """Errors that are about no file, and end it all."""
@@ -162,6 +166,7 @@ def verify(
     threads: int | None = None,
     progress: Progress | None = None,
     group: AnyGroup | None = None,
+    map: AnyMap | None = None,
 ) -> VerifyReport:
     """Verify a whole checkpoint of any format; nothing about its files raises, everything is in the report.
 
@@ -169,11 +174,14 @@ def verify(
     `require=True` such a report is not `ok`, nor is one where some tensors had nothing to be compared with.
 
     Of an open checkpoint, its own files are verified, and it stays open. Of the ranks of a `group` each reads a part of the bytes,
-    and all get one report.
+    and all get one report. With a `map`, first its proof: `DoesNotFit` where the checkpoint is not of its layout, as a whole.
     `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
     with acting(group, "verify") as ranks, ranks.counting(progress) as counted:
         workers = reading_threads(max_memory, threads, ranks.neighbours())
+        if map is not None:
+            with opened(src, limits=limits, map=map):
+                pass  # it was proved
         return replace(_verified(src, limits or Limits(), workers, progress=counted, ranks=ranks), required=require)
 
 

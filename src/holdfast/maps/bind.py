@@ -2,8 +2,8 @@
 
 1. Every name is one tensor of one part of an array, or left out on purpose. Another one is left over.
 2. Sizes come from config.json, from whoever asks, and from the shapes (`Sizes`). Each shape is that of its part.
-3. The parts of both layouts tile each array: no element is missing, none is there twice (`core/tiling.py`). A tensor that is missing,
-   of a layer or an expert, is known by its name.
+3. The parts of both layouts tile each array: no element is missing, none is there twice (`core/tiling.py`). A tensor of a layer or
+   an expert that is missing is known by its name.
 4. So every element of every target comes from one element of a source, and each source element goes to one place.
 
 All problems are found before anything is said.
@@ -23,7 +23,6 @@ from holdfast.maps.family import Array, Family
 from holdfast.maps.parts import DIGITS, AxisRange, Part, evaluate, every_place
 from holdfast.maps.pieces import Placed, Span
 
-SHOWN = 20
 TIED = "tie_word_embeddings"  # Of config.json: whether arrays that may be twins of others are.
 
 Places = tuple[int, ...]
@@ -46,13 +45,14 @@ class Problems(Value, frozen=True, eq=False):
     def refuse(self, what: str, file: str) -> None:
         """Raise `DoesNotFit` with everything, if there is anything."""
         lines = [f"{name}: {why}" for name, why in self.wrong.items()]
-        lines += [f"{name}: missing" for name in self.missing] + [f"{name}: left over, no part is called so" for name in self.left_over]
+        lines += [f"{name}: missing" for name in self.missing] + [
+            f"{name}: left over, no part is called so" for name in self.left_over
+        ]
         if not lines:
             return
-        more = [f"… and {len(lines) - SHOWN:,} more"] if len(lines) > SHOWN else []
         raise DoesNotFit(
-            "\n  - ".join([f"the map {what} does not fit; nothing was read", *lines[:SHOWN], *more]), missing=self.missing,
-            unexpected=self.left_over, mismatched=self.wrong, file=file,
+            f"the map {what} does not fit; nothing was read", missing=self.missing, unexpected=self.left_over,
+            mismatched=self.wrong, problems=lines, file=file,
         )  # fmt: skip
 
 
@@ -151,8 +151,8 @@ class Bound:
         own = self.source.name
         parts: dict[str, list[tuple[int, int]]] = {}
         for number, array in enumerate(self.family.arrays):
-            for place, part in enumerate(array.parts[own]):
-                parts.setdefault(part.name.plain, []).append((number, place))
+            for place, one in enumerate(array.parts[own]):
+                parts.setdefault(one.name.plain, []).append((number, place))
         found: dict[tuple[str, int], FoundTensors] = {}
         for row, name in enumerate(self.table.names):
             known = self._part_of(name, parts)
@@ -160,7 +160,7 @@ class Bound:
                 short = name.removeprefix(self._prefix)
                 digits = tuple(DIGITS.findall(short))
                 plain = DIGITS.sub("#", short)
-                dropped = any(one.plain == plain and one.places(digits) is not None for one in self.source.drops)
+                dropped = any(drop.plain == plain and drop.places(digits) is not None for drop in self.source.drops)
                 (self.dropped if dropped else self.problems.left_over).append(name)
                 continue
             state, number, part, places = known
@@ -197,7 +197,7 @@ class Bound:
                 sizes.shapes.setdefault(found.array.id, samples[-1][1])
         sizes.settle()
         for found in self.found:
-            for (part, places), _ in found.rows.items():
+            for part, places in found.rows:
                 axes = found.array.parts[self.source.name][part].name.axes
                 for axis, place in zip(axes, places, strict=True):
                     span = found.array.ranges.get(axis, AxisRange(axis))
@@ -228,7 +228,9 @@ class Bound:
         parts = self.placed(array, layout)
         if not parts or None in parts:
             return
-        axes = [*dict.fromkeys(axis for one in (self.source.name, self.target.name) for part in array.parts[one] for axis in part.axes)]
+        axes = [
+            *dict.fromkeys(axis for one in (self.source.name, self.target.name) for part in array.parts[one] for axis in part.axes)
+        ]
         reach = [{axis: part.reach(axis) for axis in axes} for part in parts if part is not None]
         whole = {axis: self._range(array, axis) for axis in axes}
         low = [span.start for span in whole.values()]
@@ -237,7 +239,7 @@ class Bound:
             spans = [one[axis] or (whole[axis].start, whole[axis].stop) for axis in axes]
             boxes.append((tuple(a - b for (a, _), b in zip(spans, low, strict=True)), tuple(b - a for a, b in spans)))
         shape = tuple(len(span) for span in whole.values())
-        inside = all(0 <= a and a + n <= size for starts, sizes in boxes for a, n, size in zip(starts, sizes, shape, strict=True))
+        inside = all(a >= 0 and a + n <= size for starts, sizes in boxes for a, n, size in zip(starts, sizes, shape, strict=True))
         if not inside or not covers(shape, [box for box in boxes if all(box[1])]):
             said = " ".join(f"{axis}={len(span)}" for axis, span in whole.items())
             self.problems.wrong[f"array {array.id}"] = f"its parts in the layout {layout!r} do not make the whole of {said}"
@@ -252,7 +254,9 @@ class Bound:
         for part in array.parts[layout]:
             spans = [[(one.axis, self.sizes.of(self._ranged(array, one))) for one in dim] for dim in part.dims]
             numbers = {axis: self.sizes.of(self._ranged(array, AxisRange(axis))) for axis in part.name.axes}
-            unknown = [axis for dim in spans for axis, span in dim if span is None] + [a for a, span in numbers.items() if span is None]
+            unknown = [axis for dim in spans for axis, span in dim if span is None] + [
+                a for a, span in numbers.items() if span is None
+            ]
             if unknown:
                 why = "its size is neither in config.json nor in the shapes; give it behind the map: '?{0}=…'"
                 self.problems.wrong.update({f"size {axis}": why.format(axis) for axis in unknown})
@@ -288,7 +292,9 @@ class Bound:
                     problems.wrong[table.names[row]] = "its elements are quantised blocks, which cannot be cut or joined"
             if not rows and optional and not found.rows:
                 continue
-            named = (self.source.name_of(found.state, part.name.name(places)) for key, places in expected.items() if key not in rows)
+            named = (
+                self.source.name_of(found.state, part.name.name(places)) for key, places in expected.items() if key not in rows
+            )
             problems.missing.extend((name if found.state else prefix + name) for name in named)
 
     def _only_renamed(self, found: FoundTensors) -> bool:

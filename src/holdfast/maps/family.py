@@ -8,6 +8,7 @@
     [layouts.hf]
     drop = ["model.layers.{layer}.rotary_emb.inv_freq"]           # tensors without a place elsewhere, left out on purpose
     [layouts.megatron]
+    format = "dcp"                                                # what `convert` writes where nothing says another
     states = "optimizer.state.{state}.{name}"                     # an optimizer's tensors, which go as the weights do
     [layouts.megatron-layers]
     from = "megatron"                                             # another layout, with texts of its names replaced
@@ -19,8 +20,8 @@
     megatron = "decoder.layers.self_attention.linear_proj.weight : layer hidden (group query dim)"
 
 An array is `optional` where a checkpoint may lack it, and may have a `range` of places (`{layer = "dense:"}`). One that is
-`tied = "embed"` is another array's twin in models whose config says `tie_word_embeddings`, or that have none of its own: it has tensors
-then in the layouts of `copies` alone. The file is data: it has limits, and nothing in it is run.
+`tied = "embed"` is the same as another array in models whose config says `tie_word_embeddings`, or that have none of its own: then
+only layouts of `copies` have tensors of it. The file is data: it has limits, and nothing in it is run.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ Texts = Text | Annotated[list[Text], Meta(max_length=MOST_PARTS)]
 class LayoutText(msgspec.Struct, forbid_unknown_fields=True):
     drop: Texts = field(default_factory=list)
     states: Text = ""
+    format: Text = ""
     base: Text = field(default="", name="from")
     replace: dict[str, str] = field(default_factory=dict)
 
@@ -75,6 +77,8 @@ class Layout(Value, frozen=True, eq=False):
     drops: tuple[NamePattern, ...]
     states: str
     """How an optimizer's tensor of a weight is called; empty where they have no place."""
+    format: str = ""
+    """The format in which checkpoints of this layout are expected."""
 
     def state_of(self, name: str) -> tuple[str, str] | None:
         """The state and the weight that a name of an optimizer's tensor stands for."""
@@ -132,7 +136,7 @@ def _layout(name: str, text: LayoutText) -> Layout:
         raise BadMap(f"{name[:40]!r} is no name of a layout")
     if text.states and (text.states.count("{name}") != 1 or text.states.count("{state}") != 1):
         raise BadMap(f"states are written 'optimizer.{{state}}.{{name}}', not {text.states!r}")
-    return Layout(name, tuple(map(NamePattern.read, _texts(text.drop))), text.states)
+    return Layout(name, tuple(map(NamePattern.read, _texts(text.drop))), text.states, text.format)
 
 
 def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, LayoutText]) -> Array:

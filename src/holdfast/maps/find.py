@@ -1,16 +1,16 @@
 """`Map`: from one layout of a family to another, by name, and the one that fits a checkpoint.
 
-    qwen3:hf->megatron                a family of the package
-    my.toml:hf->mine                  a family of a file
-    qwen3:megatron->hf?group=4        a size that neither config.json nor the shapes say; prefix=model. for names that begin so
-    auto   auto->megatron             the family and the layout that fit; to Hugging Face's, unless another is named
+qwen3:hf->megatron                a family of the package
+my.toml:hf->mine                  a family of a file
+qwen3:megatron->hf?group=4        a size that neither config.json nor the shapes say; prefix=model. for names that begin so
+auto   auto->megatron             the family and the layout that fit; to Hugging Face's, unless another is named
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 
@@ -46,6 +46,11 @@ class Map(Value, frozen=True, eq=False):
     def __post_init__(self) -> None:
         self.family.layout(self.source), self.family.layout(self.target)
 
+    @classmethod
+    def named(cls, name: str) -> Map:
+        """The map of a name, like "qwen3:hf->megatron". Raises `BadMap`."""
+        return map_named(name)
+
     def __str__(self) -> str:
         return f"{self.family.name}:{self.source}->{self.target}" + (f", {self.then}" if self.then is not None else "")
 
@@ -68,8 +73,11 @@ class Map(Value, frozen=True, eq=False):
 
     def through(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint as the target layout has it. It shares the files of the one that is given, and closes them."""
-        seen = mapped(checkpoint, self.bind(checkpoint))
+        seen = mapped(checkpoint, self.bind(checkpoint), replace(self, then=None).through)
         return seen if self.then is None else self.then.through(seen)
+
+
+AnyMap = str | Map
 
 
 @cache
@@ -84,14 +92,18 @@ def map_named(text: str) -> Map:
     """The map of a name; not `auto`, which depends on a checkpoint. Raises `BadMap`."""
     found = SPEC.fullmatch(text)
     if found is None:
-        raise BadMap(f"a map is written 'qwen3:hf->megatron', with a family or a file before the colon, not {text[:80]!r}", found=text)
+        raise BadMap(
+            f"a map is written 'qwen3:hf->megatron', with a family or a file before the colon, not {text[:80]!r}", found=text
+        )
     name = found["family"]
     if name.endswith(SUFFIX):
         family = _family_at(name)
     elif name in families():
         family = families()[name]
     else:
-        raise BadMap(f"there is no family {name!r}: there are {', '.join(families())}; a file of your own ends with .toml", found=name)
+        raise BadMap(
+            f"there is no family {name!r}: there are {', '.join(families())}; a file of your own ends with .toml", found=name
+        )
     sizes: dict[str, int] = {}
     prefix = ""
     for part in (found["more"] or "").split("&") if found["more"] else ():
@@ -114,20 +126,24 @@ def _family_at(path: str) -> Family:
     return read_family(os.path.basename(path).removesuffix(SUFFIX), content)
 
 
-def find_map(text: str, checkpoint: Checkpoint, wanted: Iterable[str] | None = None) -> Map | None:
-    """The map of a name, or the one that fits a checkpoint; None where that is in the layout already. `wanted` are names of the other
-    side, where they are known: a model's. Raises `BadMap` where none fits, or several do."""
+def find_map(text: AnyMap, checkpoint: Checkpoint, wanted: Callable[[], Iterable[str]] | None = None) -> Map | None:
+    """The map of a name, or the one that fits a checkpoint; None where that is in the layout already. `wanted` gives the names of
+    the other side, where they are known: a model's. Raises `BadMap` where none fits, or several do."""
+    if isinstance(text, Map):
+        return text
     auto, _, target = text.partition("->")
     if auto.strip() != AUTO:
         return map_named(text)
     config = read_config(checkpoint.source, DEFAULTS)
-    targets = None if wanted is None else {*_layouts_of(wanted)}
+    targets = None if wanted is None else [*_layouts_of(wanted())]
     fitting = list[Map]()
     for family, source in _layouts_of(checkpoint.stored.names, config):
         if targets is not None:
             ends = [layout for own, layout in targets if own is family]
         elif source == (target or COMMON) and not target:
-            raise BadMap(f"this is {family.name} in the layout {source!r}: say where to, 'auto->{_other(family, source)}'", found=text)
+            raise BadMap(
+                f"this is {family.name} in the layout {source!r}: say where to, 'auto->{_other(family, source)}'", found=text
+            )
         else:
             ends = [target or COMMON] if (target or COMMON) in family.layouts else []
         fitting += [Map(family, source, end) for end in ends]
@@ -135,7 +151,9 @@ def find_map(text: str, checkpoint: Checkpoint, wanted: Iterable[str] | None = N
         return None
     if len(fitting) != 1:
         said = "fits none of the families" if not fitting else "fits several: " + ", ".join(map(str, fitting))
-        raise BadMap(f"--map auto: the checkpoint {said}; name a map ('holdfast maps' lists them)", file=checkpoint.path, found=text)
+        raise BadMap(
+            f"--map auto: the checkpoint {said}; name a map ('holdfast maps' lists them)", file=checkpoint.path, found=text
+        )
     return fitting[0]
 
 

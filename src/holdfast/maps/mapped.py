@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
@@ -117,13 +117,14 @@ def _check_dtypes(bound: Bound, target: Target, rows: Sequence[int]) -> None:
         bound.problems.wrong[target.name] = f"would be made of {said}: cast them to one dtype first"
 
 
-def mapped(checkpoint: Checkpoint, bound: Bound) -> Checkpoint:
-    """The checkpoint as the target layout has it."""
+def mapped(checkpoint: Checkpoint, bound: Bound, again: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
+    """The checkpoint as the target layout has it. `again` makes the same of one that was opened again."""
     table = mapped_table(bound)
     notes = [f"seen through the map {bound.what}: {plural(len(bound.targets), 'tensor')} of {bound.used:,}", *bound.left_out()]
     if not checkpoint.flat:
         notes.append("left out: what is no tensor, which a map says nothing of")
-    return Checkpoint(
-        checkpoint.source, Description(checkpoint.format, table, table, notes=(*checkpoint.notes, *notes), metadata=checkpoint.metadata)
+    description = Description(
+        checkpoint.format, table, table, notes=(*checkpoint.notes, *notes), metadata=checkpoint.metadata,
+        usual_format=bound.target.format,
     )  # fmt: skip
-
+    return checkpoint.seen(description, again)

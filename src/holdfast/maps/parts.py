@@ -3,11 +3,11 @@
     model.layers.{layer}.self_attn.q_proj.weight : (group slot[:query] dim) hidden
     decoder.layers.self_attention.linear_qkv.weight : layer (group slot dim) hidden
 
-Both lines are parts of one array, whose axes are layer, group, slot, dim and hidden. A number in a name, `{layer}`, is a place on an
-axis: there is a tensor for each. A dimension is one axis, or several in brackets, the last one fastest. `slot[:query]` is the first
-`query` places of an axis, `slot[query]` the one behind them. An axis that a part does not have is the same all along it.
+Both lines are parts of one array, whose axes are layer, group, slot, dim and hidden. A number in a name, `{layer}`, is a place on
+an axis: there is a tensor for each. A dimension is one axis, or several in brackets, the last one fastest. `slot[:query]` is the
+first `query` places of an axis, `slot[query]` the one behind them. A part is the same all along an axis that it does not have.
 
-Sizes are small expressions: whole numbers and names with + - * and /, which must come out even. Nothing here is evaluated by Python.
+Sizes are small expressions: whole numbers and names with + - * and /, which must come out even. Python evaluates none of it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Where the elements of a tensor of one layout lie in the tensors of another: chunks of their storages. Nothing is read.
 
-Both tensors are parts of one array with named axes. Where they meet, each axis has a range of places. A chunk is a box of the target,
-so its places must follow each other there. In the source they may be any number of rows apart. Axes that allow neither are gone
-through place by place:
+Both tensors are parts of one array with named axes. Where they meet, each axis has a range of places. A chunk is a box of the
+target, so its places must follow each other there. In the source they may be any number of rows apart. Axes that allow neither are
+gone through place by place:
 
-    target  (group slot dim) hidden        source  (group slot[:query] dim) hidden         a chunk for each group
-    target  (head half pair) hidden        source  (head pair half) hidden                 a chunk for each head and half, every 2nd row
+    target  (group slot dim) hidden     source  (group slot[:query] dim) hidden    a chunk for each group
+    target  (head half pair) hidden     source  (head pair half) hidden            one for each head and half, of every second row
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
     dim: int
     first: int
-    count: int
+    length: int
     source_dim: int
     source_first: int
     step: int
@@ -165,9 +165,9 @@ class Meeting:
         sizes = [1] * len(starts)
         for run in self.runs:
             starts[run.dim] += run.first
-            sizes[run.dim] = run.count
+            sizes[run.dim] = run.length
             begin = index[run.source_dim] + run.source_first  # type: ignore[operator]  # a number yet
-            index[run.source_dim] = slice(begin, begin + (run.count - 1) * run.step + 1, run.step)
+            index[run.source_dim] = slice(begin, begin + (run.length - 1) * run.step + 1, run.step)
         order = sorted(run.source_dim for run in self.runs)
         part = tensor[tuple(index)] if index else tensor
         dims = {run.dim: order.index(run.source_dim) for run in self.runs}

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.group import ALONE, AnyGroup, Ranks, acting, share_out
@@ -51,6 +51,9 @@ from holdfast.reports.structure import columns, facts, iso, look, made_at, name_
 from holdfast.runs.steps import Step
 from holdfast.runs.table import RunTable
 from holdfast.stores.paths import local_path
+
+if TYPE_CHECKING:
+    from holdfast.maps.find import AnyMap
 
 NOTES = 50
 """Notes of a checkpoint that are shown."""
@@ -125,6 +128,7 @@ class ReportRequest(Value, frozen=True):
     threads: int | None = None
     ranks: Ranks = ALONE
     """The ranks that read together."""
+    map: AnyMap | None = None
 
     @property
     def workers(self) -> int:
@@ -162,6 +166,7 @@ def report(
     threads: int | None = None,
     progress: Progress | None = None,
     group: AnyGroup | None = None,
+    map: AnyMap | None = None,
 ) -> Report:
     """Look at a checkpoint as a page: what is in it, how it is stored, and what is odd. `src` may be the directory of a run, too.
 
@@ -169,13 +174,14 @@ def report(
     rows and columns; `sample` ("1%", 0.01) reads evenly spaced blocks instead, and the page says so; `svd` adds singular values.
     With an `other` checkpoint the page shows what differs. `filter` is a glob, or a name that stands for all below it: only those
     tensors are shown. `mesh` adds which files each rank of another mesh would read: "4" cuts the first dimension of every tensor
-    for four ranks, "2x2" the first two. Of the ranks of a `group` each reads some of the tensors, and all get the page. `progress`
-    is called with the number of bytes that were read since its last call, from any thread.
+    for four ranks, "2x2" the first two. `map` shows `src` in the layout of another framework. Of the ranks of a `group` each
+    reads some of the tensors, and all get the page. `progress` is called with the number of bytes that were read since its last
+    call, from any thread.
     """
     with acting(group, "report") as ranks, ranks.counting(progress) as counted:
         asked = ReportRequest(
             stats or sample is not None or svd, sample if isinstance(sample, float) else None, svd,
-            filter, mesh, max_memory=max_memory, limits=limits, threads=threads, ranks=ranks,
+            filter, mesh, max_memory=max_memory, limits=limits, threads=threads, ranks=ranks, map=map,
         )  # fmt: skip
         with prepared(src, other, asked) as ready:
             return Report(ready.make(counted).document)
@@ -186,13 +192,14 @@ def prepared(src: Openable | Checkpoint, other: Openable | Checkpoint | None, as
     """Open what is to be looked at, for a block."""
     with ExitStack() as stack:
         if other is not None:
-            first, second = (stack.enter_context(opened(one, limits=asked.limits)) for one in (src, other))
+            both = ((src, asked.map), (other, None))
+            first, second = (stack.enter_context(opened(one, limits=asked.limits, map=map)) for one, map in both)
             yield _difference(_Looked(src, first, asked), _Looked(other, second, asked))
             return
         table = history.run_at(src) if history.is_run(src) else None
         if table is None:
             try:
-                checkpoint = stack.enter_context(opened(src, limits=asked.limits))
+                checkpoint = stack.enter_context(opened(src, limits=asked.limits, map=asked.map))
             except UnknownFormat:
                 table = history.run_at(src)
                 if table is None:

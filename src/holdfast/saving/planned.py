@@ -313,7 +313,7 @@ def rewritten(
         ranks, common = begin_ranks(asked, dst, stack)
         stack.enter_context(telling(ranks))
         # Blocks are read by the threads that write them.
-        source = stack.enter_context(opened(src, threads=1, limits=limits)).without_views()
+        source = stack.enter_context(opened(src, threads=1, limits=limits, map=asked.get("map"))).without_views()
         writing = pick(Writing, {**asked, **common}, requests=source.source.store.medium.requests)
         if in_place is None:
             where = Destination(place_of(dst), format, writing)
@@ -354,7 +354,9 @@ def _accompanied(planned: Planned[R], side_files: SideFiles, source: Checkpoint,
 
 
 def _model_format(source: Checkpoint, where: Destination, options: Options, copy_config: CopyConfig) -> str | None:
-    """The format of a Hugging Face folder that transformers opens again, where the name of the target says none."""
+    """The format that others expect, where the name of the target says none: of a layout, or of a Hugging Face folder."""
+    if not suffix_of(where.path) and where.format is None and source.usual_format:
+        return folder_of(format_named(where.path, source.usual_format, options))
     if suffix_of(where.path) or not is_model(source, copy_config):
         return None
     if where.format is not None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from holdfast.core.options import validated
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import DoesNotFit, HoldfastError
-from holdfast.inspect.open import Openable
+from holdfast.inspect.open import Openable, seen_through
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.stores.paths import content_and_path
 from holdfast.torch import versions
@@ -55,6 +55,9 @@ from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
 from holdfast.torch.tensors.tree import dict_under, lazy_tensors, opaque_inside, torch_tree
+
+if TYPE_CHECKING:
+    from holdfast.maps.find import AnyMap
 
 COUNTER = "num_batches_tracked"
 """The buffer that batch norm has had since version 2 of its state (torch 0.4.1)."""
@@ -105,6 +108,7 @@ def load_into(
     threads: int | None = None,
     progress: Progress | None = None,
     max_host_memory: int | None = None,
+    map: AnyMap | None = None,
 ) -> Loaded:
     """Fill the parameters and persistent buffers of a module, or the tensors of a nested mapping, from any known checkpoint.
 
@@ -123,7 +127,8 @@ def load_into(
     `verify` and `threads` are as in `holdfast.open`; a checkpoint that is open already keeps its own. `progress` is called with
     the number of bytes that were read since its last call. Memory beyond the target is at most 64 MiB and what the reading
     threads hold, except for sparse and quantised tensors and for submodules that load themselves, which are built first. Tensors
-    on a GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise).
+    on a GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise). `map` shows the
+    checkpoint in the layout of the module, as in `holdfast.open`; "auto" finds it by the names of both.
     """
     choice = Choice(None if device is None else torch.device(device), dtype, assign)
     into, source = content_and_path(module_or_state, path)
@@ -132,7 +137,8 @@ def load_into(
         path = path.lazy
     opened = nullcontext(path) if isinstance(path, Checkpoint) else open_checkpoint(path, verify=verify, threads=threads)
     with opened as checkpoint:
-        load = Load(module_or_state, checkpoint, prefix, choice=choice, max_host_memory=max_host_memory)
+        state = module_or_state.state_dict if isinstance(module_or_state, nn.Module) else lambda: module_or_state
+        load = Load(module_or_state, seen_through(checkpoint, map, state), prefix, choice=choice, max_host_memory=max_host_memory)
         return load.run(strict=strict, progress=progress)
 
 
