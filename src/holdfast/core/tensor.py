@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import lru_cache
 from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -470,8 +468,6 @@ Pick = tuple[int, int, int]  # What is taken of a dimension: the first coordinat
 TAKEN = -1  # In the place of their number: one, and the dimension goes.
 NEW_AXIS: Pick = (0, 0, 1)  # A dimension of length 1 that the tensor does not have. No dimension that is there has a step of 0.
 
-FEW = 16  # Chunks that are looked at one by one.
-
 Slice = tuple[tuple[int, ...], int, tuple[int, ...], list[Pick]]
 """Its shape; where it begins and its strides, of a tensor in one piece; and what it takes of the dimensions."""
 
@@ -547,27 +543,9 @@ def _pick(part: object, length: int, dim: int) -> Pick:
     )
 
 
-class OrderedChunks(tuple[Chunk, ...]):
-    """Chunks in the order of their boxes, of which a slice of the first dimension finds its own: a tensor may have thousands."""
-
-    @cached_property
-    def _edges(self) -> tuple[list[int], list[int]]:
-        """Where each begins in the first dimension, and how far those up to it reach."""
-        return [chunk.box.start[0] for chunk in self], [*accumulate((chunk.box.stop[0] for chunk in self), max)]
-
-    def between(self, low: int, high: int) -> Sequence[Chunk]:
-        """All that have rows from `low` to before `high`, and perhaps others."""
-        starts, reach = self._edges
-        return self[bisect_right(reach, low) : bisect_left(starts, high)]
-
-
 def slice_chunks(picks: Sequence[Pick], chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """The chunks of a slice, in its coordinates; chunks that the index misses are left out."""
     found: list[Chunk] = []
-    if isinstance(chunks, OrderedChunks) and picks and picks[0] is not NEW_AXIS:
-        start, step, count = picks[0]
-        ends = start, start + step * (max(count, 1) - 1)
-        chunks = chunks.between(min(ends), max(ends) + 1)
     for chunk in chunks:
         box, dim, offset = chunk.box, 0, chunk.offset
         starts: list[int] = []
@@ -594,11 +572,7 @@ def slice_chunks(picks: Sequence[Pick], chunks: Iterable[Chunk]) -> tuple[Chunk,
             left = Box((*starts, *box.start[dim:]), (*stops, *box.stop[dim:]))
             if left.count:
                 found.append(Chunk(left, chunk.storage, offset, (*strides, *chunk.strides[dim:])))
-    return tuple(found) if len(found) < FEW or not found[0].box.start else OrderedChunks(sorted(found, key=_corner))
-
-
-def _corner(chunk: Chunk) -> tuple[int, ...]:
-    return chunk.box.start
+    return tuple(found)
 
 
 def _overlap(pick: Pick, low: int, high: int) -> tuple[int, int]:
