@@ -389,8 +389,8 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             _lie(name, f"{len(chunks):,} chunks do not cover {list(shape)} exactly once", "chunks")
     places = np.array(ranges, np.int64).reshape(-1, 3)
     if not cut or not _follow(cut, places, manifest):
-        every = [found.places() for stored in cut.values() if (found := CutColumns.of(stored))]
-        _check_apart(np.concatenate((places, *every)), manifest)
+        more = [found.places() for stored in cut.values() if (found := CutColumns.of(stored))]
+        _check_apart(np.concatenate((places, *more)), manifest)
 
 
 def _follow(cut: Mapping[str, StoredTensor], places: Ints, manifest: Parsed) -> bool:
@@ -400,19 +400,14 @@ def _follow(cut: Mapping[str, StoredTensor], places: Ints, manifest: Parsed) -> 
     """
     ends = np.array([file.nbytes for file in manifest.files], np.int64)
     reached, apart = np.zeros(len(ends), np.int64), True
-    order = sorted(
-        [
-            *((stored.columns.bytes[:1], name) for name, stored in cut.items() if stored.columns),
-            *zip(places[:, 1:2].tolist(), count()),
-        ],
-        key=itemgetter(0),
-    )
-    for _, one in order:
+    firsts: list[tuple[int, str | int]] = [(sum(stored.columns.bytes[:1]), name) for name, stored in cut.items() if stored.columns]
+    firsts += zip(places[:, 1].tolist(), range(len(places)), strict=True)
+    for _, one in sorted(firsts, key=itemgetter(0)):
         if isinstance(one, str):
             file, (start, stop) = _check_columns(one, cut[one], ends, manifest=manifest)
             apart &= bool((file[1:] > file[:-1]).all())
         else:
-            file, start, stop = places[one]
+            file, start, stop = places[one : one + 1].T
         apart &= bool((start >= reached[file]).all())
         reached[file] = stop
     return apart
