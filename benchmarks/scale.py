@@ -13,6 +13,9 @@ manifest is opened by another one. A second line under each shows by how much ev
     index      seconds of rank 0 from the receipts to the index, the peak of its memory, and the bytes of the index
     open       seconds that `holdfast.open` takes in a fresh process; its peak of memory, with everything that it has imported
     chunks     what it takes then to ask one tensor for all of its chunks
+
+`--messages`: what loads and verbs on ranks send through rank 0, and what it takes rank 0, with messages that are made as ranks
+would make them. Sizes are those of one rank's message, of all of them, of one answer and of all answers.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +38,12 @@ from benchmarks.planning import catalogue_of, states_of
 from benchmarks.probe import status
 from benchmarks.report import machine
 from holdfast.core.arrays import Ints
-from holdfast.core.documents import read_document, write_document
+from holdfast.core.documents import message_kind, read_document, write_document
+from holdfast.core.group import MARK_NBYTES, UNCHANGED, Decide, Ranks, deal, share_out
+from holdfast.engine.saves import FilePlan, Gathered
 from holdfast.engine.stream import write_stream
+from holdfast.engine.targets.parts import RECEIPT, PartReceipt
+from holdfast.engine.write import PartSums
 from holdfast.formats import format_of
 from holdfast.formats.native.manifest import StoredBoxes, as_bytes
 from holdfast.formats.sharded import Receipt
@@ -149,6 +157,74 @@ def opened(folder: str) -> dict[str, float]:
     return {"open_s": took, "open_peak": peak, "tensors": len(checkpoint), "chunks": chunks, "chunks_s": described + chunks_s}
 
 
+class Many(Ranks):
+    """The first of many ranks, where the others have sent their messages already."""
+
+    def __init__(self, told: list[bytes]) -> None:
+        self.size, self.told, self.answers = len(told), told, list[bytes]()
+
+    def agree(self, local: bytes | BaseException, decide: Decide, *, otherwise: str = UNCHANGED) -> bytes:
+        self.answers = decide(self.told)
+        return self.answers[0]
+
+
+def loading(ranks: int, tensors: int, whole: int) -> tuple[Many, float]:
+    """A load of which each rank wants a part of each tensor, but for so many that all want whole."""
+    from holdfast.torch.ranks.load_sharded import RANK_MATCH, Offer, RankMatch, _judge
+
+    offers = [Offer(f"model.layers.{n}.norm.weight", "torch.bfloat16", (8192,), "cuda", 16384) for n in range(whole)]
+    told = write_document(RANK_MATCH, RankMatch(b"0" * 16, b"1" * 16, b"\xff" * (tensors // 8), True, True, offers))
+    many = Many([told] * ranks)
+    _, took = clocked(lambda: many.agree(told, lambda messages: _judge(messages, "auto", remote=True)))
+    return many, took
+
+
+def sharing_out(ranks: int, tensors: int) -> tuple[Many, float]:
+    """A verb that looks at each tensor and finds a checksum."""
+    weights = np.full(tensors, 1 << 20, np.int64)
+    picks = np.bincount(ranks - 1 - deal(weights, np.zeros(ranks, np.int64)), minlength=ranks)
+    mark = blake2b(weights.tobytes(), digest_size=MARK_NBYTES).digest()
+    kind = message_kind("list of results", list[int])
+    many = Many([mark + write_document(kind, [0xFFFFFFFF] * int(count)) for count in picks])
+    _, took = clocked(lambda: share_out(many, weights, lambda numbers: [0xFFFFFFFF] * len(numbers), int))
+    return many, took
+
+
+def receiving(ranks: int, tensors: int) -> tuple[Many, float]:
+    """The receipts of a verb that writes (`convert`): each rank a file with its share of tensors, gathered by the thousand."""
+    files = []
+    for rank in range(ranks):
+        names = [f"layers.{n}.experts.{rank}.w" for n in range(tensors // ranks)]
+        pieces = [names[at : at + 1000] for at in range(0, len(names), 1000)]
+        segments = tuple(Gathered(64 * len(own), own, lambda: (b"", {})) for own in pieces)
+        files.append((FilePlan(f"data-{rank}", segments), dict.fromkeys(names, 0xFFFFFFFF)))
+    told = [write_document(RECEIPT, PartReceipt({r: PartSums.of_whole(*file)}, {}, b"")) for r, file in enumerate(files)]
+    many, crcs = Many(told), dict[str, int]()
+
+    def receive(messages: list[bytes]) -> list[bytes]:
+        for one in [read_document(RECEIPT, raw) for raw in messages]:
+            for number, sums in one.whole.items():
+                crcs.update(sums.whole(files[number][0]))
+        return [b""] * len(messages)
+
+    _, took = clocked(lambda: many.agree(b"", receive))
+    assert len(crcs) == tensors // ranks * ranks
+    return many, took
+
+
+def print_messages() -> None:
+    print("| | rank 0 | up, one | up, all | down, one | down, all |\n| --- | --- | --- | --- | --- | --- |")
+    rows = {f"load, all cut, {n:,} × 2,000": lambda n=n: loading(n, 2000, 0) for n in (1024, 2048, 4096, 8192)}
+    rows |= {f"load, 200 of them whole, {n:,} × 2,000": lambda n=n: loading(n, 2000, 200) for n in (256, 512, 1024)}
+    rows |= {f"a verb that looks, {n:,} × 2,000": lambda n=n: sharing_out(n, 2000) for n in (1024, 2048, 4096, 8192)}
+    rows |= {f"a verb that looks, 64 × {n:,}": lambda n=n: sharing_out(64, n) for n in (250_000, 500_000, 1_000_000)}
+    rows |= {f"a verb that writes, 64 × {n:,}": lambda n=n: receiving(64, n) for n in (250_000, 500_000, 1_000_000)}
+    for name, job in rows.items():
+        many, took = job()
+        sizes = (len(many.told[-1]), sum(map(len, many.told)), len(many.answers[-1]), sum(map(len, many.answers)))
+        print(f"| {name} | {took:.3f} s | " + " | ".join(f"{nbytes / 1e6:,.3f} MB" for nbytes in sizes) + " |", flush=True)
+
+
 def alone(*arguments: object) -> dict[str, float]:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(saved, arguments)
@@ -200,12 +276,16 @@ def main() -> None:
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--format", nargs="+", choices=("native", "dcp"), default=["native", "dcp"])
     parser.add_argument("--rounds", type=int, default=3, help="how often each index is opened (default: 3; the median)")
+    parser.add_argument("--messages", action="store_true", help="what loads and verbs send, instead")
     parser.add_argument("--open", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.open:
         print(json.dumps(opened(asked.open)))
         return
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    if asked.messages:
+        print_messages()
+        return
     print("| | " + " | ".join(name.replace("_", " ") for name in COLUMNS) + " |")
     print("| --- |" + " --- |" * len(COLUMNS), flush=True)
     for layout in asked.layout:
