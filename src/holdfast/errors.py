@@ -52,11 +52,11 @@ from types import TracebackType
 from typing import TypeVar
 
 __all__ = [
-    "BadArgument", "BadArgumentType", "BadIndex", "BadMap", "BadPath", "BadPlacement", "BadTarget", "CannotHold", "Closed", "Corrupted",
-    "DoesNotFit", "DurabilityUncertain", "FormatError", "HeaderError", "HoldfastError", "HoldfastWarning", "LimitExceeded",
-    "MetadataError", "NoSuchPath", "NoSuchStep", "NoSuchTensor", "NotAPath", "NotCommitted", "NotSaved", "PickleError",
-    "RankLost", "RanksFailed", "RanksFoundNothing", "RanksRefused", "Refused", "Replaced", "ReplicasDiffer", "SaveError",
-    "StoreError", "Truncated", "UnknownFormat", "UnsafePath", "Unsupported", "ZipError", "detached", "located",
+    "BadArgument", "BadArgumentType", "BadIndex", "BadMap", "BadPath", "BadPlacement", "BadTarget", "CannotHold", "Closed",
+    "Corrupted", "DoesNotFit", "DurabilityUncertain", "FormatError", "HeaderError", "HoldfastError", "HoldfastWarning",
+    "LimitExceeded", "MetadataError", "NoSuchPath", "NoSuchStep", "NoSuchTensor", "NotAPath", "NotCommitted", "NotSaved",
+    "PickleError", "RankLost", "RanksFailed", "RanksFoundNothing", "RanksRefused", "Refused", "Replaced", "ReplicasDiffer",
+    "SaveError", "StoreError", "Truncated", "UnknownFormat", "UnsafePath", "Unsupported", "ZipError", "detached", "located",
 ]  # fmt: skip
 
 

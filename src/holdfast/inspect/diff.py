@@ -355,11 +355,12 @@ def diff(
 ) -> Diff:
     """Compare two checkpoints: paths (or anything else that `open` takes), or open ones, which stay open.
 
-    `map` shows `a` in the layout of another framework. `rename` changes names of `a` before they are compared, by pairs of globs
-    as in `convert` (`[("model.*", "*")]`). `filter` is a glob, or a name that stands for all below it: only what is called so
-    then, on both sides, is compared. `tensors_only` leaves out everything that is no tensor. With `find_renamed=False` a tensor that
-    moved to another name counts as removed and added. With `exact=True` no checksum is taken at its word. Of the ranks of a
-    `group` each reads some of the tensors, and all get all differences. `progress` is called with the number of bytes that were read since its last call, from any thread.
+    `map` shows `a` in the layout of another framework. `rename` changes names of `a` before they are compared, by pairs of
+    globs as in `convert` (`[("model.*", "*")]`). `filter` is a glob, or a name that stands for all below it: only what is
+    called so then, on both sides, is compared. `tensors_only` leaves out everything that is no tensor. With
+    `find_renamed=False` a tensor that moved to another name counts as removed and added. With `exact=True` no checksum is taken
+    at its word. Of the ranks of a `group` each reads some of the tensors, and all get all differences. `progress` is called
+    with the number of bytes that were read since its last call, from any thread.
     """
     with acting(group, "compare") as ranks, ranks.counting(progress) as counted, ExitStack() as stack:
         sides = ((a, map), (b, None))

@@ -10,10 +10,11 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
 from holdfast.core.strict_json import parse
 from holdfast.core.table import Table
-from holdfast.core.tensor import LazyTensor, OrderedChunks
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import plural
+from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
-from holdfast.maps.bind import Bound, FoundTensors, Target
+from holdfast.maps.bind import Bound, Target
 from holdfast.maps.pieces import Meeting
 
 CONFIG = "config.json"
@@ -41,7 +42,6 @@ class MappedTensors:
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
         self._meetings: dict[tuple[int, int], list[Meeting]] = {}
-        self._tensors: dict[tuple[int, int], dict[tuple[int, ...], LazyTensor]] = {}
 
     def meetings(self, target: Target) -> list[Meeting]:
         """How the part of a target meets each part of its source."""
@@ -68,24 +68,30 @@ class MappedTensors:
             rows |= {target.found.rows[part, meeting.source_places(at)] for at in meeting.steps(target.places)}
         return sorted(rows)
 
-    def tensor(self, target: Target) -> LazyTensor:
-        chunks: list[Chunk] = []
-        first: LazyTensor | None = None
-        for part, meeting in enumerate(self.meetings(target)):
-            tensors = self._views(target.found, part)
-            chunks += meeting.chunks(target.places, tensors)
-            if chunks and first is None:
-                first = next(iter(tensors.values()))
-        assert first is not None  # the source tiles the array
-        chunks.sort(key=lambda chunk: chunk.box.start)
-        return LazyTensor(target.name, first.dtype, target.shape, OrderedChunks(chunks), first.source)
+    def tensor(self, target: Target, row: int) -> LazyTensor:
+        """A target that is made of parts, of which one is in this row."""
+        first = self._bound.table.view(row)
+        met = [(part, one) for part, one in enumerate(self.meetings(target)) if not one.empty]
+        chunks = MappedChunks(target.places, target.found.rows, tuple(met), self._bound.table)
+        return LazyTensor(target.name, first.dtype, target.shape, chunks, first.source)
 
-    def _views(self, found: FoundTensors, part: int) -> dict[tuple[int, ...], LazyTensor]:
-        key = id(found), part
-        if key not in self._tensors:
-            table = self._bound.table
-            self._tensors[key] = {places: table.view(row) for (own, places), row in found.rows.items() if own == part}
-        return self._tensors[key]
+
+class MappedChunks(Value, frozen=True, eq=False):
+    """The chunks of a target, made when somebody asks for them: of a stacked tensor there may be thousands."""
+
+    places: Mapping[str, int]
+    rows: Mapping[tuple[int, tuple[int, ...]], int]
+    meetings: tuple[tuple[int, Meeting], ...]
+    table: Table
+
+    def made(self, low: Sequence[int] = (), high: Sequence[int] = ()) -> tuple[Chunk, ...]:
+        found = [
+            chunk
+            for part, meeting in self.meetings
+            for at in meeting.steps(self.places, low, high)
+            for chunk in meeting.placed(at, self.table.view(self.rows[part, meeting.source_places(at)]))
+        ]
+        return tuple(sorted(found, key=lambda chunk: chunk.box.start))
 
 
 def mapped_table(bound: Bound) -> Table:
@@ -101,7 +107,7 @@ def mapped_table(bound: Bound) -> Table:
             continue
         rows = made.sources(target)
         _check_dtypes(bound, target, rows)
-        entries.setdefault(rows[0], {})[target.name] = made.tensor(target)
+        entries.setdefault(rows[0], {})[target.name] = made.tensor(target, rows[0])
     bound.problems.refuse(bound.what, "")
     for row, name in renamed.items():
         names[row] = name

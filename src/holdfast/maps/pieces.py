@@ -134,23 +134,28 @@ class Meeting:
                 self._running.append((number, axes))
         return runs
 
-    def steps(self, places: Mapping[str, int]) -> Iterator[dict[str, int]]:
-        """The places of all axes but those of runs, for each chunk of the target at these places."""
-        if self.empty or any(not low <= places[a] < high for a, (low, high) in self.common.items() if a in places):
+    def steps(self, places: Mapping[str, int], low: Sequence[int] = (), high: Sequence[int] = ()) -> Iterator[dict[str, int]]:
+        """The places of all axes but those of runs, for each chunk of the target at these places; of those chunks alone that may
+        meet a box."""
+        if self.empty or any(not first <= places[a] < last for a, (first, last) in self.common.items() if a in places):
             return
-        for values in product(*(range(*self.common[axis]) for axis in self.stepped)):
+        for values in product(*(self._near(axis, low, high) for axis in self.stepped)):
             yield {**places, **dict(zip(self.stepped, values, strict=True))}
+
+    def _near(self, axis: str, low: Sequence[int], high: Sequence[int]) -> range:
+        """Places of an axis whose rows may meet a box: an axis is known to where nothing stands before it in its dimension."""
+        first, last = self.common[axis]
+        here = self._here.get(axis)
+        if here is None or here.dim >= len(low) or self.target.dims[here.dim][0].axis != axis:
+            return range(first, last)
+        return range(max(first, here.start + low[here.dim] // here.rows), min(last, here.start - -high[here.dim] // here.rows))
 
     def source_places(self, at: Mapping[str, int]) -> tuple[int, ...]:
         """The numbers in the name of the source."""
         return tuple([at[axis] for axis in self.source.places])
 
-    def chunks(self, places: Mapping[str, int], tensors: Mapping[tuple[int, ...], LazyTensor]) -> Iterator[Chunk]:
-        """The chunks of the target at these places that lie in these sources, each under the numbers of its name."""
-        for at in self.steps(places):
-            yield from self._placed(at, tensors[self.source_places(at)])
-
-    def _placed(self, at: Mapping[str, int], tensor: LazyTensor) -> list[Chunk]:
+    def placed(self, at: Mapping[str, int], tensor: LazyTensor) -> list[Chunk]:
+        """The chunks of the target at these places, which lie in this source."""
         starts = [0] * len(self.target.dims)
         index: list[int | slice] = [0] * len(self.source.dims)
         for axis, place in at.items():
