@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.errors import DoesNotFit
 from holdfast.maps.find import Map, families
 from holdfast.maps.mapped import mapped
 
 FOLDER = Path(__file__).parent / "oracles"
+PADDED = ("embedding.word_embeddings", "output_layer")
 RECORDED = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
@@ -39,9 +41,19 @@ def test_a_map_puts_each_element_where_the_framework_puts_it(name: str):
         pytest.skip("recorded, and not shipped")
     source = numbered([row[:2] for row in recorded["source"]])
     checkpoint = holdfast.open(holdfast.to_bytes(source, format="safetensors"))
-    bound = Map(family, recorded["from"], recorded["to"]).bind(checkpoint, recorded["config"])
-    found = mapped(checkpoint, bound, lambda one: one)
+    chosen = Map(family, recorded["from"], recorded["to"])
     target = {row[0]: row[1:] for row in recorded["target"]}
+    if "padded" in recorded["variant"]:
+        # Rows that stand for no word: a map makes none, and drops none.
+        if recorded["from"] == "megatron":
+            with pytest.raises(DoesNotFit, match="word_embeddings"):
+                chosen.bind(checkpoint, recorded["config"])
+            return
+        target = {one: row for one, row in target.items() if not one.startswith(PADDED)}
+    bound = chosen.bind(checkpoint, recorded["config"])
+    found = mapped(checkpoint, bound, lambda one: one)
+    if "padded" in recorded["variant"]:
+        found = {one: tensor for one, tensor in found.items() if not one.startswith(PADDED)}
     assert {one: (list(found[one].shape), digest(found[one].numpy())) for one in found} == {
         one: (shape, number) for one, (shape, number) in target.items()
     }
