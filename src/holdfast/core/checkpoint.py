@@ -145,6 +145,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._description.usual_format
 
     @property
+    def torch_dist(self) -> bool:
+        """Whether it is in Megatron's layout, by a map: then two small files belong to it."""
+        return self._description.torch_dist
+
+    @property
     def non_model_keys(self) -> tuple[str, ...]:
         """Keys at the top of the tree that are no part of the model, where the format knows: the optimizer, the state of a run."""
         return self._description.non_model_keys

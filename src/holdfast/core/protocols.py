@@ -255,6 +255,8 @@ class Description(Value, frozen=True):
     a model (`convert`, `load_into`, `slices`) leaves them out, unless they are named."""
     usual_format: str = ""
     """The format in which others expect these tensors, where a map knows."""
+    torch_dist: bool = False
+    """Whether Megatron is to load what is written of it: it looks for two small files beside the tensors."""
 
 
 class State(Value, frozen=True):

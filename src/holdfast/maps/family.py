@@ -9,6 +9,7 @@
     drop = ["model.layers.{layer}.rotary_emb.inv_freq"]           # tensors without a place elsewhere, left out on purpose
     [layouts.megatron]
     format = "dcp"                                                # what `convert` writes where nothing says another
+    torch_dist = true                                             # with the small files that megatron-core looks for
     states = "optimizer.state.{state}.{name}"                     # an optimizer's tensors, which go as the weights do
     [layouts.megatron-layers]
     from = "megatron"                                             # another layout, with texts of its names replaced
@@ -49,6 +50,7 @@ class LayoutText(msgspec.Struct, forbid_unknown_fields=True):
     drop: Texts = field(default_factory=list)
     states: Text = ""
     format: Text = ""
+    torch_dist: bool = False
     base: Text = field(default="", name="from")
     replace: dict[str, str] = field(default_factory=dict)
 
@@ -79,6 +81,7 @@ class Layout(Value, frozen=True, eq=False):
     """How an optimizer's tensor of a weight is called; empty where they have no place."""
     format: str = ""
     """The format in which checkpoints of this layout are expected."""
+    torch_dist: bool = False
 
     def state_of(self, name: str) -> tuple[str, str] | None:
         """The state and the weight that a name of an optimizer's tensor stands for."""
@@ -136,7 +139,7 @@ def _layout(name: str, text: LayoutText) -> Layout:
         raise BadMap(f"{name[:40]!r} is no name of a layout")
     if text.states and (text.states.count("{name}") != 1 or text.states.count("{state}") != 1):
         raise BadMap(f"states are written 'optimizer.{{state}}.{{name}}', not {text.states!r}")
-    return Layout(name, tuple(map(NamePattern.read, _texts(text.drop))), text.states, text.format)
+    return Layout(name, tuple(map(NamePattern.read, _texts(text.drop))), text.states, text.format, text.torch_dist)
 
 
 def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, LayoutText]) -> Array:

@@ -131,6 +131,6 @@ def mapped(checkpoint: Checkpoint, bound: Bound, again: Callable[[Checkpoint], C
         notes.append("left out: what is no tensor, which a map says nothing of")
     description = Description(
         checkpoint.format, table, table, notes=(*checkpoint.notes, *notes), metadata=checkpoint.metadata,
-        usual_format=bound.target.format,
+        usual_format=bound.target.format, torch_dist=bound.target.torch_dist,
     )  # fmt: skip
     return checkpoint.seen(description, again)

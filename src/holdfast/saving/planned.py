@@ -49,7 +49,7 @@ from holdfast.saving.formats import (
     is_replaceable,
     suffix_of,
 )
-from holdfast.saving.side_files import SideFiles, find_side_files, is_model
+from holdfast.saving.side_files import SideFiles, find_side_files, is_model, torch_dist_files
 from holdfast.seals.renew import NOTHING, Renewal, find_seals
 from holdfast.stores.files import Files, system_files
 from holdfast.stores.paths import place_of
@@ -329,6 +329,8 @@ def rewritten(
             directory = not archive and format_of(format_for(where.path, where.format, options)).folder
         check_target(where.path, directory=directory, writing=where.writing)
         side_files = find_side_files(source, where.path, copy_config, directory=directory, stack=stack, limits=limits)
+        if source.torch_dist and where.format == source.usual_format:
+            side_files = replace(side_files, files={**side_files.files, **torch_dist_files()})
         planned = lay_out(source, replace(where, index=side_files.weights, stem=side_files.stem, ranks=ranks))
         stack.callback(planned.close)
         seals = find_seals(source, limits) if same_place(where.path, source.path) else NOTHING

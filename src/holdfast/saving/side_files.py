@@ -33,15 +33,19 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.saves import Data, FilePlan, Literal, SavePlan
 from holdfast.engine.source import OpenSource
+from holdfast.engine.write import file_content
 from holdfast.errors import CannotHold, HoldfastError, NoSuchPath, StoreError, Unsupported
 from holdfast.formats import format_of
 from holdfast.formats.index_file import INDEX, NUMBERED
 from holdfast.formats.safetensors.read import INDEX_SUFFIX, SUFFIX
 from holdfast.formats.safetensors.write import STEM
+from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.inspect.open import store_of
 from holdfast.saving.formats import is_part, is_replaceable
+from holdfast.saving.state import tabulate_tree
 from holdfast.seals.document import SEAL
 from holdfast.seals.document import SUFFIX as SEAL_SUFFIX
+from holdfast.stores.memory import MemoryStore
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at, same_place
 
@@ -200,6 +204,18 @@ def find_side_files(
     if left:
         notes.append(f"left behind, since they are no config, tokenizer or text: {_some(left)}")
     return SideFiles(taken, notes=tuple(notes), stem=stem)
+
+
+TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+"""`metadata.json` of a folder that megatron-core 0.16 loads."""
+
+
+def torch_dist_files() -> dict[str, Source]:
+    """What megatron-core looks for beside a DCP directory: how it was written, and the state that all ranks have, of which there is
+    none."""
+    common, _ = file_content(lay_out_torch_zip(tabulate_tree({}), name="common").files[0], {})
+    files = {"metadata.json": json.dumps(TORCH_DIST).encode(), "common.pt": common}
+    return dict.fromkeys(files, OpenSource(MemoryStore(files), limits=Limits(), threads=1))
 
 
 def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig) -> SideFiles:
