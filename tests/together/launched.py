@@ -306,10 +306,22 @@ def kill_loop(folder: Path, kills: int, width: int, seed: int) -> list[dict[str,
     return [row for number in range(width) for row in json.loads((folder / f"rows{number}").read_text())]
 
 
+def run_jobs(jobs: list[dict[str, object]]) -> list[dict[str, object]]:
+    """One after the other. A `share` says at which part of its calls, in the job before without a victim, something happens."""
+    rows, calls = list[dict[str, object]](), list[int]()
+    for job in jobs:
+        share = job.pop("share", None)
+        if share is not None:
+            job["at"] = max(1, round(share * calls[job["victim"]]))
+        rows.append(Round(**job).run())
+        calls = [rank["calls"] for rank in rows[-1]["ranks"]] if job.get("victim") is None else calls
+    return rows
+
+
 def main(how: str, *more: str) -> object:
     if how == "jobs":
         parts.CUT_NBYTES = CUT_NBYTES
-        return [Round(**job).run() for job in json.load(sys.stdin)]
+        return run_jobs(json.load(sys.stdin))
     folder, kills, width, seed = more
     return kill_loop(Path(folder), int(kills), int(width), int(seed))
 
