@@ -72,10 +72,10 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
 
 
 def without_times(text: str) -> str:
-    """What was printed, without how long it took."""
+    """What was printed, without how long it took, and how much room there was."""
     if not text.startswith("{"):
         return text
-    return json.dumps({key: value for key, value in json.loads(text).items() if "seconds" not in key})
+    return json.dumps({key: value for key, value in json.loads(text).items() if key not in ("seconds", "free_nbytes")})
 
 
 @pytest.fixture(scope="module")
