@@ -86,7 +86,10 @@ def commands(folder: Path) -> dict[str, tuple[dict[str, object], dict[str, objec
         for size in (1, 3):
             out = folder / "outs" / name / str(size)
             out.mkdir(parents=True)
-            own = [word.format(out=out) if "{out}" in word else str(folder / word) if (folder / word).exists() else word for word in words]
+            own = [
+                word.format(out=out) if "{out}" in word else str(folder / word) if (folder / word).exists() else word
+                for word in words
+            ]
             jobs.append({"argv": own, "size": size, "room": str(folder / "room"), "agent": len(jobs) % 4 == 1})
     rows = ran(jobs)
     return {name: (rows[2 * at], rows[2 * at + 1]) for at, name in enumerate(COMMANDS)}
