@@ -91,15 +91,15 @@ class Offers(msgspec.Struct):
 class Shares(msgspec.Struct):
     """Who reads what, as one rank needs to know it. Its pieces that it shares with others, in an order that all ranks have."""
 
+    any: bool
+    """Whether any rank shares anything: all take the same steps."""
+    sets: dict[int, list[int]]
+    """Sets of holders that this rank is in, by numbers that all ranks have; in order."""
     offered: bytes
     """The number of each piece in what the rank has offered."""
     readers: bytes
     classes: bytes
-    """The set of holders of each, as a position in `sets`."""
-    sets: dict[int, list[int]]
-    """Those that this rank is in, by numbers that all ranks have; in order."""
-    any: bool
-    """Whether any rank shares anything: all take the same steps."""
+    """The set of holders of each."""
 
 
 NO_OFFERS = Offers(b"", b"", b"", 0)
@@ -187,7 +187,7 @@ def deal_pieces(offered: Sequence[Offers], how: Replicated, *, remote: bool) -> 
         order = order[shared[mine[order]]]
         columns = (column.astype("<i4").tobytes() for column in (order, readers[mine[order]], class_of[mine[order]]))
         sets_here = {c: h.tolist() for c, h in enumerate(holders) if rank in h}
-        answers.append(Shares(*columns, sets=sets_here, any=bool(holders)))
+        answers.append(Shares(bool(holders), sets_here, *columns))
     return answers
 
 
@@ -288,9 +288,8 @@ def rounds(replicas: Replicas, group: dist.ProcessGroup | None) -> Iterator[tupl
         for piece, reader, its in zip(replicas.pieces, replicas.readers, replicas.classes, strict=True):
             if its == number:
                 found.setdefault(reader, []).append(replicas.bytes_of(piece))
-        messages = {
-            reader: [*pack(views, max(ROUND_NBYTES // len(members), LEAST_NBYTES))] for reader, views in sorted(found.items())
-        }
+        most = max(ROUND_NBYTES // len(members), LEAST_NBYTES)
+        messages = {reader: [*pack(views, most)] for reader, views in sorted(found.items())}
         for turn in range(max(map(len, messages.values()), default=0)):
             ops, arrivals = list[dist.P2POp](), list[Arrival]()
             for reader, own in messages.items():
