@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from typing import Literal
@@ -31,16 +32,20 @@ import torch.distributed as dist
 
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.documents import message_kind, read_document, write_document
-from holdfast.core.group import SHARES, Ranks
+from holdfast.core.group import SHARES, Ranks, check_same, say_ranks, telling, together
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import damage
 from holdfast.engine.source import OpenSource
+from holdfast.errors import BadArgument
 from holdfast.ranks.plan import deal_classes
 from holdfast.torch import versions
-from holdfast.torch.tensors.fill import Fills, batches, overlapping
+from holdfast.torch.ranks.group import ranks_of
+from holdfast.torch.tensors.allocate import Want, make_fresh
+from holdfast.torch.tensors.fill import NO_FILLS, Fills, batches, fill, overlapping
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import Fill, flat
+from holdfast.torch.tensors.slices import Read, ShareBatch
 
 Replicated = Literal["auto", "read", "broadcast"]
 
@@ -58,6 +63,8 @@ ROUND_NBYTES = 64 << 20
 
 LEAST_NBYTES = 1 << 20
 """Bytes of a message that are not too few, however many members there are."""
+
+ENDS = "the stream ends here"
 
 PieceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 """The checkpoint's name for a tensor, and the lowest and the highest corner of a box of it."""
@@ -254,6 +261,49 @@ def read_apart(ranks: Ranks, replicas: Replicas, read: Callable[[], object], *, 
         for cut, start, nbytes, found, recorded in read_document(PART_SUMS, message):
             sums.setdefault((cut, recorded), Sums()).note(start, nbytes, found)
     return {cut: found for (cut, recorded), one in sums.items() if (found := one.crc32()) != recorded}
+
+
+@contextmanager
+def sharing(group: dist.ProcessGroup, mark: bytes, names: Sequence[str], *, doing: str, deadline: float) -> Iterator[ShareBatch]:
+    """How batches of tensors that all ranks want are read together. Raises on all ranks where one has opened another checkpoint
+    (`mark`), or wants other names."""
+    ranks = ranks_of(group, doing=doing, deadline=deadline)
+
+    def check(messages: list[bytes]) -> list[bytes]:
+        documents = [read_document(SHARES, message) for message in messages]
+        check_same([document[0] for document in documents])
+        others = [rank for rank, document in enumerate(documents) if document != documents[0]]
+        if others:
+            raise BadArgument(f"{say_ranks(others)} would stream other tensors than rank 0: skip= is to say the same on all ranks")
+        return [b""] * len(messages)
+
+    def share(batch: dict[str, LazyTensor]) -> tuple[Read, Callable[[Read], dict[str, torch.Tensor]]]:
+        fresh = make_fresh({name: Want(lazy, torch_dtype(lazy.dtype)) for name, lazy in batch.items()})
+        fills = NO_FILLS.with_more(fresh.fills)
+        keys = [(str(at), (0,) * one.lazy.ndim, one.lazy.shape) for at, one in enumerate(fresh.fills)]
+        pieces, offers = offer(fills, keys, group, PART_NBYTES)
+        # All ranks offer the same, so that each deals for itself.
+        replicas = Replicas.of(fills, pieces, deal_pieces([offers] * ranks.size, "broadcast", remote=True)[ranks.rank], ranks.rank)
+
+        def read() -> dict[str, torch.Tensor]:
+            fill(replicas.mine())
+            return fresh.tensors
+
+        def finish(read: Read) -> dict[str, torch.Tensor]:
+            if batch:
+                damaged = read_apart(ranks, replicas, read, otherwise=ENDS)
+                with together(ranks, ENDS):
+                    hand_on(replicas, damaged, group, deadline=deadline)
+            return fresh.tensors
+
+        return read, finish
+
+    try:
+        ranks.agree(write_document(SHARES, [mark, *(name.encode("utf-8", "surrogatepass") for name in names)]), check)
+        with telling(ranks):
+            yield share
+    finally:
+        ranks.close()
 
 
 def hand_on(replicas: Replicas, damaged: dict[bytes, int], group: dist.ProcessGroup | None, *, deadline: float) -> None:
