@@ -22,6 +22,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from holdfast.core.crc import Sums, crc32
 from holdfast.core.documents import message_kind, read_document, write_document
 from holdfast.core.group import SHARES, Ranks, check_same, say_ranks, telling, together
+from holdfast.core.table import ODD
 from holdfast.core.tensor import NO_CRC, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import damage
@@ -42,7 +44,7 @@ from holdfast.ranks.plan import deal_classes
 from holdfast.torch import versions
 from holdfast.torch.ranks.group import ranks_of
 from holdfast.torch.tensors.allocate import Want, make_fresh
-from holdfast.torch.tensors.fill import NO_FILLS, Fills, batches, fill, overlapping
+from holdfast.torch.tensors.fill import NO_FILLS, Fills, batches, files_of, fill, overlapping
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import Fill, flat
 from holdfast.torch.tensors.slices import Read, ShareBatch
@@ -118,7 +120,8 @@ def offer(fills: Fills, keys: Sequence[PieceKey], group: dist.ProcessGroup | Non
     that the group can send between. Nothing where targets overlap, since the last one must win."""
     devices = set() if overlapping(fills) else {device.type for device in _chosen(group)._device_types}
     lengths, targets, pieces, nbytes = fills.nbytes.tolist(), fills.targets, dict[bytes, Piece](), list[int]()
-    for at, (key, length, target) in enumerate(zip(keys, lengths, targets, strict=True)):
+    for at in sorted(range(len(fills)), key=partial(_place, fills)):
+        key, length, target = keys[at], lengths[at], targets[at]
         kind = target.device.type
         if kind not in devices or not length or not target.is_contiguous() or target.is_conj() or target.is_neg():
             continue
@@ -137,6 +140,15 @@ def offer(fills: Fills, keys: Sequence[PieceKey], group: dist.ProcessGroup | Non
     flags = bytes(targets[piece.position].is_cpu for piece in pieces.values())
     told = Offers(b"".join(pieces), np.array(nbytes, "<i8").tobytes(), flags, sum(lengths) - sum(nbytes))
     return [*pieces.values()], told
+
+
+def _place(fills: Fills, at: int) -> tuple[str, int]:
+    """Where a fill lies in its file: neighbours are dealt together, so that a rank reads few gaps."""
+    if (row := fills.rows[at]) != ODD:
+        storages, number = files_of(fills.table), fills.table.storage[row]
+        return storages.files[storages.file_of(number)].key, storages.start_of(number)
+    chunk = min(fills.lazies[at].chunks, key=lambda chunk: (chunk.storage.key, chunk.storage.start), default=None)
+    return ("", 0) if chunk is None else (chunk.storage.key, chunk.storage.start + chunk.offset // 8)
 
 
 def _cuts(lazy: LazyTensor, target: torch.Tensor, most: int) -> tuple[list[int], int]:
@@ -167,7 +179,7 @@ def deal_pieces(offered: Sequence[Offers], how: Replicated, *, remote: bool) -> 
     lengths = np.frombuffer(b"".join(one.nbytes for one in offered), "<i8")
     order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the holders of a piece are in order
     heads = np.flatnonzero(np.concatenate((np.ones(min(len(order), 1), np.bool_), (np.diff(keys[order], axis=0) != 0).any(1))))
-    # Pieces in the order of the first rank that has each: neighbours there are likely neighbours in the file.
+    # Pieces in the order of the first rank that has each, which is that of the file.
     pieces = np.empty(len(order), np.int64)
     pieces[order] = order[heads].argsort().argsort().repeat(np.diff(np.append(heads, len(order))))
     nbytes = np.zeros(len(heads), np.int64)
