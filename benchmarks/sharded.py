@@ -246,9 +246,8 @@ def replicas(rank: int, size: int, mib: int, rounds: int, folder: str, port: int
     for name, state in cases.items():
         target = {k: torch.zeros_like(v) for k, v in state.items()}
         (each, slow), (once, fast) = (run(target, how) for how in ("read", "broadcast"))
-        assert all(
-            torch.equal(getattr(target[k], "_local_tensor", target[k]), getattr(v, "_local_tensor", v)) for k, v in state.items()
-        )
+        for k, v in state.items():
+            assert torch.equal(getattr(target[k], "_local_tensor", target[k]), getattr(v, "_local_tensor", v)), k
         if rank == 0:
             print(
                 f"{name:5} {size} ranks, each for itself {each:,} bytes ({each / one:.2f} ×) in {slow:.2f} s; "

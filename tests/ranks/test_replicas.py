@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.core.documents import message_kind, write_document
 from holdfast.torch import slices
 from holdfast.torch.ranks import load_sharded as sharded_load
 from holdfast.torch.ranks import replicas
@@ -48,8 +49,8 @@ def offers(wanted: Mapping[str, int], *, device: str = "cpu", apart: int = 0) ->
 def told(wanted: Mapping[str, int], shares: Shares) -> list[tuple[str, int, list[int]]]:
     """Names, readers and holders, in the order of all ranks, as one rank hears of them."""
     names = [*wanted]
-    columns = (np.frombuffer(raw, "<i4").tolist() for raw in (shares.offered, shares.readers, shares.classes))
-    return [(names[number], reader, shares.sets[its]) for number, reader, its in zip(*columns, strict=True)]
+    columns = zip(shares.offered, shares.readers, shares.classes, strict=True)
+    return [(names[number], reader, shares.sets[its]) for number, reader, its in columns]
 
 
 def least_load(pieces: Mapping[str, tuple[int, list[int]]], apart: list[int]) -> int:
@@ -136,13 +137,13 @@ def test_auto(device: str, machines: bool, nbytes: int, handed: bool):
 
 
 def test_many_tensors_of_many_ranks_are_dealt_by_columns():
-    """Messages are 25 bytes a tensor and rank on the way there, and 12 on the way back."""
+    """Messages are 25 bytes a tensor and rank on the way there, and fewer than 8 on the way back."""
     own = offers({f"layer.{i}.weight": 100 + i % 7 for i in range(20_000)})
     assert len(own.keys) + len(own.nbytes) + len(own.on_cpu) == 25 * 20_000
     dealt = deal_pieces([own] * 64, "broadcast", remote=True)
-    counts = np.bincount(np.frombuffer(dealt[0].readers, "<i4"), weights=np.full(20_000, 103), minlength=64)
+    counts = np.bincount(dealt[0].readers, weights=np.full(20_000, 103), minlength=64)
     assert counts.max() < 1.02 * counts.mean()
-    assert len(dealt[63].offered) == len(dealt[63].readers) == len(dealt[63].classes) == 4 * 20_000
+    assert len(write_document(message_kind("shares", Shares), dealt[63])) < 8 * 20_000
 
 
 # Messages.
@@ -160,11 +161,11 @@ def test_bytes_of_every_dtype_are_sent():
         for shape in ((), (3,), (2, 3), (2, 1, 3)):
             tensor = torch.zeros(shape, dtype=dtype)
             fills = replicas.NO_FILLS.with_more([replicas.Fill(None, tensor)])
-            one = replicas.Replicas(fills, (), (), (), {}, False, 0)
-            octets = one.bytes_of(replicas.Piece(0, 0, 0, b""))
+            one = replicas.Replicas(fills, (), Shares(False, {}, [], [], []), 0)
+            octets = one.bytes_of(replicas.Piece(0, 0, 0))
             assert (octets.dtype, octets.numel()) == (torch.uint8, tensor.nbytes)
             if len(shape) > 1:
-                assert one.bytes_of(replicas.Piece(0, 1, 2, b"", b"x")).data_ptr() == tensor[1:].data_ptr()
+                assert one.bytes_of(replicas.Piece(0, 1, 2, b"x")).data_ptr() == tensor[1:].data_ptr()
 
 
 # Ranks that load.

@@ -204,9 +204,9 @@ def load_together(request: ShardedLoad) -> LoadedShards:
             wanted.notes += dict.fromkeys(notes)
 
         # Nobody waits for a message of a rank that failed.
-        damaged = read_apart(ranks, replicas, read, otherwise=changed) if replicas.any else {}
+        damaged = read_apart(ranks, replicas, read, otherwise=changed) if replicas.shares.any else {}
         with together(ranks, changed):
-            if replicas.any:
+            if replicas.shares.any:
                 hand_on(replicas, damaged, request.group, deadline=request.deadline)
             else:
                 read()
@@ -259,7 +259,7 @@ def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wa
     if not verdict.fits:
         with together(ranks, UNCHANGED):
             wanted.check(names, unexpected, wanted.looked_for, strict=strict)
-    return wanted, unexpected, Replicas.of(wanted.fills, pieces, verdict.shares, ranks.rank)
+    return wanted, unexpected, Replicas(wanted.fills, pieces, verdict.shares, ranks.rank)
 
 
 @validated(device=device_given)

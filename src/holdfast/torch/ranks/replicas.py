@@ -78,8 +78,6 @@ class Piece(Value, frozen=True, gc=False):
     position: int
     start: int
     stop: int
-    key: bytes
-    """The same for a piece that other ranks want."""
     cut: bytes = b""
     """What the parts of a piece share; empty where it is whole."""
     crc: int = NO_CRC
@@ -104,10 +102,10 @@ class Shares(msgspec.Struct):
     """Whether any rank shares anything: all take the same steps."""
     sets: dict[int, list[int]]
     """Sets of holders that this rank is in, by numbers that all ranks have; in order."""
-    offered: bytes
+    offered: list[int]
     """The number of each piece in what the rank has offered."""
-    readers: bytes
-    classes: bytes
+    readers: list[int]
+    classes: list[int]
     """The set of holders of each."""
 
 
@@ -131,11 +129,11 @@ def offer(fills: Fills, keys: Sequence[PieceKey], group: dist.ProcessGroup | Non
         if whole in pieces:
             continue
         if not rows:
-            pieces[whole] = Piece(at, 0, 0, whole)
+            pieces[whole] = Piece(at, 0, 0)
             nbytes.append(length)
         for number, (start, stop) in enumerate(pairwise(rows)):
             own = hashlib.blake2b(raw, digest_size=16, salt=number.to_bytes(16, "little")).digest() if number else whole
-            pieces[own] = Piece(at, start, stop, own, whole, crc)
+            pieces[own] = Piece(at, start, stop, whole, crc)
             nbytes.append(length * (stop - start) // rows[-1])
     flags = bytes(targets[piece.position].is_cpu for piece in pieces.values())
     told = Offers(b"".join(pieces), np.array(nbytes, "<i8").tobytes(), flags, sum(lengths) - sum(nbytes))
@@ -204,9 +202,8 @@ def deal_pieces(offered: Sequence[Offers], how: Replicated, *, remote: bool) -> 
     for rank, mine in enumerate(np.split(pieces, np.cumsum(counts)[:-1])):
         order = mine.argsort()
         order = order[shared[mine[order]]]
-        columns = (column.astype("<i4").tobytes() for column in (order, readers[mine[order]], class_of[mine[order]]))
-        sets_here = {c: h.tolist() for c, h in enumerate(holders) if rank in h}
-        answers.append(Shares(bool(holders), sets_here, *columns))
+        columns = (column.tolist() for column in (order, readers[mine[order]], class_of[mine[order]]))
+        answers.append(Shares(bool(holders), {c: h.tolist() for c, h in enumerate(holders) if rank in h}, *columns))
     return answers
 
 
@@ -214,26 +211,21 @@ class Replicas(Value, frozen=True, eq=False):
     """What a rank shares with others: what it reads for them, and what it gets."""
 
     fills: Fills
-    pieces: Sequence[Piece]
-    """In an order that all ranks have, each with its reader and its set of holders."""
-    readers: Sequence[int]
-    classes: Sequence[int]
-    sets: dict[int, list[int]]
-    any: bool
+    offered: Sequence[Piece]
+    shares: Shares
     rank: int
 
-    @classmethod
-    def of(cls, fills: Fills, offered: Sequence[Piece], shares: Shares, rank: int) -> Replicas:
-        numbers, readers, classes = (_column(raw) for raw in (shares.offered, shares.readers, shares.classes))
-        return cls(fills, [offered[number] for number in numbers], readers, classes, shares.sets, shares.any, rank)
+    def pieces(self) -> Iterator[tuple[Piece, int, int]]:
+        """In an order that all ranks have, each with its reader and its set of holders."""
+        return zip(map(self.offered.__getitem__, self.shares.offered), self.shares.readers, self.shares.classes, strict=True)
 
     def own(self) -> list[Piece]:
-        return [piece for piece, reader in zip(self.pieces, self.readers, strict=True) if reader == self.rank]
+        return [piece for piece, reader, _ in self.pieces() if reader == self.rank]
 
     def mine(self) -> Fills:
         """What this rank reads: what it shares with nobody, and its share of the rest."""
         own, fills = self.own(), self.fills
-        others = {piece.position for piece in self.pieces} - {piece.position for piece in own if not piece.cut}
+        others = {piece.position for piece, *_ in self.pieces()} - {piece.position for piece in own if not piece.cut}
         kept = fills.only([at for at in range(len(fills)) if at not in others]) if others else fills
         parts = [(piece, slice(piece.start, piece.stop)) for piece in own if piece.cut]
         return kept.with_more([Fill(fills.lazy(p.position)[rows], fills.targets[p.position].detach()[rows]) for p, rows in parts])
@@ -241,7 +233,7 @@ class Replicas(Value, frozen=True, eq=False):
     def checked(self) -> list[LazyTensor]:
         """What this rank is to compare with its checksum, where that is done before anything is read to its place."""
         mine = self.mine()
-        cut = [self.fills.lazy(piece.position) for piece in self.own() if piece.key == piece.cut]
+        cut = [self.fills.lazy(piece.position) for piece in self.own() if piece.cut and not piece.start]
         return [mine.lazy(at) for at in range(len(mine))] + cut
 
     def bytes_of(self, piece: Piece) -> torch.Tensor:
@@ -295,7 +287,7 @@ def sharing(group: dist.ProcessGroup, mark: bytes, names: Sequence[str], *, doin
         keys = [(str(at), (0,) * one.lazy.ndim, one.lazy.shape) for at, one in enumerate(fresh.fills)]
         pieces, offers = offer(fills, keys, group, PART_NBYTES)
         # All ranks offer the same, so that each deals for itself.
-        replicas = Replicas.of(fills, pieces, deal_pieces([offers] * ranks.size, "broadcast", remote=True)[ranks.rank], ranks.rank)
+        replicas = Replicas(fills, pieces, deal_pieces([offers] * ranks.size, "broadcast", remote=True)[ranks.rank], ranks.rank)
 
         def read() -> dict[str, torch.Tensor]:
             fill(replicas.mine())
@@ -321,7 +313,7 @@ def sharing(group: dist.ProcessGroup, mark: bytes, names: Sequence[str], *, doin
 def hand_on(replicas: Replicas, damaged: dict[bytes, int], group: dist.ProcessGroup | None, *, deadline: float) -> None:
     """Send what this rank has read to those who want it, and get the rest. Every rank calls it, when all have read. Where a piece
     is `damaged` its holders raise, and nobody sends anything."""
-    for piece in replicas.pieces:
+    for piece, *_ in replicas.pieces():
         if piece.cut in damaged:
             lazy = replicas.fills.lazy(piece.position)
             raise damage(lazy.storages[0], lazy.name, damaged[piece.cut])
@@ -334,7 +326,7 @@ def hand_on(replicas: Replicas, damaged: dict[bytes, int], group: dist.ProcessGr
         for views, whole in arrivals:
             for view, part in zip(views, whole.split([view.numel() for view in views]), strict=True):
                 view.copy_(part)
-    got = {piece.position for piece, reader in zip(replicas.pieces, replicas.readers, strict=True) if reader != replicas.rank}
+    got = {piece.position for piece, reader, _ in replicas.pieces() if reader != replicas.rank}
     versions.mark_changed([replicas.fills.targets[at].detach() for at in sorted(got)])
 
 
@@ -345,9 +337,9 @@ Arrival = tuple[list[torch.Tensor], torch.Tensor]
 def rounds(replicas: Replicas, group: dist.ProcessGroup | None) -> Iterator[tuple[list[dist.P2POp], list[Arrival]]]:
     """What this rank sends and gets, and what is then to be copied to its place."""
     chosen = _chosen(group)
-    for number, members in replicas.sets.items():
+    for number, members in replicas.shares.sets.items():
         found: dict[int, list[torch.Tensor]] = {}
-        for piece, reader, its in zip(replicas.pieces, replicas.readers, replicas.classes, strict=True):
+        for piece, reader, its in replicas.pieces():
             if its == number:
                 found.setdefault(reader, []).append(replicas.bytes_of(piece))
         most = max(ROUND_NBYTES // len(members), LEAST_NBYTES)
@@ -388,8 +380,3 @@ def _sent_from(device: torch.device, group: dist.ProcessGroup) -> torch.device:
 
 def _chosen(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group if group is not None else dist.distributed_c10d._get_default_group()
-
-
-def _column(raw: bytes) -> list[int]:
-    found: list[int] = np.frombuffer(raw, "<i4").tolist()
-    return found
