@@ -324,8 +324,7 @@ def hand_on(replicas: Replicas, damaged: dict[bytes, int], group: dist.ProcessGr
         for work in dist.batch_isend_irecv(ops):
             work.wait(timeout)
         for views, whole in arrivals:
-            for view, part in zip(views, whole.split([view.numel() for view in views]), strict=True):
-                view.copy_(part)
+            unpack(views, whole)
     got = {piece.position for piece, reader, _ in replicas.pieces() if reader != replicas.rank}
     versions.mark_changed([replicas.fills.targets[at].detach() for at in sorted(got)])
 
@@ -353,7 +352,7 @@ def rounds(replicas: Replicas, group: dist.ProcessGroup | None) -> Iterator[tupl
                     peers = [member for member in members if member != reader] if sent else [reader]
                     call = dist.isend if sent else dist.irecv
                     ops += [dist.P2POp(call, whole, dist.get_global_rank(chosen, peer), chosen) for peer in peers]
-                    arrivals += [(views, whole)] if not sent and whole is not views[0] else []
+                    arrivals += [] if sent else [(views, whole)]
             yield ops, arrivals
 
 
@@ -362,6 +361,12 @@ def pack(views: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor
     for kind in dict.fromkeys(view.device.type for view in views):
         parts = [part for view in views if view.device.type == kind for part in view.split(most)]
         yield from batches(parts, most, torch.Tensor.numel)
+
+
+def unpack(views: Sequence[torch.Tensor], message: torch.Tensor) -> None:
+    for view, part in zip(views, message.split([view.numel() for view in views]), strict=True):
+        if view.data_ptr() != part.data_ptr():
+            view.copy_(part)
 
 
 def _message(views: Sequence[torch.Tensor], device: torch.device, *, sent: bool) -> torch.Tensor:
