@@ -104,9 +104,9 @@ def test_every_piece_is_read_by_one_holder_and_got_by_the_others(family, random)
         loads[reader] += pieces[name][0]
         for rank in several[name]:
             assert got[rank].count(name) == (rank != reader), "exactly once"
-    for lists in orders.values():
+    for holders, lists in orders.items():
         assert len({tuple(one) for one in lists.values()}) == 1, "the members of a set send and get in one order"
-        assert set(lists) == set(next(iter(orders)) if len(orders) == 1 else lists)
+        assert set(lists) == set(holders)
     largest = max((nbytes for nbytes, holders in pieces.values() if len(holders) > 1), default=0)
     assert max(loads) <= least_load(pieces, apart) + largest
 
@@ -475,8 +475,8 @@ def test_a_rank_that_ends_while_it_hands_on_ends_the_others(step, tmp_path: Path
     for rank in others:
         seconds, said = (tmp_path / str(rank)).read_text().split("\n", 1)
         assert said.startswith(("RankLost", "RanksFailed")), said
-        assert f"rank {victim}" in said or "rank 0" in said
-        assert float(seconds) < 4 * DEADLINE + 10
+        assert f"rank {victim}" in said
+        assert float(seconds) < 4 * DEADLINE, "twice the deadline, on a busy machine"
 
 
 def group_is_used(world: World) -> None:
@@ -505,7 +505,7 @@ def stream(world: World, path: str, skips: dict[int, str], options: dict[str, ob
 def test_a_stream_is_read_once(pool: Pool, step):
     path, alone = step(LARGE)
     found = good(pool.run(4, stream, path, {}, {}))
-    assert all(names == sorted(LARGE) or sorted(names) == sorted(LARGE) for names, _ in found)
+    assert all(sorted(names) == sorted(LARGE) for names, _ in found)
     assert len({tuple(names) for names, _ in found}) == 1
     assert sum(read for _, read in found) <= 1.05 * alone + 4 * 4, "and the scalar that each rank has indexed"
     assert max(read for _, read in found) < 1.4 * alone / 4
