@@ -122,6 +122,13 @@ class Position(Protocol):
         """The range of its file, where the bytes there are those of an array; None where they are not."""
 
 
+class LaterChunks(Protocol):
+    """The chunks of a tensor in many pieces, before somebody asks for them."""
+
+    def made(self, low: Sequence[int] = (), high: Sequence[int] = ()) -> tuple[Chunk, ...]:
+        """All chunks; or those that meet a box, which may have fewer dimensions."""
+
+
 @lru_cache(maxsize=1024)
 def _in_order(shape: tuple[int, ...], bits: int) -> tuple[Box, tuple[int, ...]]:
     """The box and the strides of a tensor in C order: of a hundred thousand tensors there are a dozen."""
@@ -170,7 +177,7 @@ class TensorFields(Value, frozen=True, eq=False):
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...] | LaterChunks
     source: Source
     traits: Traits = PLAIN
     position: Position | None = None  # Where it lies, where its one chunk is made when somebody asks for it.
@@ -187,8 +194,11 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
     @property  # type: ignore[misc]  # no field, but read-only as one
     def chunks(self) -> tuple[Chunk, ...]:
         """Where its elements lie: boxes of the tensor in storages."""
-        chunks: tuple[Chunk, ...] = _CHUNKS.__get__(self)
-        if not chunks and self.position is not None:
+        chunks: tuple[Chunk, ...] | LaterChunks = _CHUNKS.__get__(self)
+        if not isinstance(chunks, tuple):
+            chunks = chunks.made()
+            _CHUNKS.__set__(self, chunks)
+        elif not chunks and self.position is not None:
             chunks = (Chunk(Box.whole(self.shape), *self.position.layout()),)
             _CHUNKS.__set__(self, chunks)
         return chunks
@@ -289,6 +299,11 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         if traits is not PLAIN:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
         shape, chunks = self.shape, _CHUNKS.__get__(self) or self.chunks
+        if not isinstance(chunks, tuple):
+            left, _, _, picks = sliced(shape, 0, shape, index)
+            # Of eight thousand pieces a rank wants one or two.
+            chunks = slice_chunks(picks, chunks.made(*_bounds(picks)))
+            return LazyTensor(self.name, self.dtype, left, chunks, self.source, traits)
         if len(chunks) == 1 and type(chunk := chunks[0]) is Chunk and chunk.box.stop == shape and not any(chunk.box.start):
             left, offset, strides, _ = sliced(shape, chunk.offset, chunk.strides, index)
             position = None if 0 in left else ChunkSlice(chunk, offset, strides)
@@ -541,6 +556,12 @@ def _pick(part: object, length: int, dim: int) -> Pick:
         f"a lazy tensor takes integers, slices, ... and None, not {type(part).__name__}; "
         "read it first (tensor.numpy()) and index the array"
     )
+
+
+def _bounds(picks: Sequence[Pick]) -> tuple[list[int], list[int]]:
+    """The lowest and the highest corner of what is picked."""
+    ends = [(start, start + step * max(count - 1, 0)) for start, step, count in picks if step or count == TAKEN]
+    return [min(pair) for pair in ends], [max(pair) + 1 for pair in ends]
 
 
 def slice_chunks(picks: Sequence[Pick], chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

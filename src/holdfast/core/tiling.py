@@ -29,6 +29,7 @@ from os import urandom
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 
 
@@ -118,7 +119,23 @@ def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     d = cut[0] if cut else 0
     if len(cut) == 1 and all(sizes[:d] == size[:d] and sizes[d + 1 :] == size[d + 1 :] for _, sizes in boxes):
         return _follow(size, boxes, d)
-    return _weights_agree(size, boxes)
+    starts, sizes = (np.array([box[side] for box in boxes], np.int64).T for side in (0, 1))
+    return _weights_agree(size, starts, starts + sizes)
+
+
+def columns_cover(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
+    """`covers`, of boxes as columns, a row for each dimension. They lie inside of the tensor; empty ones do not matter."""
+    filled = np.logical_and.reduce(starts < stops)
+    if not filled.all():
+        starts, stops = starts[:, filled], stops[:, filled]
+    cut = [d for d, n in enumerate(size) if starts[d].any() or (stops[d] != n).any()]
+    if len(cut) != 1:
+        return _weights_agree(size, starts, stops)
+    start, stop = starts[cut[0]], stops[cut[0]]
+    if not (start[1:] > start[:-1]).all():
+        order = start.argsort()
+        start, stop = start[order], stop[order]
+    return bool(start[0] == 0 and stop[-1] == size[cut[0]] and (start[1:] == stop[:-1]).all())
 
 
 def _follow(size: tuple[int, ...], boxes: Sequence[Extent], d: int) -> bool:
@@ -130,17 +147,15 @@ def _follow(size: tuple[int, ...], boxes: Sequence[Extent], d: int) -> bool:
     return at == size[d]
 
 
-def _weights_agree(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
-    starts = np.array([offsets for offsets, _ in boxes], np.int64)
-    stops = starts + np.array([sizes for _, sizes in boxes], np.int64)
-    weights = np.ones((TRIALS, len(boxes)), np.uint64)
+def _weights_agree(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
+    count = starts.shape[1]
+    weights = np.ones((TRIALS, count), np.uint64)
     whole = np.ones(TRIALS, np.uint64)
     for d, n in enumerate(size):
-        coordinates = np.concatenate(([0, n], starts[:, d], stops[:, d]))
+        coordinates = np.concatenate(([0, n], starts[d], stops[d]))
         distinct, numbers = np.unique(coordinates, return_inverse=True)
         raw = np.frombuffer(urandom(8 * TRIALS * len(distinct)), np.uint64) % np.uint64(PRIME)
         values = raw.reshape(TRIALS, -1)[:, numbers.reshape(-1)]
-        count = len(boxes)
         whole = whole * _minus(values[:, 1], values[:, 0]) % PRIME
         weights = weights * _minus(values[:, 2 + count :], values[:, 2 : 2 + count]) % PRIME
     return bool(np.all(weights.sum(axis=1) % PRIME == whole))

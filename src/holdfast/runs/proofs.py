@@ -21,10 +21,13 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from holdfast.core.runtime import renewed, start
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Span, Sweep
 from holdfast.errors import HeaderError, HoldfastError, HoldfastWarning
+from holdfast.formats.native.chunks import CutColumns
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
 from holdfast.inspect.verify import verify
@@ -290,6 +293,10 @@ def pieces_of(manifest: Parsed, name: str) -> list[Piece]:
     number = next((at for at, file in enumerate(manifest.files) if file.name == name), None)
     found: dict[tuple[int, int], Piece] = {}
     for tensor, stored in manifest.tensors.items():
+        if cut := CutColumns.of(stored):
+            for at in np.flatnonzero((cut.file == number) & (cut.spans[0] < cut.spans[1])).tolist():
+                first, last = cut.spans[:, at].tolist()
+                found[first, last] = Piece(first, last, cut.crc(at), tensor)
         for chunk in stored.chunks:
             parts = [(chunk.file, chunk.bytes, chunk.crc32 if chunk.sparse is None else chunk.sparse.values)]
             packed = () if chunk.sparse is None else (chunk.sparse.where, chunk.sparse.starts)

@@ -24,9 +24,10 @@ from holdfast.core.strict_json import as_keys, paid_nbytes
 from holdfast.core.value import Value
 from holdfast.engine.saves import FilePlan, Late, Literal, put_together
 from holdfast.errors import CannotHold
-from holdfast.formats.native.chunks import hash_text, sparse_in
+from holdfast.formats.native.chunks import hash_text, runs_of, sparse_in
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
+    COLUMNS_VERSION,
     FORMAT,
     HASHED_VERSION,
     VERSION,
@@ -34,6 +35,7 @@ from holdfast.formats.native.schema import (
     Manifest,
     OtherFile,
     StoredChunk,
+    StoredColumns,
     StoredSparse,
     StoredTensor,
 )
@@ -47,6 +49,9 @@ NO_BOXES = np.zeros(0, np.int64)
 
 PIECE = 1 << 10
 """Tensors in one batch of text: temporary objects take four times the memory of the text."""
+
+MANY_CHUNKS = 64
+"""Chunks of a tensor that stand in columns. Fewer are text that older versions read, too."""
 
 
 class StoredBoxes(msgspec.Struct):
@@ -128,6 +133,7 @@ def lay_out_index(
     others = [] if alone or not chunks.whole else [chunks.weight_index([file.name for file in files])]
     version, hash = (HASHED_VERSION, HASH) if any(part.tails_nbytes for part in parts) else (VERSION, msgspec.UNSET)
     version = BESIDE_VERSION if any("/" in file.name for file in files) else version
+    version = COLUMNS_VERSION if chunks.columns else version
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
     manifest = Manifest(FORMAT, version, tuple(files), {}, dict(metadata), others=_other_files(others), hash=hash)
     raw = msgspec.json.encode(msgspec.structs.replace(manifest, **rest))
@@ -167,15 +173,17 @@ class _Chunks:
         counts = [*map(len, numbers)]
         self._edges = [*accumulate(counts, initial=0)]
         boxed: dict[int, str] = {}
-        owned = [NO_BOXES]
+        tensors = np.concatenate([NO_BOXES, *[part.tensors[own] for part, own in zip(parts, numbers, strict=True)]])
+        # What has hashes, or is packed, has no columns.
+        plain = not any(part.tails_nbytes or part.stored.packed for part in parts)
+        many = (np.bincount(tensors, minlength=len(names)) >= MANY_CHUNKS) & plain
         for part, own, first in zip(parts, numbers, self._edges, strict=False):
-            owned.append(part.tensors[own])
-            corners, sizes, kinds = part.starts[:, own], part.sizes[:, own], kind_of[owned[-1]]
-            for at in (~are_whole(corners, sizes, extents[:, kinds])).nonzero()[0].tolist():
+            owners = part.tensors[own]
+            corners, sizes, kinds = part.starts[:, own], part.sizes[:, own], kind_of[owners]
+            for at in (~(are_whole(corners, sizes, extents[:, kinds]) | many[owners])).nonzero()[0].tolist():
                 rank = len(self._kinds[kinds[at]][1])
                 box = {"start": corners[:rank, at].tolist(), "stop": (corners + sizes)[:rank, at].tolist()}
                 boxed[first + at] = "," + msgspec.json.encode(box).decode()[1:-1]
-        tensors = np.concatenate(owned)
         order = self._order = tensors.argsort(kind="stable")
         owners = tensors[order]
         self._files = np.arange(len(parts)).repeat(counts)[order]
@@ -188,11 +196,30 @@ class _Chunks:
         self._names = names if len(of_each) == len(names) else [names[tensor] for tensor in of_each.tolist()]
         self._quoted, self._kind = as_keys(self._names), kind_of[of_each]
         self._boxed = self._placed(boxed)
+        self.columns = dict(self._in_columns(numbers, many[of_each].nonzero()[0].tolist())) if many.any() else {}
+
+    def _in_columns(self, numbers: Sequence[Ints], places: Sequence[int]) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
+        """The text of tensors in columns, by their places: what stands before and behind their checksums."""
+        rank = max(len(part.starts) for part in self._parts)
+        starts, stops = np.zeros((2, rank, len(self._order)), np.int64)
+        for part, own, first in zip(self._parts, numbers, self._edges, strict=False):
+            here = slice(first, first + len(own))
+            starts[: len(part.starts), here] = part.starts[:, own]
+            stops[: len(part.starts), here] = part.starts[:, own] + part.sizes[:, own]
+        for at in places:
+            dtype, shape = self._kinds[self._kind[at]]
+            here = self._span(at)
+            rows = self._order[here]
+            corners = [[runs_of(column[d, rows]) for d in range(len(shape))] for column in (starts, stops)]
+            made = StoredColumns(runs_of(self._files[here]), runs_of(self._starts[here]), "", *map(tuple, corners))
+            text = msgspec.json.encode({self._names[at]: StoredTensor(dtype, shape, (), made)})[1:-1]
+            before, mark, behind = text.rpartition(b'"crc32":"')
+            yield at, (before + mark, behind)
 
     @property
     def whole(self) -> bool:
         """Whether every tensor lies whole and unpacked in one file."""
-        return not self._boxed and not any(part.stored.packed for part in self._parts)
+        return not self.columns and not self._boxed and not any(part.stored.packed for part in self._parts)
 
     def weight_index(self, files: Sequence[str]) -> FilePlan:
         """The Hugging Face index: all tensors in the order in which they lie in files."""
@@ -206,16 +233,25 @@ class _Chunks:
     def measure(self) -> tuple[int, int]:
         """The length of the text, and the number of lists and objects in it. Neither depends on checksums."""
         quote, keys = self._quoted
+        listed, here = np.ones(len(keys), np.bool_), np.ones(len(self._order), np.bool_)
+        length, brackets = max(len(keys) - 1, 0), 0
+        for at, (before, behind) in self.columns.items():
+            span = self._span(at)
+            listed[at], here[span] = False, False
+            length += len(before) + len(behind) + CRC_DIGITS * (span.stop - span.start)
+            brackets += _brackets((before + behind).decode())
+        keys = keys if not self.columns else [keys[at] for at in listed.nonzero()[0].tolist()]
         every = "".join(keys)
         around = [f"{quote}{quote}{_opening(*kind)}{ENDING}" for kind in self._kinds]
-        counts = np.bincount(self._kind, minlength=len(around)).tolist()
-        chunks, more = len(self._order), len(self._order) - len(keys)
+        counts = np.bincount(self._kind[listed], minlength=len(around)).tolist()
+        chunks = int(here.sum())
+        more = chunks - len(keys)
         texts = [*self._boxed.values(), *self._packed_texts([part.stored for part in self._parts]).values()]
-        length = len(every.encode()) + sum(map(mul, counts, map(len, around))) + max(len(keys) - 1, 0)
+        length += len(every.encode()) + sum(map(mul, counts, map(len, around)))
         length += chunks * len(CHUNK) + more * len(NEXT) + sum(map(len, texts)) + sum(part.tails_nbytes for part in self._parts)
-        for numbers in (self._files, self._starts, self._stops):
+        for numbers in (self._files[here], self._starts[here], self._stops[here]):
             length += len(numbers) + int(POWERS.searchsorted(numbers, side="right").sum())
-        brackets = sum(map(mul, counts, map(_brackets, around))) + _brackets(every) + chunks + more
+        brackets += sum(map(mul, counts, map(_brackets, around))) + _brackets(every) + chunks + more
         return length, brackets + sum(map(_brackets, texts))
 
     def pieces(self, stored: Sequence[StoredBoxes]) -> Iterator[bytes]:
@@ -230,16 +266,20 @@ class _Chunks:
         for at, text in self._packed_texts(stored).items():
             beyond[at] = beyond.get(at, "") + text
         places = sorted(beyond)
-        for first in range(0, len(keys), PIECE):
-            own = keys[first : first + PIECE]
-            edges = [*self._heads[first : first + PIECE + 1].tolist(), len(self._order)][: PIECE + 1]
+        for first, last in self._batches():
+            if first in self.columns:
+                before, rest = self.columns[first]
+                yield b"%b%b%b%b" % (b"," if first else b"", before, sums[self._order[self._span(first)]].tobytes(), rest)
+                continue
+            own = keys[first:last]
+            edges = [*self._heads[first : last + 1].tolist(), len(self._order)][: last - first + 1]
             low, high = edges[0], edges[-1]
             order = self._order[low:high]
-            kind, named = self._kind[first : first + PIECE], own
+            kind, named = self._kind[first:last], own
             if high - low > len(own):
                 # A chunk that is not the first of its tensor stands behind no name.
                 kind, named = np.full(high - low, len(self._kinds)), [""] * (high - low)
-                kind[self._heads[first : first + PIECE] - low] = self._kind[first : first + PIECE]
+                kind[self._heads[first:last] - low] = self._kind[first:last]
                 for head, key in zip(edges, own, strict=False):
                     named[head - low] = key
             behind = [tails[at] for at in order.tolist()] if hashed else [""] * (high - low)
@@ -252,6 +292,16 @@ class _Chunks:
                 for key, kind, file, start, stop, crc, tail in each
             ])  # fmt: skip
             yield f"{text[len(ENDING) + (not first) :]}{ENDING}".encode()
+
+    def _span(self, at: int) -> slice:
+        """The chunks of a tensor."""
+        return slice(int(self._heads[at]), int(self._heads[at + 1]) if at + 1 < len(self._heads) else len(self._order))
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        """Tensors whose text is made together: each that is in columns by itself."""
+        count = len(self._heads)
+        edges = {*range(0, count, PIECE), *self.columns, *(at + 1 for at in self.columns), count}
+        return pairwise(sorted(edges))
 
     def _packed_texts(self, stored: Sequence[StoredBoxes]) -> dict[int, str]:
         found: dict[int, str] = {}

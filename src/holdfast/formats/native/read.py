@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count, repeat
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NoReturn
 
 import numpy as np
@@ -32,8 +32,8 @@ from holdfast.core.protocols import Description, Source
 from holdfast.core.runtime import copied_together
 from holdfast.core.strict_json import pointer, quoted
 from holdfast.core.table import ODD, FilePlace, Kind, Table
-from holdfast.core.tensor import LazyTensor
-from holdfast.core.tiling import tiles
+from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.tiling import columns_cover, tiles
 from holdfast.core.value import Value, replace
 from holdfast.engine.files import FileStorages
 from holdfast.errors import (
@@ -49,9 +49,10 @@ from holdfast.errors import (
 )
 from holdfast.formats.native.base import parts_of
 from holdfast.formats.native.boxes import carried
-from holdfast.formats.native.chunks import UnpackedStore, check_sparse, sparse_storage
+from holdfast.formats.native.chunks import CutChunks, CutColumns, UnpackedStore, check_sparse, sparse_storage
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
+    COLUMNS_VERSION,
     DOCUMENT,
     SEALED_VERSION,
     SPARSE_VERSION,
@@ -94,11 +95,13 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     # While all else is there: what is freed later has gaps, and the copies are not to lie in these.
     names, tensors = copied_together([*manifest.tensors]), [*manifest.tensors.values()]
     # The manifest was checked: a chunk that has no box is the whole tensor, and has as many bytes as its elements take.
-    chunks = [stored.chunks[0] for stored in tensors]
     rows = [
         row
-        for row, (first, stored) in enumerate(zip(chunks, tensors, strict=True))
-        if first.start is not None or first.sparse is not None or stored.chunks[1:] or stored.dtype not in WHOLE
+        for row, stored in enumerate(tensors)
+        if len(stored.chunks) != 1
+        or (first := stored.chunks[0]).start is not None
+        or first.sparse is not None
+        or stored.dtype not in WHOLE
     ]
     entries = {names[row]: tensors[row] for row in rows}
     odd = dict(zip(rows, _odd_tensors(entries, [file.name for file in manifest.files], source), strict=True))
@@ -111,10 +114,11 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     if odd:
         for row, tensor in odd.items():
             kind[row] = len(kinds)
-            kinds.append(Kind.of(tensor))
-        chunks = [one for row, one in enumerate(chunks) if row not in odd]
+            later = entries[names[row]].columns is not None
+            kinds.append(Kind(tensor.dtype, tensor.shape, PLAIN, tensor.nbytes) if later else Kind.of(tensor))
         labels, counter = [name for row, name in enumerate(names) if row not in odd], count()
         storage = array("q", [ODD if row in odd else next(counter) for row in range(len(names))])
+    chunks = [stored.chunks[0] for row, stored in enumerate(tensors) if row not in odd]
     edges = np.fromiter(chain.from_iterable(map(BYTES_OF, chunks)), np.int64, 2 * len(chunks)).reshape(-1, 2)
     starts, lengths = edges[:, 0].copy(), edges[:, 1] - edges[:, 0]
     crcs = np.frombuffer(bytes.fromhex("".join(map(CRC_OF, chunks))), ">u4").astype(np.int64)
@@ -129,6 +133,9 @@ def _odd_tensors(entries: Mapping[str, StoredTensor], files: Sequence[str], sour
     unpacked: UnpackedStore | None = None
     for name, stored in entries.items():
         dtype, chunks = dtype_named(stored.dtype), []
+        if stored.columns is not None:
+            yield LazyTensor(name, dtype, stored.shape, CutChunks(name, dtype, stored, files, home), source)
+            continue
         packed = any(chunk.sparse is not None for chunk in stored.chunks)
         if packed and unpacked is None:
             unpacked = UnpackedStore(home)
@@ -169,14 +176,16 @@ def check_files(tensors: Stored) -> list[str]:
     names, held = tensors.table.names, tensors.storages
     kinds, numbers = np.asarray(tensors.table.kind, np.int64), np.asarray(tensors.table.storage, np.int64)
     plain = np.flatnonzero(numbers >= 0)
-    odd = list(_odd_parts(tensors, names))
+    odd: dict[int, list[Part]] = {}
+    for part in _odd_parts(tensors, names):
+        odd.setdefault(part[1], []).append(part)
     wrong: list[tuple[int, str]] = []
     """For each file with a difference: the row of its first wrong tensor, and the file."""
     changed: list[Corrupted] = []
     notes: list[str] = []
     for number, file in enumerate(tensors.manifest.files):
         header = read_header(tensors.source, file.name)
-        here = [part for part in odd if part[1] == number]
+        here = odd.get(number, [])
         rows = plain[held.file == number]
         differing = (*_differing_rows(tensors, header, rows, kinds[rows]), *_differing_parts(header, here))
         wrong += [(min(differing), file.name)] if differing else []
@@ -226,7 +235,14 @@ def _differing_parts(header: Header, parts: list[Part]) -> Iterator[int]:
 def _odd_parts(tensors: Stored, names: Sequence[str]) -> Iterator[Part]:
     entries = tensors.manifest.tensors
     rows = [row for row, name in enumerate(names) if name in entries] if entries else []
+    files = {file.name: number for number, file in enumerate(tensors.manifest.files)}
     for row, stored in zip(rows, entries.values(), strict=True):
+        if stored.columns is not None:
+            name, dtype = names[row], dtype_named(stored.dtype)
+            for one in tensors.table.odd[row].chunks:
+                if one.box.count:
+                    piece, place = carried(Kind.plain(dtype, one.box.shape)), one.storage
+                    yield row, files[place.key], name, piece.code, piece.shape, (place.start, place.start + place.nbytes)
         for chunk in stored.chunks:
             box = box_of(stored, chunk)
             if len(stored.chunks) > 1 and not box.count:
@@ -330,6 +346,7 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
     count_files = len(ends)
     ranges: list[int] = []
     """File number, start and stop of each part, one part after the other."""
+    cut: dict[str, StoredTensor] = {}
     judged: dict[str, dict[tuple[int, ...], int | None]] = {}
     # All digits at once; where some are wrong, the loop says which.
     every = [chunk for stored in manifest.tensors.values() for chunk in stored.chunks]
@@ -343,8 +360,10 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             count = judged[stored.dtype][shape]
         except KeyError:
             count = judged.setdefault(stored.dtype, {})[shape] = _bits_of(stored.dtype, shape, limits)
-        if count is None or not chunks:
+        if count is None or not (chunks or stored.columns):
             _explain(name, stored, limits)
+        if stored.columns is not None:
+            cut[name] = stored
         for number, chunk in enumerate(chunks):
             start, stop = chunk.bytes
             file = chunk.file
@@ -368,12 +387,54 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             ranges += (file, start, stop)
         if several and not tiles(Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)):
             _lie(name, f"{len(chunks):,} chunks do not cover {list(shape)} exactly once", "chunks")
-    _check_apart(ranges, manifest)
+    places = np.array(ranges, np.int64).reshape(-1, 3)
+    if not cut or not _follow(cut, places, manifest):
+        more = [found.places() for stored in cut.values() if (found := CutColumns.of(stored))]
+        _check_apart(np.concatenate((places, *more)), manifest)
+
+
+def _follow(cut: Mapping[str, StoredTensor], places: Ints, manifest: Parsed) -> bool:
+    """Check tensors in columns. Tells whether it has seen that they, and the other places, lie apart.
+
+    Taken in the order of their first bytes, tensors mostly follow each other in every file: then no place is kept, or sorted.
+    """
+    ends = np.array([file.nbytes for file in manifest.files], np.int64)
+    reached, apart = np.zeros(len(ends), np.int64), True
+    firsts: list[tuple[int, str | int]] = [(sum(stored.columns.bytes[:1]), name) for name, stored in cut.items() if stored.columns]
+    firsts += zip(places[:, 1].tolist(), range(len(places)), strict=True)
+    for _, one in sorted(firsts, key=itemgetter(0)):
+        if isinstance(one, str):
+            file, (start, stop) = _check_columns(one, cut[one], ends, manifest=manifest)
+            apart &= bool((file[1:] > file[:-1]).all())
+        else:
+            file, start, stop = places[one : one + 1].T
+        apart &= bool((start >= reached[file]).all())
+        reached[file] = stop
+    return apart
+
+
+def _check_columns(name: str, stored: StoredTensor, ends: Ints, *, manifest: Parsed) -> tuple[Ints, Ints]:
+    """The file numbers of the chunks of a tensor in columns, and their first and last bytes."""
+    if manifest.version < COLUMNS_VERSION or manifest.hash is not None or stored.chunks:
+        told = "has no chunks in columns" if manifest.version < COLUMNS_VERSION else "has either columns, or hashes and chunks"
+        _refuse(name, f"a manifest of version {manifest.version} {told}", "columns")
+    found = CutColumns.of(stored)
+    if found is None or not _are_digits([found.crc32], 0, len(found.crc32)):
+        _refuse(name, "columns of different lengths, or with numbers that no chunk can have", "columns")
+    if (found.starts > found.stops).any() or not columns_cover(stored.shape, found.starts, found.stops):
+        _lie(name, f"{len(found.file):,} chunks do not cover {list(stored.shape)} exactly once", "columns")
+    (first, last), inside = found.spans, found.file < len(ends)
+    inside &= (first >= PREFIX_NBYTES) & (last >= first) & (last <= ends.take(found.file, mode="clip"))
+    if not inside.all():
+        at = int(inside.argmin())
+        _lie(name, f"{first[at]:,} to {last[at]:,} is not inside of a file, number {found.file[at]:,}", "columns", at)
+    return found.file, found.spans
 
 
 def _are_digits(texts: Sequence[str], least: int, most: int) -> bool:
-    lengths = {*map(len, texts)}
-    return all(least <= length <= most for length in lengths) and not "".join(texts).strip("0123456789abcdef")
+    every = "".join(texts)
+    fine = every.isascii() and not every.encode().translate(None, b"0123456789abcdef")
+    return fine and all(least <= length <= most for length in {*map(len, texts)})
 
 
 def _bits_of(dtype: str, shape: tuple[int, ...], limits: Limits) -> int | None:
@@ -437,15 +498,16 @@ def _check_place(name: str, part: StoredPart, ends: list[int], *, number: int) -
         _refuse(name, f"{quoted(part.crc32)} is no CRC-32 in eight digits", "chunks", number, "sparse")
 
 
-def _check_apart(ranges: list[int], manifest: Parsed) -> None:
+def _check_apart(places: Ints, manifest: Parsed) -> None:
     """Refuse byte ranges that overlap: shared bytes are named by `aliases`."""
-    places = np.array(ranges, np.int64).reshape(-1, 3)
     places = places[places[:, 1] < places[:, 2]]
     files, starts, stops = places.take(np.lexsort((places[:, 1], places[:, 0])), axis=0).T
     over = ((files[1:] == files[:-1]) & (starts[1:] < stops[:-1])).nonzero()[0]
     if len(over):
         wanted = (int(files[over[0] + 1]), int(starts[over[0] + 1]))
         for name, stored in manifest.tensors.items():
+            if (cut := CutColumns.of(stored)) and (cut.places()[:, :2] == wanted).all(axis=1).any():
+                _lie(name, "bytes of a chunk belong to another tensor as well", "columns", "bytes")
             for number, chunk in enumerate(stored.chunks):
                 for part in parts_of(chunk):
                     if (part.file, part.bytes[0]) == wanted and part.bytes[0] < part.bytes[1]:

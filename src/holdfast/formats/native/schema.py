@@ -7,7 +7,8 @@
      "others": [{"name": "model.safetensors.index.json", "nbytes": 168, "crc32": "9f3a01d2"}],
      "hash": "xxh3-128/1MiB", "self": "1c291ca3"}
 
-A chunk of a split tensor has its box as well, `"start": [0, 0], "stop": [1, 3]`. Versions 1 (no packed chunks) and 2 have neither
+A chunk of a split tensor has its box as well, `"start": [0, 0], "stop": [1, 3]`. Of a tensor in very many chunks these stand in
+columns (`StoredColumns`), and `chunks` is empty. Versions 1 (no packed chunks) and 2 have neither
 `others` nor `self`. A manifest of version 3 or later without `self` is damaged.
 """
 
@@ -35,6 +36,9 @@ HASHED_VERSION = 4
 """The first version with hashes. Written where chunks have hashes."""
 BESIDE_VERSION = 5
 """The first version with files in a folder beside this one. Written where there is such a file."""
+
+COLUMNS_VERSION = 6
+"""The first version with chunks as columns. Written where there are some."""
 
 
 class StoredPart(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
@@ -76,11 +80,30 @@ class StoredChunk(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=T
     """CRC-32 of the first of these bytes, where the algorithm has heads."""
 
 
-class StoredTensor(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+Runs = tuple[int, ...]
+"""A column of integers as numbers that rise evenly: first, step and count of each stretch, one stretch behind the other."""
+
+
+class StoredColumns(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+    """The chunks of a tensor in very many, as columns: eight bytes a chunk where ranks have cut it evenly."""
+
+    file: Runs
+    bytes: Runs
+    """The first byte of each. It has as many as its box takes."""
+    crc32: str
+    """Eight digits for each."""
+    start: tuple[Runs, ...]
+    """The lowest corners, a column for each dimension."""
+    stop: tuple[Runs, ...]
+
+
+class StoredTensor(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     dtype: str
     """Holdfast's name of the dtype, also where the safetensors file has another one."""
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
+    """Empty where they stand in columns."""
+    columns: StoredColumns | None = None
 
 
 class DataFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
@@ -114,7 +137,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 RECORDED = ("aliases", "views", "tree")
 
-VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION)
+VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION, COLUMNS_VERSION)
 SINCE = {"others": SEALED_VERSION, SELF: SEALED_VERSION, "hash": HASHED_VERSION}
 
 DOCUMENT = DocumentKind(
@@ -141,7 +164,8 @@ def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
     if manifest is None:
         raise Unsupported("the manifest was not written by Holdfast, and names files of other folders; convert it instead")
     files = tuple(DataFile(names.get(file.name, file.name), file.nbytes) for file in manifest.files)
-    whole = msgspec.structs.replace(manifest, version=HASHED_VERSION, files=files, sealed=msgspec.UNSET)
+    version = COLUMNS_VERSION if manifest.version == COLUMNS_VERSION else HASHED_VERSION
+    whole = msgspec.structs.replace(manifest, version=version, files=files, sealed=msgspec.UNSET)
     return write_document(DOCUMENT, whole)
 
 
