@@ -6,6 +6,8 @@ of the slowest rank's times, in turns. Resharding loads the same checkpoint alon
 
 Beside what is loaded along the other axis stands its floor: the same rows of the same files by bare calls into the kernel, without
 planning, checksums or anybody to ask.
+
+`--replicas 100` is another question: ranks that want the same, on a store of 100 MB/s a rank that counts what is read of it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,14 +182,93 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
     dist.destroy_process_group()
 
 
+class Link:
+    """Every rank's way to a store: each read is counted, and takes as long as a link of so many bytes a second would."""
+
+    def __init__(self, rate: float) -> None:
+        from holdfast.stores.local import LocalStore
+
+        self.nbytes, self._rate, self._free, self._lock = 0, rate, 0.0, threading.Lock()
+        read, gather = LocalStore.read, LocalStore.gather
+
+        def slow_read(store: LocalStore, key: str, start: int, out: memoryview) -> None:
+            self._take(out.nbytes)
+            read(store, key, start, out)
+
+        def slow_gather(store: LocalStore, key: str, starts: np.ndarray, nbytes: np.ndarray, places: np.ndarray) -> int:
+            self._take(int(nbytes.sum()))
+            return gather(store, key, starts, nbytes, places)
+
+        LocalStore.read, LocalStore.gather = slow_read, slow_gather  # type: ignore[method-assign]
+
+    def _take(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+            self._free = max(self._free, time.perf_counter()) + nbytes / self._rate
+            wait = self._free - time.perf_counter()
+        time.sleep(max(wait, 0.0))
+
+
+def replicas(rank: int, size: int, mib: int, rounds: int, folder: str, port: int, rate: float) -> None:
+    """Ranks that want the same: all of it (DDP), or shards of which there are two (HSDP). Each reads all, or its share."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import holdfast.torch
+
+    path, whole = Path(folder) / "step", {f"layer.{i}.weight": torch.full((2048, 2048), float(i)) for i in range(max(mib // 16, 1))}
+    if rank == 0:
+        holdfast.save(whole, path.with_suffix(".safetensors"), durable=False)
+        holdfast.convert(path.with_suffix(".safetensors"), path, format="native", durable=False)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2, size // 2))
+    cases = {"DDP": whole, "HSDP": {k: distribute_tensor(v, mesh, [Replicate(), Shard(0)]) for k, v in whole.items()}}
+    link = Link(rate)
+
+    def run(state: dict[str, torch.Tensor], how: str) -> tuple[int, float]:
+        """Bytes that all ranks read, and the median of the slowest rank's times."""
+        link.nbytes = 0
+        (taken,) = medians(rounds, (lambda: None, lambda: holdfast.torch.load_sharded(path, state, replicated=how)))
+        read = torch.tensor([link.nbytes / rounds])
+        dist.all_reduce(read)
+        return int(read), taken
+
+    blank = {k: torch.zeros_like(v) for k, v in whole.items()}
+    alone = dist.new_group([0])
+    if rank == 0:
+        begun = time.perf_counter()
+        holdfast.torch.load_sharded(path, blank, group=alone)
+        one, seconds = link.nbytes, time.perf_counter() - begun
+        print(f"{mib} MiB at {rate / 1e6:.0f} MB/s a rank: one process reads {one:,} bytes in {seconds:.2f} s")
+    for name, state in cases.items():
+        target = {k: torch.zeros_like(v) for k, v in state.items()}
+        (each, slow), (once, fast) = (run(target, how) for how in ("read", "broadcast"))
+        for k, v in state.items():
+            assert torch.equal(getattr(target[k], "_local_tensor", target[k]), getattr(v, "_local_tensor", v)), k
+        if rank == 0:
+            print(
+                f"{name:5} {size} ranks, each for itself {each:,} bytes ({each / one:.2f} ×) in {slow:.2f} s; "
+                f"handed on {once:,} bytes ({once / one:.3f} ×) in {fast:.2f} s, {slow / fast:.2f} × as fast"
+            )
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=29533)
+    parser.add_argument("--replicas", type=float, metavar="MB/S", help="ranks that want the same; the store gives each so much")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if options.replicas:
+            given = (options.ranks, options.mib, options.rounds, folder, options.port, options.replicas * 1e6)
+            mp.spawn(replicas, given, nprocs=options.ranks)
+            return
         mp.spawn(job, (options.ranks, options.mib, options.rounds, folder, options.port), nprocs=options.ranks)
 
 

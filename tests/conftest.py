@@ -90,6 +90,10 @@ REPEATED = {
     "test_reading_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),
     "test_rewriting_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),
     "test_around_limits": ("tests/properties/test_written_opens.py", 2),
+    "test_every_verb_writes_the_same": ("tests/together/test_matrix.py", 16),
+    "test_copies_are_the_same": ("tests/together/test_matrix.py", 2),
+    "test_reshards_are_the_same": ("tests/together/test_matrix.py", 4),
+    "test_every_verb_finds_the_same": ("tests/together/test_matrix.py", 3),
 }
 """Tests whose every case is asked more elsewhere, and of how many one is asked: `test_attack` opens all attacks,
 all writers crash in the model, and what is quadratic in one way of sharing is so in many. `make test-all` asks every case."""

@@ -100,6 +100,7 @@ def calls(tmp_path_factory) -> dict[str, Callable[..., object]]:
         "holdfast.to_bytes": writes(holdfast.to_bytes, state=lambda: {"w": np.ones(2)}, format=lambda: "safetensors"),
         "holdfast.verify": writes(holdfast.verify, **src),
         "holdfast.torch.async_save_sharded": writes(lambda **given: holdfast.torch.async_save_sharded(**given).wait(), **ranks),
+        "holdfast.torch.group": writes(holdfast.torch.group),
         "holdfast.torch.load_full": writes(holdfast.torch.load_full, path=lambda: str(folder / "ranks")),
         "holdfast.torch.load_into": writes(
             holdfast.torch.load_into, module_or_state=lambda: {"w": torch.ones(2, 3), "b": torch.ones(2)}, path=lambda: source

@@ -90,7 +90,7 @@ limit()
 from holdfast.engine.commit.transactions import DirectoryTransaction
 with DirectoryTransaction(sys.argv[1], durable=False) as folder:
     for i in range(200):
-        with open(os.path.join(folder.folder, f"x{i}"), "wb") as file:
+        with open(os.path.join(folder.hidden_path, f"x{i}"), "wb") as file:
             file.write(b"12345")
         folder.join(f"x{i}", 5)
     folder.commit()

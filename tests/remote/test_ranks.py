@@ -404,3 +404,16 @@ def test_options_mean_what_they_mean_on_a_disk():
     found = {"w": torch.ones(100_000)}
     holdfast.torch.load_sharded(url, found)
     assert torch.equal(found["w"], state["w"])
+
+
+def test_four_replicas_get_the_bytes_of_one_process(pool: Pool, proxy: Proxy, where: dict[str, str], url: str):
+    """As the store counts them, indexes and all: four ranks that want everything, by default, and each for itself."""
+    shapes = {"embed": (3000, 700), **{f"w{i}": (700, 300 + i) for i in range(16)}}
+    holdfast.torch.save_sharded({name: torch.ones(shape) for name, shape in shapes.items()}, url)
+    sent = {}
+    for size, how in ((1, "read"), (4, "read"), (4, "auto")):
+        proxy.clear()
+        good(pool.run(size, rank_jobs.load_alike, where, url, shapes, how))
+        sent[size, how] = proxy.sent_nbytes
+    assert sent[4, "auto"] <= 1.05 * sent[1, "read"]
+    assert sent[4, "read"] > 3.9 * sent[1, "read"]

@@ -153,6 +153,14 @@ def test_convert_to_packed_zeros(source: Path, tmp_path: Path):
     compared(lambda s, d, group: holdfast.convert(s, d, sparse="auto", group=group, durable=False), pruned, tmp_path, "out", 3)
 
 
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "copy.pt"])
+def test_a_file_that_is_too_short_to_be_cut(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    """The first rank has it, who made it; as it is with most files: those up to 32 MiB."""
+    monkeypatch.undo()
+    verb = holdfast.copy if name == "copy.pt" else holdfast.convert
+    compared(lambda src, dst, group: verb(src, dst, group=group, durable=False), source, tmp_path, name, 3)
+
+
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path):
     found = good(on_ranks(3, lambda group: holdfast.convert(source, tmp_path / "out.pt", group=group, dry_run=True)))
     assert not any(one.done for one in found)

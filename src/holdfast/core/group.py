@@ -151,7 +151,9 @@ class SeveralRanks(Ranks):
             causes, contents, problems, absent = self._judged([(head, content), *map(_read, gathered)])
             try:
                 failed = [_failure(causes, problems, absent)] * self.size if causes else None
-                answers = failed or [b"+" + answer for answer in decide(contents)]
+                # What all ranks are told is one object, and travels once.
+                said: dict[bytes, bytes] = {}
+                answers = failed or [said.setdefault(answer, b"+" + answer) for answer in decide(contents)]
             except DurabilityUncertain as error:
                 cause, answers = error, [b"?" + _cause_of(error).encode("utf-8", "replace")] * self.size
             except Exception as error:

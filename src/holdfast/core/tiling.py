@@ -124,7 +124,7 @@ def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
 
 
 def columns_cover(size: tuple[int, ...], starts: Ints, stops: Ints) -> bool:
-    """The same of boxes as columns, a row for each dimension. They lie inside of the tensor; empty ones do not matter."""
+    """`covers`, of boxes as columns, a row for each dimension. They lie inside of the tensor; empty ones do not matter."""
     filled = np.logical_and.reduce(starts < stops)
     if not filled.all():
         starts, stops = starts[:, filled], stops[:, filled]

@@ -250,11 +250,11 @@ class JoinedCopy(Target):
 
 
 class CopyTarget(JoinedCopy):
-    """The same, on the part that publishes them. Two copies would write the same names, so one claims the place first. What has
-    names in common with a checkpoint that it replaces would be a mixture of both for a while: then the old one goes first. But not
-    before everything is in the bucket, under hidden names, from which the store copies it: what fails on the way here leaves the
-    old one as it was. Weights that no index names are found as soon as they are there. So they are put last; or, where several
-    parts upload them, under hidden names as well."""
+    """Objects of a copy, on the part that publishes them. Two copies would write the same names, so one claims the place first.
+    What has names in common with a checkpoint that it replaces would be a mixture of both for a while: then the old one goes
+    first. But not before everything is in the bucket, under hidden names, from which the store copies it: what fails on the way
+    here leaves the old one as it was. Weights that no index names are found as soon as they are there. So they are put last;
+    or, where several parts upload them, under hidden names as well."""
 
     def __init__(self, url: Url, plan: SavePlan, *, overwrite: bool, names: BucketNames, parts: int | None, several: bool) -> None:
         save = PrefixSave(url, plan.index[0].key if plan.index else "", overwrite=overwrite, parts=parts)

@@ -184,6 +184,9 @@ class FileTarget(FirstTarget):
     def _create(self, key: str) -> NewFile:
         return self._transaction.file
 
+    def keeps(self, file: FilePlan) -> bool:
+        return True  # it is made already
+
     def begin(self, file: FilePlan) -> Fill:
         return lambda how: _fill(file, how, self._transaction.file, self._path)
 

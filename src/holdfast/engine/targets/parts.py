@@ -41,7 +41,8 @@ class FilePart(Value, frozen=True):
 
 
 def deal_files(files: Sequence[FilePlan], ranks: int, *, splits: bool, kept: Collection[int] = ()) -> list[list[FilePart]]:
-    """What each rank writes. `splits` says whether several may write one file; those that are `kept` are the first rank's."""
+    """What each rank writes. `splits` says whether several may write one file; of those that one rank writes, those that are `kept`
+    are the first rank's."""
     if ranks == 1:
         return [[FilePart(number, 0, file.nbytes) for number, file in enumerate(files)]]
     shares: list[list[FilePart]] = [[] for _ in range(ranks)]
@@ -61,7 +62,7 @@ def deal_files(files: Sequence[FilePlan], ranks: int, *, splits: bool, kept: Col
         end = begin + file.nbytes
         if file.nbytes <= CUT_NBYTES or any(isinstance(one, Data | Gathered) and one.hashed for one in file.segments):
             middle = min(bisect(edges, begin + file.nbytes // 2) - 1, ranks - 1)
-            shares[middle].append(FilePart(number, 0, file.nbytes))
+            shares[0 if number in kept else middle].append(FilePart(number, 0, file.nbytes))
         else:
             for rank, (low, high) in enumerate(pairwise(edges)):
                 if max(begin, low) < min(end, high):

@@ -189,6 +189,8 @@ def join_target(name: str, path: str, *, durable: bool, plan: SavePlan | None = 
     if url is not None:
         from holdfast.engine.targets.bucket import JoinedCopy, JoinedPrefix
 
+        if plan is not None and not plan.directory:
+            return Target()  # an object is one upload, and the first part's
         return JoinedCopy(url, name) if plan is not None and plan.copied else JoinedPrefix(url, name)
     from holdfast.engine.targets.folder import JoinedFile, JoinedFolder, JoinedStaging
 

@@ -26,7 +26,7 @@ from msgspec import Struct, field
 
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.match import match, meet
+from holdfast.core.match import Met, match, meet
 from holdfast.core.sharing import identity
 from holdfast.core.table import ODD, Kind, Table
 from holdfast.core.tensor import Composite, LazyTensor
@@ -309,8 +309,8 @@ def _match_tied(
 
 def meet_places(
     names: Names, matches: Sequence[Match[PlaceT]], rules: Rules[PlaceT], fresh: Mapping[int, torch.Tensor] = MappingProxyType({})
-) -> tuple[Fills, list[int]]:
-    """The fills of matches, and the position of each fill's match. Composites are not filled.
+) -> tuple[Fills, Met]:
+    """The fills of matches, and the match and the box of each. Composites are not filled.
 
     `fresh` tensors, by the numbers of matches, are filled instead of the places, and take rows as they are.
     """
@@ -327,7 +327,7 @@ def meet_places(
     rows = [matches[pair].row if at not in met.parts else ODD for at, pair in enumerate(met.pairs)]
     whole = [fresh[one.number] if one.number in fresh else one.places[0].tensor for one in matches]
     tensors = [targets[pair][box][1] if pair in targets else whole[pair] for pair, box in zip(met.pairs, met.boxes, strict=True)]
-    return Fills(table, rows, met.parts, tensors), met.pairs
+    return Fills(table, rows, met.parts, tensors), met
 
 
 def shaped(one: Match[PlaceT], table: Table, shape: tuple[int, ...]) -> LazyTensor:

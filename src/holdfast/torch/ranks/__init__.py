@@ -10,7 +10,8 @@ background         the rest of the chain on a thread, and a program that waits f
 
 Loading:
 
-load_sharded       the call: one checkpoint for all, replicas read once and handed on
+load_sharded       the call: one checkpoint for all
+replicas           what several ranks want alike: read once, handed on
 wanted             what one rank wants; tensors for an optimizer that has no state yet
 
 Both:

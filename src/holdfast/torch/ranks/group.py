@@ -53,6 +53,9 @@ waited, so that nobody waits for much longer than it takes, and a thousand ranks
 COUNT, COUNT_MORE = 0.1, 0.002
 """Seconds between two times that a rank says how much it has done, and how many more for each rank: the store is one."""
 
+SHARED_NBYTES = 4096
+"""Answers that are longer, and the same for all ranks, are put into the store once."""
+
 LINGER = 5.0
 """Seconds that the first rank stays for the others at the end, at most."""
 
@@ -229,6 +232,8 @@ class StoreRanks(SeveralRanks):
         self._prefix = prefix
         self._host = host
         self._step = 0
+        self._common: list[str] = []
+        """Keys of long answers that all ranks take."""
         self._lost: set[int] = set()
         self._process = os.getpid()
         self._beats = 0
@@ -340,10 +345,16 @@ class StoreRanks(SeveralRanks):
         if self.size == 1:
             assert answers is not None
             return answers[0]
+        common = self._key(self._step, "answer")
         if answers is None:
-            return self._collect({0: self._key(self._step, "answer", self.rank)})[0]
+            answer = self._collect({0: self._key(self._step, "answer", self.rank)})[0]
+            return answer or self._ask(lambda store: bytes(store.get(common)))
+        shared = len(answers[1]) > SHARED_NBYTES and all(answer is answers[1] for answer in answers[1:])
+        if shared:
+            self._put(common, answers[1])
+            self._common.append(common)
         for rank in range(1, self.size):
-            self._put(self._key(self._step, "answer", rank), answers[rank])
+            self._put(self._key(self._step, "answer", rank), b"" if shared else answers[rank])
         return answers[0]
 
     def _put(self, key: str, content: bytes) -> None:
@@ -416,7 +427,7 @@ class StoreRanks(SeveralRanks):
         while keys and not self._ask(lambda store: store.check(keys)) and now - began < min(LINGER, self.deadline):
             time.sleep(min(PAUSE, (now - began) / 32 + 0.0005))
             now = time.monotonic()
-        gone = (*keys, *(self._key("pulse", rank) for rank in range(1, self.size)), self._key("done"))
+        gone = (*keys, *self._common, *(self._key("pulse", rank) for rank in range(1, self.size)), self._key("done"))
         self._ask(lambda store: [store.delete_key(key) for key in gone])
 
 

@@ -9,9 +9,9 @@
 One checkpoint (`checkpoint_mark`). Each rank opens the path by itself, and another save may come between two of them: one half of a
 model would be of one step, the other half of the next. So each rank's message has a hash of what it has opened.
 
-Replicas (`offers`, `spread`, `hand_on`). What all ranks want whole is read by one rank each, and broadcast when all have read. On
-one machine the file is in the page cache, and reading it again is cheaper than sending it over a socket. So "auto" hands on where
-the ranks are on several machines, the checkpoint in an object store, or the tensors on GPUs.
+Replicas (`replicas`). What several ranks want alike is read by one of them, and handed on when all have read. On one machine the
+file is in the page cache, and reading it again is cheaper than sending it over a socket. So "auto" hands on where the ranks are on
+several machines, the checkpoint in an object store, or the tensors on GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -44,14 +44,25 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.saving.state import Stateful, state_and_path
 from holdfast.stores.paths import place_of
 from holdfast.stores.place import place_at
-from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import StoreRanks, ranks_of
+from holdfast.torch.ranks.replicas import (
+    NO_OFFERS,
+    PART_NBYTES,
+    PARTS,
+    Offers,
+    Piece,
+    Replicas,
+    Replicated,
+    Shares,
+    deal_pieces,
+    hand_on,
+    offer,
+    read_apart,
+)
 from holdfast.torch.ranks.wanted import Matching, PerRank, Wanted
 from holdfast.torch.tensors.fill import NO_ARRAY, fill
-
-Replicated = Literal["auto", "read", "broadcast"]
 
 Guard = Callable[[], AbstractContextManager[None]]
 
@@ -96,7 +107,7 @@ class RankMatch(msgspec.Struct):
     """A bit for each of these names, set where this rank wants it."""
     fits: bool
     strict: bool
-    offers: list[Offer]
+    offers: Offers
 
 
 class Verdict(msgspec.Struct):
@@ -105,8 +116,7 @@ class Verdict(msgspec.Struct):
     fits: bool
     used: bytes
     """The bits of all ranks that see the same checkpoint."""
-    shares: dict[str, int]
-    """Tensors that one rank reads for all, and that rank."""
+    shares: Shares
 
 
 @validated(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
@@ -140,10 +150,11 @@ def load_sharded(
     `strict=False` or `per_rank="keep"`: then what the state has is kept, and a note says so.
     Raises `RanksFailed` with the same causes on every rank; before anything was changed, where something does not fit.
 
-    What all ranks want whole is read by each of them (`replicated="read"`), or by one and then sent to the others with the group's
-    own collectives (`"broadcast"`); by default the latter where they are on several machines, the checkpoint in an object store or
-    the tensors on GPUs. Tensors on a GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said
-    otherwise). `path` may be a URL (`s3://bucket/step-1000`), or a key in a `store` that the caller has made.
+    What several ranks want alike, a whole tensor or the same part of one, is read by each of them (`replicated="read"`), or by one
+    and then sent to the others through the group (`"broadcast"`): each reads about as much, and nothing is read twice. By default
+    the latter where they are on several machines, the checkpoint in an object store or the tensors on GPUs. Tensors on a GPU are
+    read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise). `path` may be a URL
+    (`s3://bucket/step-1000`), or a key in a `store` that the caller has made.
     A damaged file is found while it is read: the error says that tensors have been written to by then.
     """
     state, path = state_and_path(state, path)
@@ -182,24 +193,21 @@ def load_together(request: ShardedLoad) -> LoadedShards:
     changed = "the load failed, and some tensors have been changed"
     with ExitStack() as held:
         held.callback(ranks.close)
-        wanted, unexpected, shares = _agree(request, ranks, held)
-        others = {wanted.whole[name] for name, owner in shares.items() if owner != ranks.rank}
-        mine = wanted.fills.only([at for at in range(len(wanted.fills)) if at not in others]) if others else wanted.fills
+        wanted, unexpected, replicas = _agree(request, ranks, held)
+        mine = replicas.mine()
         if request.check:
             with together(ranks, UNCHANGED), request.unharmed():
-                check_first([Request(mine.lazy(at), NO_ARRAY) for at in range(len(mine))])
+                check_first([Request(lazy, NO_ARRAY) for lazy in replicas.checked()])
 
         def read() -> None:
             notes = fill(mine, request.progress, max_host_memory=request.max_host_memory)
             wanted.notes += dict.fromkeys(notes)
 
-        if shares:
-            # Nobody enters a broadcast that somebody else will not come to.
-            with together(ranks, changed):
-                read()
+        # Nobody waits for a message of a rank that failed.
+        damaged = read_apart(ranks, replicas, read, otherwise=changed) if replicas.shares.any else {}
         with together(ranks, changed):
-            if shares:
-                hand_on(shares, wanted, request.group)
+            if replicas.shares.any:
+                hand_on(replicas, damaged, request.group, deadline=request.deadline)
             else:
                 read()
             wanted.finish()
@@ -215,14 +223,15 @@ def load_together(request: ShardedLoad) -> LoadedShards:
     )
 
 
-def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wanted, list[str], dict[str, int]]:
+def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wanted, list[str], Replicas]:
     """Open the checkpoint and match it with the state, on every rank. Raises on all of them where something does not fit on one.
 
-    Gives what this rank wants, the checkpoint's names that no rank asked for, and by name the rank that reads a tensor for all.
+    Gives what this rank wants, the checkpoint's names that no rank asked for, and what it shares with other ranks.
     """
     remote = not place_at(request.where).on_disk
     wanted, strict = Wanted(), request.strict
     names: Names | None = None
+    pieces, offered = list[Piece](), NO_OFFERS
     local: bytes | BaseException
     try:
         with request.unharmed():
@@ -234,8 +243,10 @@ def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wa
             wanted = Matching(names, cast=request.cast, strict=strict, per_rank=request.per_rank, **place).run(request.state)
             seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
-            # One rank alone has nobody to hand anything on to.
-            opened, offered = (checkpoint_mark(checkpoint), offers(wanted, request.group)) if ranks.size > 1 else (b"", [])
+            opened = checkpoint_mark(checkpoint) if ranks.size > 1 else b""
+            if ranks.size > 1 and request.replicated != "read":
+                most = max(int(names.table.nbytes_of(range(len(names.table))).sum()) // (PARTS * ranks.size), PART_NBYTES)
+                pieces, offered = offer(wanted.fills, wanted.keys, request.group, most)
             message = RankMatch(opened, seen, _bits(names), fits, strict, offered)
             local = write_document(RANK_MATCH, message)
     except Exception as error:
@@ -248,7 +259,7 @@ def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wa
     if not verdict.fits:
         with together(ranks, UNCHANGED):
             wanted.check(names, unexpected, wanted.looked_for, strict=strict)
-    return wanted, unexpected, verdict.shares
+    return wanted, unexpected, Replicas(wanted.fills, pieces, verdict.shares, ranks.rank)
 
 
 @validated(device=device_given)
@@ -271,9 +282,9 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -
         used[one.checkpoint] = bits | used.get(one.checkpoint, bits)
     all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
     fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in matches)
-    shares = spread([one.offers for one in matches], replicated, remote=remote)
-    verdicts = {seen: write_document(VERDICT, Verdict(fits, bits.tobytes(), shares)) for seen, bits in used.items()}
-    return [verdicts[one.checkpoint] for one in matches]
+    shares = deal_pieces([one.offers for one in matches], replicated, remote=remote)
+    verdicts = [Verdict(fits, used[one.checkpoint].tobytes(), own) for one, own in zip(matches, shares, strict=True)]
+    return [write_document(VERDICT, verdict) for verdict in verdicts]
 
 
 def _bits(names: Names) -> bytes:
@@ -283,61 +294,4 @@ def _bits(names: Names) -> bytes:
     return np.packbits(flags).tobytes()
 
 
-WORTH_NBYTES = 16 << 20
-"""Bytes that must be saved, over all ranks, before "auto" hands anything on."""
-
-
-class Offer(msgspec.Struct, frozen=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    device: str
-    nbytes: int
-
-
 RANK_MATCH, VERDICT = message_kind("match of a rank", RankMatch), message_kind("verdict on a load", Verdict)
-
-
-def offers(wanted: Wanted, group: dist.ProcessGroup | None) -> list[Offer]:
-    """The tensors that this rank wants whole and could get from another: dense, on devices that the group can send between."""
-    devices, targets, lengths = _devices(group), wanted.fills.targets, wanted.fills.nbytes.tolist()
-    return [
-        Offer(name, str(target.dtype), tuple(target.shape), target.device.type, nbytes)
-        for name, target, nbytes in ((name, targets[at], lengths[at]) for name, at in wanted.whole.items())
-        if target.device.type in devices and target.is_contiguous() and not target.is_conj() and nbytes
-    ]
-
-
-def spread(offered: Sequence[Sequence[Offer]], how: Replicated, *, remote: bool) -> dict[str, int]:
-    """The rank that reads each tensor for all: the largest first, by the rank that has least to read. `remote`: not on one disk."""
-    common = set(offered[0]).intersection(*offered[1:]) if how != "read" and len(offered) > 1 else set[Offer]()
-    if how == "auto":
-        common = {offer for offer in common if remote or offer.device != "cpu"}
-        if sum(offer.nbytes for offer in common) * (len(offered) - 1) < WORTH_NBYTES:
-            common = set()
-    load = [0] * len(offered)
-    shares: dict[str, int] = {}
-    for offer in sorted(common, key=lambda offer: (-offer.nbytes, offer.name)):
-        owner = load.index(min(load))
-        load[owner] += offer.nbytes
-        shares[offer.name] = owner
-    return shares
-
-
-def hand_on(shares: Mapping[str, int], wanted: Wanted, group: dist.ProcessGroup | None) -> None:
-    """Broadcast every tensor from the rank that has read it. Every rank calls it, when all have read."""
-    for name, owner in shares.items():
-        target = wanted.fills.targets[wanted.whole[name]].detach()
-        dist.broadcast(_as_bytes(target), owner if group is None else dist.get_global_rank(group, owner), group)
-        versions.mark_changed([target])
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8) if tensor.dtype != torch.uint8 else tensor.view(-1)
-
-
-def _devices(group: dist.ProcessGroup | None) -> set[str]:
-    if not dist.is_available() or not dist.is_initialized():
-        return set()
-    chosen = group if group is not None else dist.distributed_c10d._get_default_group()
-    return {device.type for device in chosen._device_types}

@@ -12,7 +12,6 @@ An optimizer makes its moments with its first step. For one that was just made, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Literal, cast
@@ -48,6 +47,7 @@ from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.saving.state import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import Names, Outcome, PlaceKind, match_places, meet_places, plain_problem, short
 from holdfast.torch.modules.wrappers import plainly_named
+from holdfast.torch.ranks.replicas import PieceKey
 from holdfast.torch.ranks.shards import PLAIN, Shards, is_sharded, shards_of
 from holdfast.torch.tensors.fill import NO_FILLS, Fills, is_dense
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
@@ -79,8 +79,8 @@ class Wanted(Outcome):
     """The outcome of matching, and what is read to where."""
 
     fills: Fills = NO_FILLS
-    whole: dict[str, int] = field(default_factory=dict)
-    """Positions of fills with all of a tensor, which another rank may read and hand on; by the checkpoint's name for it."""
+    keys: list[PieceKey] = field(default_factory=list)
+    """What each fill is to other ranks, where there are some."""
     names: list[str] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     put: list[tuple[Put, object]] = field(default_factory=list)
@@ -127,15 +127,13 @@ class Matching:
             else:
                 self._value(leaf)
         matches = match_places(tensors, names, self, wanted, strict=self._strict)
-        wanted.fills, owners = meet_places(names, matches, self)
+        wanted.fills, met = meet_places(names, matches, self)
         if self._size > 1:
-            alone = Counter(owners)
-            wanted.whole = {
-                names.prefix + matches[pair].name: at
-                for at, pair in enumerate(owners)
-                if alone[pair] == 1
-                and (matches[pair].exact or wanted.fills.lazies[at].shape == self.kind(matches[pair].places[0])[1])
-            }
+            cut = {pair: [box for box, _ in self.parts(one.places[0])] for pair, one in enumerate(matches) if not one.exact}
+            boxes = [cut[pair][number] if pair in cut else None for pair, number in zip(met.pairs, met.boxes, strict=True)]
+            shapes = [tuple(target.shape) for target in wanted.fills.targets]
+            corners = [((0,) * len(s), s) if box is None else (box.start, box.stop) for box, s in zip(boxes, shapes, strict=True)]
+            wanted.keys = [(names.prefix + matches[pair].name, *ends) for pair, ends in zip(met.pairs, corners, strict=True)]
         wanted.names += [leaf.name for one in matches for leaf in one.places]
         order = {name: number for number, name in enumerate(wanted.looked_for)}
         wanted.names.sort(key=order.__getitem__)

@@ -164,10 +164,10 @@ def fill(
     """
     fills = wanted if isinstance(wanted, Fills) else NO_FILLS.with_more(wanted)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        overlapping = _overlapping(fills)
-        rows = [at for at, row in enumerate(fills.rows) if row != ODD and at not in overlapping]
-        direct, on_gpu, staged = _sorted_out(fills.objects(at for at in fills.lazies if at not in overlapping))
-        staged += fills.objects(sorted(overlapping))
+        later = overlapping(fills)
+        rows = [at for at, row in enumerate(fills.rows) if row != ODD and at not in later]
+        direct, on_gpu, staged = _sorted_out(fills.objects(at for at in fills.lazies if at not in later))
+        staged += fills.objects(sorted(later))
         in_rows = fills.only(rows).ranges() if rows else []
         _read_ranges([one for one in in_rows if one.device.type == "cpu"], progress)
         _read_in_place(direct, progress)
@@ -182,7 +182,7 @@ def fill(
     return notes
 
 
-def _overlapping(fills: Fills) -> set[int]:
+def overlapping(fills: Fills) -> set[int]:
     """Positions of fills whose targets overlap one before them; targets whose ranges only interleave count, too.
 
     The first of a group that overlaps is filled with all others. The rest of the group comes later, in order.

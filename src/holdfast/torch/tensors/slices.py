@@ -6,25 +6,34 @@ come out of any format. `stream` gives all tensors, one after the other, and rea
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import EllipsisType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from holdfast.core.limits import Limits
-from holdfast.core.options import validated
+from holdfast.core.options import DEADLINE, validated
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.threads import BackgroundCall
-from holdfast.inspect.open import Openable
+from holdfast.inspect.open import Openable, checkpoint_mark
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.tensors.allocate import read_tensors
 from holdfast.torch.tensors.fill import batches
 from holdfast.torch.tensors.from_lazy import tensor_from_lazy, torch_dtype
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Index = int | slice | EllipsisType | None | tuple[int | slice | EllipsisType | None, ...]
+
+Read = Callable[[], dict[str, torch.Tensor]]
+ShareBatch = Callable[[dict[str, LazyTensor]], tuple[Read, Callable[[Read], dict[str, torch.Tensor]]]]
+"""How a batch is read: by a function that may run on any thread, and by one that is given it, on the caller's."""
 
 BATCH_NBYTES = 256 << 20
 """Bytes that `stream` reads at a time: enough for all reading threads, little beside a model."""
@@ -76,10 +85,21 @@ class Slice:
 class Slices(Mapping[str, Slice]):
     """The tensors of a checkpoint by name, as slices. The checkpoint is open until `close`."""
 
-    def __init__(self, path: Openable, *, prefix: str, mmap: bool, verify: bool, limits: Limits | None) -> None:
+    def __init__(
+        self,
+        path: Openable,
+        *,
+        prefix: str,
+        mmap: bool,
+        verify: bool,
+        limits: Limits | None,
+        group: ProcessGroup | None,
+        deadline: float,
+    ) -> None:
         self._checkpoint = open_checkpoint(path, mmap=mmap, verify=verify, limits=limits)
         self._names = self._checkpoint.model_names(prefix)
-        self._prefix = prefix
+        self._prefix, self._group, self._deadline = prefix, group, deadline
+        self._doing = f"stream (mmap={mmap}, verify={verify}, limits={limits})"
 
     def __getitem__(self, name: str) -> Slice:
         return Slice(self._checkpoint[self._prefix + name])
@@ -103,15 +123,27 @@ class Slices(Mapping[str, Slice]):
         """Every name and its tensor, read whole, so that checksums are compared; the next ones while the caller works with these.
 
         In memory are the tensors of two batches, or the largest one. Names that `skip` says yes to are not read.
+        With a group each rank reads its share of a batch, and gets the rest when the caller asks for the next tensor. All ranks go
+        through the whole stream, with a `skip` that says the same.
         """
         names = [name for name in self if skip is None or not skip(name)]
         coming = map(dict, batches([(name, self[name].lazy) for name in names], BATCH_NBYTES, lambda item: item[1].nbytes))
-        tensors = read_tensors(next(coming, {}))
-        while tensors:
-            ahead = next(coming, {})
-            with BackgroundCall(partial(read_tensors, ahead), name="holdfast-stream") as call:
-                yield from tensors.items()
-                tensors = call.result()
+        with self._sharing(names) as share:
+            read, finish = share(next(coming, {}))
+            tensors = finish(read)
+            while tensors:
+                read, finish = share(next(coming, {}))
+                with BackgroundCall(read, name="holdfast-stream") as call:
+                    yield from tensors.items()
+                    tensors = finish(call.result)
+
+    def _sharing(self, names: Sequence[str]) -> AbstractContextManager[ShareBatch]:
+        if self._group is None:
+            return nullcontext(lambda batch: (partial(read_tensors, batch), operator.call))
+        from holdfast.torch.ranks.replicas import sharing
+
+        mark = checkpoint_mark(self._checkpoint)
+        return sharing(self._group, mark, names, doing=self._doing, deadline=self._deadline)
 
     def close(self) -> None:
         """Close the checkpoint; slices of it cannot be read any more."""
@@ -120,12 +152,15 @@ class Slices(Mapping[str, Slice]):
 
 @validated
 def slices(
-    path: Openable | os.PathLike[str], *, prefix: str = "", mmap: bool = False, verify: bool = True, limits: Limits | None = None
-) -> Slices:
+    path: Openable | os.PathLike[str], *, prefix: str = "", mmap: bool = False, verify: bool = True, limits: Limits | None = None,
+    group: ProcessGroup | None = None, deadline: float = DEADLINE,
+) -> Slices:  # fmt: skip
     """A checkpoint of any format as a mapping of unread tensors, for programs that load a model piece by piece.
 
     `LlamaForCausalLM.from_pretrained(None, config=config, state_dict=slices("step-1000", prefix="model."))` makes a model of a
     training step as it lies. `prefix` selects the names that begin with it, and is taken off them.
+    With a `group` of ranks that all want everything, as those of a server that is tensor parallel, `stream` reads each byte on one
+    of them and hands it on; `[…]` reads on this rank alone. A rank without a sign of life for `deadline` seconds is lost.
     The rest is as in `holdfast.open`.
     """
-    return Slices(path, prefix=prefix, mmap=mmap, verify=verify, limits=limits)
+    return Slices(path, prefix=prefix, mmap=mmap, verify=verify, limits=limits, group=group, deadline=deadline)
