@@ -21,7 +21,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import get_args
+from functools import partial
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 import numpy as np
@@ -36,10 +37,11 @@ from holdfast.core.opaque import AnyValue
 from holdfast.core.options import DEADLINE, validated
 from holdfast.core.protocols import Request
 from holdfast.core.runtime import gc_paused
+from holdfast.core.tree import dotted, leaf_paths
 from holdfast.core.value import Value
 from holdfast.engine.checksums import check_first
 from holdfast.engine.source import OpenSource
-from holdfast.inspect.open import checkpoint_mark
+from holdfast.inspect.open import checkpoint_mark, seen_through
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.saving.state import Stateful, state_and_path
 from holdfast.stores.paths import place_of
@@ -63,6 +65,9 @@ from holdfast.torch.ranks.replicas import (
 )
 from holdfast.torch.ranks.wanted import Matching, PerRank, Wanted
 from holdfast.torch.tensors.fill import NO_ARRAY, fill
+
+if TYPE_CHECKING:
+    from holdfast.maps.find import AnyMap
 
 Guard = Callable[[], AbstractContextManager[None]]
 
@@ -136,6 +141,7 @@ def load_sharded(
     max_host_memory: int | None = None,
     deadline: float = DEADLINE,
     store: object | None = None,
+    map: AnyMap | None = None,
 ) -> LoadedShards:
     """Fill the tensors of `state` in place from a checkpoint, on every rank of a group, whatever ranks wrote it.
 
@@ -154,13 +160,14 @@ def load_sharded(
     and then sent to the others through the group (`"broadcast"`): each reads about as much, and nothing is read twice. By default
     the latter where they are on several machines, the checkpoint in an object store or the tensors on GPUs. Tensors on a GPU are
     read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise). `path` may be a URL
-    (`s3://bucket/step-1000`), or a key in a `store` that the caller has made.
+    (`s3://bucket/step-1000`), or a key in a `store` that the caller has made. `map` shows it in the layout of the state, as in
+    `holdfast.open`; "auto" finds it by the names of both.
     A damaged file is found while it is read: the error says that tensors have been written to by then.
     """
     state, path = state_and_path(state, path)
     request = ShardedLoad(
         place_of(path, store), state, group, strict, per_rank, cast, threads, deadline, prefix, verify, replicated, progress,
-        max_host_memory,
+        max_host_memory, map=map,
     )  # fmt: skip
     return load_together(request)
 
@@ -183,6 +190,7 @@ class ShardedLoad(Value, frozen=True, eq=False):
     max_host_memory: int | None = None
     unharmed: Guard = nullcontext
     """A block around everything before the first change; may say more of what is raised there."""
+    map: AnyMap | None = None
     check: bool = False
     """Whether nothing is changed anywhere unless all that any rank reads whole has its checksum."""
 
@@ -237,6 +245,7 @@ def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wa
         with request.unharmed():
             checkpoint = open_checkpoint(request.where, verify=request.verify, threads=request.threads or ranks.threads())
             held.callback(checkpoint.close)
+            checkpoint = seen_through(checkpoint, request.map, partial(_names_in, request.state))
         with gc_paused():
             names = Names(checkpoint, request.prefix)
             place = {"rank": ranks.rank, "size": ranks.size}
@@ -285,6 +294,11 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, remote: bool) -
     shares = deal_pieces([one.offers for one in matches], replicated, remote=remote)
     verdicts = [Verdict(fits, used[one.checkpoint].tobytes(), own) for one, own in zip(matches, shares, strict=True)]
     return [write_document(VERDICT, verdict) for verdict in verdicts]
+
+
+def _names_in(state: object) -> list[str]:
+    """The dotted names of the leaves of a state, for "auto"."""
+    return [dotted(path) for path, _ in leaf_paths(state)]
 
 
 def _bits(names: Names) -> bytes:

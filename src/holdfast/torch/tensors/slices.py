@@ -29,6 +29,8 @@ from holdfast.torch.tensors.from_lazy import tensor_from_lazy, torch_dtype
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from holdfast.maps.find import AnyMap
+
 Index = int | slice | EllipsisType | None | tuple[int | slice | EllipsisType | None, ...]
 
 Read = Callable[[], dict[str, torch.Tensor]]
@@ -95,8 +97,9 @@ class Slices(Mapping[str, Slice]):
         limits: Limits | None,
         group: ProcessGroup | None,
         deadline: float,
+        map: AnyMap | None,
     ) -> None:
-        self._checkpoint = open_checkpoint(path, mmap=mmap, verify=verify, limits=limits)
+        self._checkpoint = open_checkpoint(path, mmap=mmap, verify=verify, limits=limits, map=map)
         self._names = self._checkpoint.model_names(prefix)
         self._prefix, self._group, self._deadline = prefix, group, deadline
         self._doing = f"stream (mmap={mmap}, verify={verify}, limits={limits})"
@@ -153,7 +156,7 @@ class Slices(Mapping[str, Slice]):
 @validated
 def slices(
     path: Openable | os.PathLike[str], *, prefix: str = "", mmap: bool = False, verify: bool = True, limits: Limits | None = None,
-    group: ProcessGroup | None = None, deadline: float = DEADLINE,
+    group: ProcessGroup | None = None, deadline: float = DEADLINE, map: AnyMap | None = None,
 ) -> Slices:  # fmt: skip
     """A checkpoint of any format as a mapping of unread tensors, for programs that load a model piece by piece.
 
@@ -161,6 +164,6 @@ def slices(
     training step as it lies. `prefix` selects the names that begin with it, and is taken off them.
     With a `group` of ranks that all want everything, as those of a server that is tensor parallel, `stream` reads each byte on one
     of them and hands it on; `[…]` reads on this rank alone. A rank without a sign of life for `deadline` seconds is lost.
-    The rest is as in `holdfast.open`.
+    The rest is as in `holdfast.open`, also `map`, which shows the tensors in the layout of another framework.
     """
-    return Slices(path, prefix=prefix, mmap=mmap, verify=verify, limits=limits, group=group, deadline=deadline)
+    return Slices(path, prefix=prefix, mmap=mmap, verify=verify, limits=limits, group=group, deadline=deadline, map=map)
