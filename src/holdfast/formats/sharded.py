@@ -13,6 +13,7 @@ A format that ranks write names one of these classes in its entry (`Format.shard
 
 from __future__ import annotations
 
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from holdfast.engine.saves import FilePlan, Literal
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
+from holdfast.formats.dcp.write_index import Listed, dcp_index
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
 from holdfast.formats.native.manifest import INDEX, FileBoxes, StoredBoxes, as_bytes, as_column, lay_out_index
@@ -95,9 +97,6 @@ Delivered = Sequence[tuple["RankWrites", Sequence[Receipt]]]
 """For each rank the boxes that it was to write, and receipts of the files that it has written."""
 
 
-DcpIndex = Callable[[Contents, Delivered], bytes]
-"""Makes the `.metadata` of a DCP directory, which is a pickle of torch's own classes."""
-
 NOTHING = Reuse()
 
 Shares = Sequence[Sequence[int]]
@@ -132,8 +131,9 @@ class Sharded:
         """Lay out the files of one rank. In an object store their names carry the id of the save."""
         raise NotImplementedError
 
-    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
-        """The files that are written last and make the others a checkpoint. In an object store (`save`) that is one file."""
+    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
+        """The files that are written last and make the others a checkpoint, which is saved under a path. In an object store (`save`)
+        that is one file."""
         raise NotImplementedError
 
     def unkept(self, state: State) -> Iterable[str]:
@@ -154,7 +154,7 @@ class NativeShards(Sharded):
 
         return _box_files(part, shares, name, how, strict=False)
 
-    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
+    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
         fields: dict[str, object] = {}
         catalogue = contents.catalogue
         if contents.aliases:
@@ -163,12 +163,8 @@ class NativeShards(Sharded):
             fields["tree"] = contents.tree
         else:
             fields |= order_fields(catalogue.names, contents.aliases)
-        parts = [
-            FileBoxes(receipt.stored, writes.tensors, writes.offsets, writes.sizes, sum(map(len, receipt.stored.tails)))
-            for writes, receipts in delivered
-            for receipt in receipts
-        ]
-        listed = [DataFile(receipt.key, receipt.nbytes) for _, receipts in delivered for receipt in receipts]
+        receipts, parts = _of_files(delivered)
+        listed = [DataFile(receipt.key, receipt.nbytes) for receipt in receipts]
         every = list(zip(catalogue.dtypes, catalogue.shapes, strict=True))
         kinds = {pair: number for number, pair in enumerate(dict.fromkeys(every))}
         outlines = catalogue.names, [*kinds], [kinds[pair] for pair in every]
@@ -186,7 +182,7 @@ class SafetensorsShards(Sharded):
 
         return _box_files(part, shares, name, how, strict=True)
 
-    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
+    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
         """An index only in an object store: the file of each tensor or of its first piece, and a list of all files."""
         if not save:
             return []
@@ -219,10 +215,12 @@ class DcpShards(Sharded):
         given = [(f"__{part.rank}_{i}{mark}.distcp", share, {} if i else part.values) for i, share in enumerate(shares)]
         return [_dcp_file(key, part.boxes, share, values) for key, share, values in given if share or values]
 
-    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
-        metadata = dcp_index(contents, delivered)
-        beside = [] if save else [FilePlan(BESIDE, (Literal(checksum_file(metadata)),))]
-        return [*beside, FilePlan(METADATA, (Literal(metadata),))]
+    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
+        every = contents.catalogue
+        listed = Listed(
+            every.names, every.dtypes, every.shapes, contents.aliases, contents.values, contents.paths, contents.grads
+        )
+        return index_files(dcp_index(listed, *_of_files(delivered), path=path, save_id=str(uuid.uuid4())), save)
 
     def unkept(self, state: State) -> Iterable[str]:
         wanted = _marked(state.tensors, lambda traits: traits.parameter)
@@ -232,6 +230,21 @@ class DcpShards(Sharded):
         yield from _listed(keys, "a DCP directory has text as keys: {} becomes text")
         attributes = dict.fromkeys(name for one in dicts if isinstance(one, OrderedDict) for name in vars(one))
         yield from _listed([*attributes], "a DCP directory does not keep the attributes of an OrderedDict: {}")
+
+
+def index_files(metadata: bytes, save: str = "") -> list[FilePlan]:
+    """The files that make data files a DCP directory: its index, and beside it, but in an object store, the checksum of that."""
+    beside = [] if save else [FilePlan(BESIDE, (Literal(checksum_file(metadata)),))]
+    return [*beside, FilePlan(METADATA, (Literal(metadata),))]
+
+
+def _of_files(delivered: Delivered) -> tuple[list[Receipt], list[FileBoxes]]:
+    """Every file of every rank, and the boxes in it."""
+    every = [(writes, receipt) for writes, receipts in delivered for receipt in receipts]
+    parts = [
+        FileBoxes(one.stored, writes.tensors, writes.offsets, writes.sizes, sum(map(len, one.stored.tails))) for writes, one in every
+    ]
+    return [receipt for _, receipt in every], parts
 
 
 def _box_files(part: RankOutput, shares: Shares, name: Callable[[int, int], str], how: Storing, *, strict: bool) -> list[RankFile]:

@@ -46,7 +46,7 @@ from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import StoredBoxes, as_column
 from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.sharded import NOTHING, Contents, DcpIndex, RankFile, RankOutput, Receipt, Storing, spread
+from holdfast.formats.sharded import NOTHING, Contents, RankFile, RankOutput, Receipt, Storing, spread
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
@@ -62,7 +62,7 @@ from holdfast.stores.remote.url import Url
 NONE = np.zeros(0, np.int64)
 
 
-def check_contents_open(format: Format, contents: Contents, path: str, *, dcp_index: DcpIndex) -> None:
+def check_contents_open(format: Format, contents: Contents, path: str) -> None:
     """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors.
 
     Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
@@ -88,7 +88,7 @@ def check_contents_open(format: Format, contents: Contents, path: str, *, dcp_in
     files = format.sharded.files(RankOutput(0, 1, boxes, sample.metadata, values), spread(boxes, 1), Storing())
     unknown: Mapping[str, int] = defaultdict(int)
     receipts = [Receipt(file.plan.key, file.plan.nbytes, file.stored(unknown), [*file.values]) for file in files]
-    plans = [*(file.plan for file in files), *format.sharded.index(sample, [(writes, receipts)], dcp_index=dcp_index)]
+    plans = [*(file.plan for file in files), *format.sharded.index(sample, [(writes, receipts)], path=path)]
     found = described(PlannedStore(plans, name=path), format.opened_as)
     check_holds(found.tensors, _outlines(catalogue), path)
     if not contents.metadata:
@@ -249,8 +249,9 @@ def write_files(
     return [*taken, *(receipts[file.plan.key] for file in files)]
 
 
-def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, dcp_index: DcpIndex) -> None:
-    """Make the files of all ranks a checkpoint, in one step. `delivered[r]` is what rank r has written."""
+def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, path: str) -> None:
+    """Make the files of all ranks a checkpoint, in one step. `delivered[r]` is what rank r has written. `path` is what the caller
+    says where."""
     format, contents, into = publishing.format, publishing.together.contents, publishing.target
     together = [*zip(publishing.together.writes, delivered, strict=True)]
     for rank, (writes, receipts) in enumerate(together):
@@ -268,7 +269,7 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
         if step is not None:
             step.sure()
 
-    index = format.sharded.index(contents, together, dcp_index=dcp_index, save=into.save)
+    index = format.sharded.index(contents, together, path=path, save=into.save)
     whole = not publishing.together.sampled or near_limits(sum(f.nbytes for f in index), len(contents.catalogue), len(everything))
     step, attributes = publishing.step, None
     if step is not None:

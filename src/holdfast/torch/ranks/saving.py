@@ -58,7 +58,7 @@ from holdfast.ranks.write import (
 from holdfast.saving.base import open_base
 from holdfast.saving.state import tabulate_tree
 from holdfast.torch.cuda.stage import Copies
-from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flatten
+from holdfast.torch.ranks.dcp import FlatState, common_problems, flatten
 from holdfast.torch.ranks.group import StoreRanks
 from holdfast.torch.ranks.replica_sums import replica_sums
 from holdfast.torch.ranks.staging import Staged, little_in_common
@@ -270,7 +270,7 @@ def plan(described: Described) -> Planned:
     def decide(messages: list[bytes]) -> list[bytes]:
         with gc_paused():
             together = put_together(messages, values=request.values, per_rank=request.per_rank, own=columns)
-            check_contents_open(job.format, together.contents, request.path, dcp_index=partial(dcp_index, path=request.path))
+            check_contents_open(job.format, together.contents, request.path)
         opened = open_publishing(
             job.place, job.format, together, durable=request.durable, overwrite=request.overwrite, step=request.step
         )
@@ -361,7 +361,7 @@ def write(planned: Planned) -> SavedShards:
         assert planned.publishing is not None  # it is the first rank that decides
         delivered = [read_document(RECEIPTS, message) for message in messages]
         with gc_paused():
-            publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.request.path))
+            publish(planned.publishing, delivered, path=job.request.path)
         return [b""] * len(messages)
 
     try:
