@@ -132,8 +132,8 @@ class Sharded:
         raise NotImplementedError
 
     def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
-        """The files that are written last and make the others a checkpoint, which is saved under a path. In an object store (`save`)
-        that is one file."""
+        """The files that are written last and make the others a checkpoint, which is saved under a path. In an object store
+        (`save`) that is one file."""
         raise NotImplementedError
 
     def unkept(self, state: State) -> Iterable[str]:
@@ -217,9 +217,7 @@ class DcpShards(Sharded):
 
     def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
         every = contents.catalogue
-        listed = Listed(
-            every.names, every.dtypes, every.shapes, contents.aliases, contents.values, contents.paths, contents.grads
-        )
+        listed = Listed(every.names, every.dtypes, every.shapes, contents.aliases, contents.values, contents.paths, contents.grads)
         return index_files(dcp_index(listed, *_of_files(delivered), path=path, save_id=str(uuid.uuid4())), save)
 
     def unkept(self, state: State) -> Iterable[str]:
@@ -242,7 +240,8 @@ def _of_files(delivered: Delivered) -> tuple[list[Receipt], list[FileBoxes]]:
     """Every file of every rank, and the boxes in it."""
     every = [(writes, receipt) for writes, receipts in delivered for receipt in receipts]
     parts = [
-        FileBoxes(one.stored, writes.tensors, writes.offsets, writes.sizes, sum(map(len, one.stored.tails))) for writes, one in every
+        FileBoxes(receipt.stored, writes.tensors, writes.offsets, writes.sizes, sum(map(len, receipt.stored.tails)))
+        for writes, receipt in every
     ]
     return [receipt for _, receipt in every], parts
 

@@ -13,7 +13,6 @@ trees, or the index comes near to a limit, what is finished is opened as a whole
 from __future__ import annotations
 
 import errno
-import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +30,7 @@ from holdfast.engine.commit.target import refusal
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.saves import FilePlan, SavePlan
 from holdfast.engine.source import OpenSource
-from holdfast.engine.stream import write_stream
+from holdfast.engine.stream import streamed
 from holdfast.engine.table import NO_TENSORS, value_state
 from holdfast.engine.targets.bucket import BucketNames
 from holdfast.engine.targets.bucket_commit import save_id
@@ -40,7 +39,7 @@ from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import NotCommitted
 from holdfast.formats import Format, rank_formats
-from holdfast.formats.dcp.index import BESIDE, METADATA
+from holdfast.formats.dcp.index import BESIDE
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import StoredBoxes, as_column
@@ -83,7 +82,8 @@ def check_contents_open(format: Format, contents: Contents, path: str) -> None:
     numbers = np.arange(len(catalogue), dtype=np.int64)
     writes = RankWrites(numbers, numbers, none, catalogue.extents, (), 0)
     # What is no tensor is looked at where it is, by `check_value`.
-    values = dict.fromkeys(sample.values, _nothing()) if sample.values else {}
+    nothing = streamed(lay_out_torch_zip(value_state(None)).files[0]) if sample.values else b""
+    values = dict.fromkeys(sample.values, nothing)
     boxes = Boxes.cut(table, range(len(table)), none, catalogue.extents)
     files = format.sharded.files(RankOutput(0, 1, boxes, sample.metadata, values), spread(boxes, 1), Storing())
     unknown: Mapping[str, int] = defaultdict(int)
@@ -135,12 +135,6 @@ NOWHERE = OpenSource(MemoryStore({}))
 def check_value(name: str, archive: bytes) -> None:
     """Raise `CannotHold` where the archive of a value that is no tensor would not open."""
     described(MemoryStore({"value": archive}, name=name), ("torch-zip",))
-
-
-def _nothing() -> bytes:
-    out = io.BytesIO()
-    write_stream(lay_out_torch_zip(value_state(None)).files[0], out)
-    return out.getvalue()
 
 
 def _outlines(catalogue: Catalogue) -> Mapping[str, Outline]:
@@ -198,7 +192,7 @@ def open_together(
     names = BucketNames(
         replaced=lambda url, there: replaced_at(url, [name for name in indexes if name in there]),
         others=lambda url, there: _other_indexes(url, index, there, overwrite=overwrite),
-        stale=(BESIDE,) if index == METADATA else (),
+        stale=(BESIDE,),
     )
     plan = SavePlan(format.name, (), directory=True, index=(FilePlan(index, ()),))
     return target_of(

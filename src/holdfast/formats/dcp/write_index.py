@@ -209,7 +209,8 @@ class _StoredBoxes:
 
     def _tensor_of(self, tensor: int, *, grad: bool) -> Made:
         shape, dtype, rows = self._of.shapes[tensor], DTYPES.name(self._of.dtypes[tensor]), self._rows(tensor)
-        assert dtype is not None and dtype.torch is not None  # whoever lists it has laid out its data
+        assert dtype is not None  # or nobody could lay out its data
+        assert dtype.torch is not None
         corners, sizes = (columns[: len(shape), rows].T.tolist() for columns in (self._corner, self._size))
         chunks = [Made(CHUNK, {"offsets": _size(a), "sizes": _size(b)}) for a, b in zip(corners, sizes, strict=True)]
         properties = Made(PROPERTIES, (Global("torch", dtype.torch), STRIDED, grad, CONTIGUOUS, False))
@@ -249,7 +250,8 @@ NAME, OFFSET, LENGTH = "\ue000name", 0x7E57F00D, 0x7E57BEEF
 
 def _item(key: str, number: int | None, corner: Sequence[int] | None) -> tuple[Made, Made]:
     where = {} if corner is None else {"offset": _size(corner)}
-    return Made(INDEX, {"fqn": NAME, "index": number, **where}), Made(INFO, {"relative_path": key, "offset": OFFSET, "length": LENGTH})
+    place = {"relative_path": key, "offset": OFFSET, "length": LENGTH}
+    return Made(INDEX, {"fqn": NAME, "index": number, **where}), Made(INFO, place)
 
 
 def _size(lengths: Sequence[int]) -> Called:
