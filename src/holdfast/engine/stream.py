@@ -8,7 +8,6 @@ order.
 
 from __future__ import annotations
 
-import io
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -53,12 +52,6 @@ class CountingWriter(Value, frozen=True):
 
     def flush(self) -> None:
         _flush(self.file)
-
-
-def streamed(plan: FilePlan) -> bytes:
-    out = io.BytesIO()
-    write_stream(plan, out)
-    return out.getvalue()
 
 
 def write_stream(

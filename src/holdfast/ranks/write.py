@@ -30,7 +30,6 @@ from holdfast.engine.commit.target import refusal
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.saves import FilePlan, SavePlan
 from holdfast.engine.source import OpenSource
-from holdfast.engine.stream import streamed
 from holdfast.engine.table import NO_TENSORS, value_state
 from holdfast.engine.targets.bucket import BucketNames
 from holdfast.engine.targets.bucket_commit import save_id
@@ -40,6 +39,7 @@ from holdfast.engine.write import Progress
 from holdfast.errors import NotCommitted
 from holdfast.formats import Format, rank_formats
 from holdfast.formats.dcp.index import BESIDE
+from holdfast.formats.dcp.write import joined
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import StoredBoxes, as_column
@@ -82,7 +82,7 @@ def check_contents_open(format: Format, contents: Contents, path: str) -> None:
     numbers = np.arange(len(catalogue), dtype=np.int64)
     writes = RankWrites(numbers, numbers, none, catalogue.extents, (), 0)
     # What is no tensor is looked at where it is, by `check_value`.
-    nothing = streamed(lay_out_torch_zip(value_state(None)).files[0]) if sample.values else b""
+    nothing = joined(lay_out_torch_zip(value_state(None)).files[0].segments) if sample.values else b""
     values = dict.fromkeys(sample.values, nothing)
     boxes = Boxes.cut(table, range(len(table)), none, catalogue.extents)
     files = format.sharded.files(RankOutput(0, 1, boxes, sample.metadata, values), spread(boxes, 1), Storing())

@@ -15,12 +15,11 @@ from holdfast.core.arrays import shape_columns
 from holdfast.core.protocols import State
 from holdfast.core.sharing import tied
 from holdfast.core.table import Table
-from holdfast.engine.saves import SavePlan
-from holdfast.engine.stream import streamed
+from holdfast.engine.saves import FilePlan, SavePlan
 from holdfast.engine.table import value_state
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.dcp.flatten import FlatState, common_problems, flatten
-from holdfast.formats.dcp.write import tensor_pickle
+from holdfast.formats.dcp.write import joined, tensor_pickle
 from holdfast.formats.dcp.write_index import Listed, dcp_index
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import FileBoxes
@@ -37,10 +36,11 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, path: str = 
     """
     flat = flatten(state)
     table, every = flat.kept(state.tensors), DcpShards()
-    values, problems = _archives(flat)
+    archives, problems = _archives(flat)
     problems = [*flat.problems, *common_problems(table, flat), *_lacking(table), *problems]
     if problems:
         raise CannotHold("a DCP directory cannot hold this state", problems)
+    values = {name: joined(file.segments) for name, file in archives.items()}
     names, kinds = table.names, [table.kinds[number] for number in table.kind]
     ties = {row: first for row, first in tied(table).items() if kinds[row].nbytes}
     rows = [row for row in range(len(table)) if row not in ties]
@@ -60,12 +60,12 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, path: str = 
     return SavePlan("dcp", tuple(file.plan for file in files), notes, directory=True, index=tuple(index), holds=table)
 
 
-def _archives(flat: FlatState) -> tuple[dict[str, bytes], list[str]]:
+def _archives(flat: FlatState) -> tuple[dict[str, FilePlan], list[str]]:
     """The archives of all values, and what cannot be in one."""
-    archives, refused = dict[str, bytes](), dict[str, object]()
+    archives, refused = dict[str, FilePlan](), dict[str, object]()
     for name, value in flat.values.items():
         try:
-            archives[name] = streamed(lay_out_torch_zip(value_state(value.described)).files[0])
+            archives[name] = lay_out_torch_zip(value_state(value.described)).files[0]
         except CannotHold:
             refused[name] = value.described
     try:

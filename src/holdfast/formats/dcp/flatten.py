@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 from msgspec import Struct, field
 
 from holdfast.core import value as values
@@ -21,7 +22,6 @@ from holdfast.core.protocols import State
 from holdfast.core.table import Table
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, Unrolled, dotted, rebuild, unroll, values_inside, walk
-from holdfast.engine.arrays import ARRAY_TYPES
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 
 
@@ -68,7 +68,7 @@ def flatten(state: State) -> FlatState:
 
 def _is_tensor(value: object, leaves: Leaves) -> bool:
     """Whether a value is a tensor and no array."""
-    if isinstance(value, ARRAY_TYPES):
+    if isinstance(value, np.ndarray):
         return False
     return leaves.is_tensor(value) or isinstance(leaves.described(value), LazyTensor | Composite)
 
@@ -139,7 +139,7 @@ class _Flattening:
     def _described(self, value: object) -> object:
         if isinstance(value, list | tuple) and PLAIN.issuperset(map(type, value)):
             return value
-        return rebuild(value, lambda one, _: one if isinstance(one, ARRAY_TYPES) else self._leaves.described(one))
+        return rebuild(value, lambda one, _: one if isinstance(one, np.ndarray) else self._leaves.described(one))
 
     def _is_entered(self, value: object) -> bool:
         leaves = self._leaves

@@ -14,7 +14,7 @@ import msgspec
 from torch.distributed.checkpoint import metadata as m
 
 from holdfast.core.tree import every_child, walk
-from holdfast.engine.stream import streamed
+from holdfast.engine.stream import write_stream
 from holdfast.engine.table import value_state
 from holdfast.formats.dcp.flatten import FlatState, FlatValue
 from holdfast.formats.pickle.writer import ENDS_IN_NUL, ends_in_nul
@@ -58,7 +58,9 @@ def archive(value: FlatValue) -> bytes:
     # Values of an open checkpoint stand for torch's own, and are written as those.
     opened = any(type(one).__module__.split(".")[0] == "holdfast" for _, one in walk(value.raw, every_child))
     plan = lay_out_torch_zip(value_state(value.described)) if opened else plan_object(value.raw, None)
-    return streamed(plan.files[0])
+    out = io.BytesIO()
+    write_stream(plan.files[0], out)
+    return out.getvalue()
 
 
 def digests(flat: FlatState) -> dict[str, bytes]:
