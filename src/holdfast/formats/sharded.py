@@ -3,7 +3,7 @@
     native        data-00001-of-00004.safetensors …       holdfast.json, and a Hugging Face index where nothing is split
     safetensors   shard-00001-model-00001-of-00001.safetensors …     no index: torch's reader looks into every file;
                                                           in an object store model.safetensors.index.json, which publishes them
-    dcp           __0_0.distcp …                          .metadata, and its checksum in .holdfast.json
+    dcp           __0_0.distcp …                          .metadata, and its checksum in .holdfast.json; also by one process
 
 A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file. A rank with much to
 write and many threads spreads it over several files, written at once: the kernel has one thread at a time write to a file.
@@ -23,23 +23,29 @@ import msgspec
 import numpy as np
 from msgspec import field
 
+from holdfast.core.arrays import shape_columns
 from holdfast.core.protocols import State
+from holdfast.core.sharing import tied
 from holdfast.core.table import Table
 from holdfast.core.tensor import Traits
 from holdfast.core.tree import nested, walk
 from holdfast.core.value import Value
-from holdfast.engine.saves import FilePlan, Literal
+from holdfast.engine.saves import FilePlan, Literal, SavePlan
+from holdfast.engine.table import value_state
 from holdfast.errors import CannotHold
+from holdfast.formats.dcp.flatten import common_problems, flatten
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
-from holdfast.formats.dcp.write import lay_out_items
+from holdfast.formats.dcp.write import joined, lay_out_items
 from holdfast.formats.dcp.write_index import Listed, dcp_index
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
 from holdfast.formats.native.manifest import INDEX, FileBoxes, StoredBoxes, as_bytes, as_column, lay_out_index
 from holdfast.formats.native.schema import DataFile
+from holdfast.formats.native.write import SHARD_NBYTES
 from holdfast.formats.recorded import order_fields
 from holdfast.formats.safetensors.schema import METADATA as RESERVED
-from holdfast.formats.safetensors.write import RANK, file_order_notes, index_file, name_problem
+from holdfast.formats.safetensors.write import RANK, file_order_notes, fill_shards, index_file, name_problem
+from holdfast.formats.torch.write import lay_out_torch_zip, unkept_texts
 from holdfast.formats.tree_json.scalars import is_unicode
 
 if TYPE_CHECKING:
@@ -228,6 +234,44 @@ class DcpShards(Sharded):
         yield from _listed(keys, "a DCP directory has text as keys: {} becomes text")
         attributes = dict.fromkeys(name for one in dicts if isinstance(one, OrderedDict) for name in vars(one))
         yield from _listed([*attributes], "a DCP directory does not keep the attributes of an OrderedDict: {}")
+
+
+def lay_out_dcp(state: State, *, max_shard_size: int | None = None, path: str = "", save: str = "") -> SavePlan:
+    """The plan of a DCP directory that one process saves under a path, as a rank that is alone, and without torch.
+
+    Tensors are whole; those that share memory are stored once. Values are archives as `torch.save` makes them. Raises `CannotHold`
+    with every problem: values that have no form in an archive, tensors that torch has no dtype for.
+    """
+    flat, every = flatten(state), DcpShards()
+    table = flat.kept(state.tensors)
+    names, kinds = table.names, [table.kinds[number] for number in table.kind]
+    problems = [*flat.problems, *common_problems(table, flat)]
+    lacking = ((name, kind.dtype) for name, kind in zip(names, kinds, strict=True) if kind.dtype.torch is None)
+    problems += [f"{name}: torch has no dtype for {dtype}" for name, dtype in lacking]
+    described = {name: value.described for name, value in flat.values.items()}
+    try:
+        lay_out_torch_zip(value_state(described))  # says what is wrong by the paths of all of them
+    except CannotHold as error:
+        problems += error.problems
+    if problems:
+        raise CannotHold("a DCP directory cannot hold this state", list(dict.fromkeys(problems)))
+    values = {name: joined(lay_out_torch_zip(value_state(value)).files[0].segments) for name, value in described.items()}
+    ties = {row: first for row, first in tied(table).items() if kinds[row].nbytes}
+    rows = [row for row in range(len(table)) if row not in ties]
+    extents = shape_columns([kind.shape for kind in kinds])
+    boxes = Boxes(table, np.zeros_like(extents), table.kind)
+    shares = [rows[some.start : some.stop] for some in fill_shards(table.nbytes_of(rows), max_shard_size or SHARD_NBYTES)]
+    files = every.files(RankOutput(0, 1, boxes, {}, values), shares, Storing(), save)
+    receipts = [Receipt(file.plan.key, file.plan.nbytes, file.stored({}), [*file.values]) for file in files]
+    parts = [FileBoxes(one.stored, np.arange(len(table)), boxes.starts, extents, 0) for one in receipts]
+    aliases = {names[row]: names[first] for row, first in ties.items()}
+    grads = {name for name, kind in zip(names, kinds, strict=True) if kind.traits.requires_grad}
+    listed = Listed(names, [kind.dtype.name for kind in kinds], [kind.shape for kind in kinds], aliases, values, flat.paths, grads)
+    # The same state at the same place gives the same bytes.
+    known = repr((path, save, [(one.key, one.nbytes) for one in receipts], names))
+    index = index_files(dcp_index(listed, receipts, parts, path=path, save_id=str(uuid.uuid5(uuid.NAMESPACE_URL, known))), save)
+    notes = (*every.unkept(state), *unkept_texts(state.metadata, "a DCP directory"))
+    return SavePlan("dcp", tuple(file.plan for file in files), notes, directory=True, index=tuple(index), holds=table)
 
 
 def index_files(metadata: bytes, save: str = "") -> list[FilePlan]:

@@ -11,10 +11,8 @@ ones refuse them.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import struct
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -74,18 +72,10 @@ STRIDED, CONTIGUOUS = Called(Global("torch.serialization", "_get_layout"), "torc
 DICT = pickle.EMPTY_DICT + pickle.MEMOIZE
 
 
-def dcp_index(listed: Listed, files: Sequence[Receipt], parts: Sequence[FileBoxes], *, path: str, save_id: str = "") -> bytes:
-    """The `.metadata` of a directory with these files, which is saved under a path. `parts` has the boxes of each file.
-
-    Without an id of the save it is made from all that is listed: the same directory has the same index.
-    """
+def dcp_index(listed: Listed, files: Sequence[Receipt], parts: Sequence[FileBoxes], *, path: str, save_id: str) -> bytes:
+    """The `.metadata` of a directory with these files, which is saved under a path. `parts` has the boxes of each file."""
     records, boxes = _Records(), _StoredBoxes(listed, files, parts)
     texts = _texts([*listed.paths, *listed.names, *listed.values])
-    if not save_id:
-        places = (column for part in parts for column in (part.stored.boxes, part.stored.stops))
-        known = repr((path, [(file.key, file.values) for file in files], listed.names, listed.dtypes, listed.shapes))
-        digest = hashlib.blake2b(b"".join((known.encode(), *places)), digest_size=16).digest()
-        save_id = str(uuid.UUID(bytes=digest, version=4))
     begin, before, first, second, third = records.made(_empty_index(path, save_id)).split(DICT, 4)
     held = boxes.tensors(records)
     if listed.values:
@@ -147,10 +137,12 @@ class _Records:
                 return begin + inside + (self._noted(end) if value else end)
             case dict():
                 made = self._noted(DICT)
-                inside = b"".join([self._written(one) for pair in value.items() for one in pair])
-                return made + (pickle.MARK + inside + pickle.SETITEMS if value else b"")
+                return made + b"".join(
+                    _set([self._written(key) + self._written(one) for key, one in value.items()], pickle.SETITEMS)
+                )
         assert isinstance(value, list)
-        return self._noted(pickle.EMPTY_LIST + pickle.MEMOIZE) + _appended([self._written(one) for one in value])
+        made, inside = self._noted(pickle.EMPTY_LIST + pickle.MEMOIZE), [self._written(one) for one in value]
+        return made + (inside[0] + pickle.APPEND if len(inside) == 1 else b"".join(_set(inside, pickle.APPENDS)))
 
     def _noted(self, opcodes: bytes, value: object = None) -> bytes:
         """Opcodes that make an entry in the memo; it is named later where a value is given."""
@@ -322,14 +314,9 @@ ENTRIES = 1000
 
 
 def _dict(entries: Sequence[bytes]) -> list[bytes]:
-    made = [DICT]
-    for first in range(0, len(entries), ENTRIES):
-        made += (pickle.MARK, *entries[first : first + ENTRIES], pickle.SETITEMS)
-    return made
+    return [DICT, *_set(entries, pickle.SETITEMS)]
 
 
-def _appended(elements: Sequence[bytes]) -> bytes:
-    if len(elements) == 1:
-        return elements[0] + pickle.APPEND
-    cut = (elements[first : first + ENTRIES] for first in range(0, len(elements), ENTRIES))
-    return b"".join([one for some in cut for one in (pickle.MARK, *some, pickle.APPENDS)])
+def _set(entries: Sequence[bytes], end: bytes) -> list[bytes]:
+    cut = (entries[first : first + ENTRIES] for first in range(0, len(entries), ENTRIES))
+    return [one for some in cut for one in (pickle.MARK, *some, end)]
