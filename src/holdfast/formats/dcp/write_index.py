@@ -132,14 +132,11 @@ class _Records:
                 made = self._written(of) + self._noted(pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.MEMOIZE)
                 return made if state is None else made + self._written(state) + pickle.BUILD
             case tuple():
-                inside = b"".join([self._written(one) for one in value])
-                begin, end = _around(len(value))
-                return begin + inside + (self._noted(end) if value else end)
+                inside, (begin, end) = [self._written(one) for one in value], _around(len(value))
+                return b"".join((begin, *inside, self._noted(end) if value else end))
             case dict():
-                made = self._noted(DICT)
-                return made + b"".join(
-                    _set([self._written(key) + self._written(one) for key, one in value.items()], pickle.SETITEMS)
-                )
+                made, inside = self._noted(DICT), [self._written(key) + self._written(one) for key, one in value.items()]
+                return made + b"".join(_set(inside, pickle.SETITEMS))
         assert isinstance(value, list)
         made, inside = self._noted(pickle.EMPTY_LIST + pickle.MEMOIZE), [self._written(one) for one in value]
         return made + (inside[0] + pickle.APPEND if len(inside) == 1 else b"".join(_set(inside, pickle.APPENDS)))
