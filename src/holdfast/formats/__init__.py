@@ -193,7 +193,7 @@ FORMATS = [
     ),
     Format(
         "dcp", ".dcp.read:describe", b"", ".dcp.read:is_dcp", folder=True, choices=("dcp",),
-        written_by=".sharded:lay_out_dcp", takes=("max_shard_size", "path", "save"), sharded_by=".sharded:DcpShards",
+        written_by=".sharded:lay_out_dcp", takes=("max_shard_size", "save"), sharded_by=".sharded:DcpShards",
         keeps="items", index=".metadata", files=("*.distcp", "*.metadata", ".holdfast.json"), data=".distcp",
     ),
     Format(

@@ -236,8 +236,8 @@ class DcpShards(Sharded):
         yield from _listed([*attributes], "a DCP directory does not keep the attributes of an OrderedDict: {}")
 
 
-def lay_out_dcp(state: State, *, max_shard_size: int | None = None, path: str = "", save: str = "") -> SavePlan:
-    """The plan of a DCP directory that one process saves under a path, as a rank that is alone, and without torch.
+def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = "") -> SavePlan:
+    """The plan of a DCP directory that one process saves, as a rank that is alone, and without torch.
 
     Tensors are whole; those that share memory are stored once. Values are archives as `torch.save` makes them. Raises `CannotHold`
     with every problem: values that have no form in an archive, tensors that torch has no dtype for.
@@ -267,9 +267,9 @@ def lay_out_dcp(state: State, *, max_shard_size: int | None = None, path: str = 
     aliases = {names[row]: names[first] for row, first in ties.items()}
     grads = {name for name, kind in zip(names, kinds, strict=True) if kind.traits.requires_grad}
     listed = Listed(names, [kind.dtype.name for kind in kinds], [kind.shape for kind in kinds], aliases, values, flat.paths, grads)
-    # The same state at the same place gives the same bytes.
-    known = repr((path, save, [(one.key, one.nbytes) for one in receipts], names))
-    index = index_files(dcp_index(listed, receipts, parts, path=path, save_id=str(uuid.uuid5(uuid.NAMESPACE_URL, known))), save)
+    # Neither a place nor a new number is in it: the same state gives the same bytes.
+    known = str(uuid.uuid5(uuid.NAMESPACE_OID, repr((save, [(one.key, one.nbytes) for one in receipts], names))))
+    index = index_files(dcp_index(listed, receipts, parts, path=None, save_id=known), save)
     notes = (*every.unkept(state), *unkept_texts(state.metadata, "a DCP directory"))
     return SavePlan("dcp", tuple(file.plan for file in files), notes, directory=True, index=tuple(index), holds=table)
 

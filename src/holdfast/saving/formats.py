@@ -250,7 +250,6 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
 
 LAYOUT: Mapping[str, Callable[[str, Options], object]] = {
     "name": lambda path, options: archive_name(path),  # of the folder in an archive
-    "path": lambda path, options: path,  # as the checkpoint says it of itself
     "save": lambda path, options: save_name(path, options.save),
     "directory": lambda path, options: True,
     "max_shard_size": lambda path, options: options.max_shard_size,

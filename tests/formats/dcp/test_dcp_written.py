@@ -126,12 +126,11 @@ def test_files_are_cut(tmp_path: Path):
     same(loaded(tmp_path / "a", {**state, "step": 7}), {**state, "step": 7})
 
 
-def test_the_same_bytes_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_same_bytes_each_time(tmp_path: Path):
     found = []
-    for _ in range(2):
-        holdfast.save(nested(), "a", format="dcp", overwrite=True)
-        found.append({one.name: one.read_bytes() for one in Path("a").iterdir()})
+    for name in ("a", "other"):
+        holdfast.save(nested(), tmp_path / name, format="dcp")
+        found.append({one.name: one.read_bytes() for one in (tmp_path / name).iterdir()})
     assert found[0] == found[1]
 
 

@@ -72,8 +72,8 @@ STRIDED, CONTIGUOUS = Called(Global("torch.serialization", "_get_layout"), "torc
 DICT = pickle.EMPTY_DICT + pickle.MEMOIZE
 
 
-def dcp_index(listed: Listed, files: Sequence[Receipt], parts: Sequence[FileBoxes], *, path: str, save_id: str) -> bytes:
-    """The `.metadata` of a directory with these files, which is saved under a path. `parts` has the boxes of each file."""
+def dcp_index(listed: Listed, files: Sequence[Receipt], parts: Sequence[FileBoxes], *, path: str | None, save_id: str) -> bytes:
+    """The `.metadata` of a directory with these files. `parts` has the boxes of each. It says the path that it is saved under."""
     records, boxes = _Records(), _StoredBoxes(listed, files, parts)
     texts = _texts([*listed.paths, *listed.names, *listed.values])
     begin, before, first, second, third = records.made(_empty_index(path, save_id)).split(DICT, 4)
@@ -86,7 +86,7 @@ def dcp_index(listed: Listed, files: Sequence[Receipt], parts: Sequence[FileBoxe
     return b"".join((*records.first, begin, DICT, *written, pickle.STOP))
 
 
-def _empty_index(path: str, save_id: str) -> Made:
+def _empty_index(path: str | None, save_id: str) -> Made:
     saved = Made(STORAGE_META, {"checkpoint_id": path, "save_id": save_id, "load_id": None, "modules": []})
     fields = {"state_dict_metadata": {}, "planner_data": {}, "storage_data": {}, "storage_meta": saved, "version": "1.0.0"}
     return Made(METADATA, fields)
