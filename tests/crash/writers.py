@@ -272,6 +272,7 @@ LIBRARY = [
     writer_of("safetensors", "safetensors", directory=False),
     writer_of("split", "safetensors", directory=True, split=8_000),
     writer_of("native", "native", directory=True),
+    writer_of("dcp", "dcp", directory=True, split=8_000),
     writer_of("pt2", "pt2", directory=False),
     Writer("step", True, save_step, read_step),
     Writer("sealed", True, save_sealed, read_sealed),

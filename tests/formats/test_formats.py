@@ -52,7 +52,7 @@ def same(place: object) -> None:
 def test_without_its_line_nobody_knows_it(tmp_path: Path):
     with pytest.raises(Unsupported, match=r"'\.toy' names no format; use one of \.pt, \.pth, \.bin, \.ckpt, \.safetensors, none"):
         holdfast.save(STATE, tmp_path / "x.toy")
-    with pytest.raises(Unsupported, match=r"'toy' is no format that can be written; use torch, safetensors or native$"):
+    with pytest.raises(Unsupported, match=r"'toy' is no format that can be written; use torch, safetensors, native or dcp$"):
         holdfast.save(STATE, tmp_path / "x", format="toy")
     with pytest.raises(UnknownFormat):
         holdfast.open(MAGIC + b"{}\n")
@@ -77,7 +77,7 @@ def test_it_is_written_by_its_name(toy: None, tmp_path: Path):
 
 
 def test_messages_tell_of_it(toy: None, tmp_path: Path):
-    with pytest.raises(Unsupported, match=r"use torch, safetensors, native or toy$"):
+    with pytest.raises(Unsupported, match=r"use torch, safetensors, native, dcp or toy$"):
         holdfast.save(STATE, tmp_path / "x", format="tyo")
     with pytest.raises(Unsupported, match=r"use one of .*, \.toy, none for a native directory"):
         holdfast.save(STATE, tmp_path / "x.tyo")
@@ -190,9 +190,9 @@ def test_the_command_line(path: Path, capsys: pytest.CaptureFixture[str]):
     same(path.parent / "y")
     for verb in ("convert", "prune"):
         assert main([verb, "--help"]) == 0
-        assert "{torch,safetensors,native,toy}" in capsys.readouterr().out
+        assert "{torch,safetensors,native,dcp,toy}" in capsys.readouterr().out
     for shell in ("bash", "zsh", "fish"):
-        assert re.search(r"torch\W+safetensors\W+native\W+toy", script(shell))
+        assert re.search(r"torch\W+safetensors\W+native\W+dcp\W+toy", script(shell))
 
 
 def test_the_help_of_convert_lists_what_is_written():
@@ -233,8 +233,8 @@ def test_names_and_suffixes_are_no_two_formats():
     assert len(names) == len(set(names))
     suffixes = [suffix for format in FORMATS for suffix in format.suffixes]
     assert len(suffixes) == len(set(suffixes))
-    assert titles(written_formats()) == ("torch", "safetensors", "native")
-    assert titles(rank_formats()) == ("native", "safetensors", "dcp")
+    assert titles(written_formats()) == ("torch", "safetensors", "native", "dcp")
+    assert titles(rank_formats()) == ("native", "dcp", "safetensors")
     assert written_suffixes()[""] == "native"
 
 

@@ -192,8 +192,9 @@ FORMATS = [
         index="holdfast.json", files=(*SAFETENSORS, "holdfast.json"),
     ),
     Format(
-        "dcp", ".dcp.read:describe", b"", ".dcp.read:is_dcp", folder=True, sharded_by=".sharded:DcpShards", keeps="items",
-        index=".metadata", files=("*.distcp", "*.metadata", ".holdfast.json"), data=".distcp",
+        "dcp", ".dcp.read:describe", b"", ".dcp.read:is_dcp", folder=True, choices=("dcp",),
+        written_by=".sharded:lay_out_dcp", takes=("max_shard_size", "save"), sharded_by=".sharded:DcpShards",
+        keeps="items", index=".metadata", files=("*.distcp", "*.metadata", ".holdfast.json"), data=".distcp",
     ),
     Format(
         "safetensors-dir", ".safetensors.read:describe_directory", b"", ".safetensors.read:is_directory", folder=True,
@@ -236,8 +237,8 @@ def written_formats() -> list[Format]:
 
 
 def rank_formats() -> list[Format]:
-    """The formats that ranks write together, those that `save` writes as well first."""
-    return sorted((one for one in FORMATS if one.sharded_by), key=lambda one: not one.written_by)
+    """The formats that ranks write together."""
+    return [one for one in FORMATS if one.sharded_by]
 
 
 def titles(formats: Iterable[Format]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
     native        data-00001-of-00004.safetensors …       holdfast.json, and a Hugging Face index where nothing is split
     safetensors   shard-00001-model-00001-of-00001.safetensors …     no index: torch's reader looks into every file;
                                                           in an object store model.safetensors.index.json, which publishes them
-    dcp           __0_0.distcp …                          .metadata, and its checksum in .holdfast.json
+    dcp           __0_0.distcp …                          .metadata, and its checksum in .holdfast.json; also by one process
 
 A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file. A rank with much to
 write and many threads spreads it over several files, written at once: the kernel has one thread at a time write to a file.
@@ -13,6 +13,7 @@ A format that ranks write names one of these classes in its entry (`Format.shard
 
 from __future__ import annotations
 
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -22,22 +23,29 @@ import msgspec
 import numpy as np
 from msgspec import field
 
+from holdfast.core.arrays import shape_columns
 from holdfast.core.protocols import State
+from holdfast.core.sharing import tied
 from holdfast.core.table import Table
 from holdfast.core.tensor import Traits
 from holdfast.core.tree import nested, walk
 from holdfast.core.value import Value
-from holdfast.engine.saves import FilePlan, Literal
+from holdfast.engine.saves import FilePlan, Literal, SavePlan
+from holdfast.engine.table import value_state
 from holdfast.errors import CannotHold
+from holdfast.formats.dcp.flatten import common_problems, flatten
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
-from holdfast.formats.dcp.write import lay_out_items
+from holdfast.formats.dcp.write import joined, lay_out_items
+from holdfast.formats.dcp.write_index import Listed, dcp_index
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import OWN, BoxEntries, Boxes, BoxFiles, HashAll, Pack, data_name
 from holdfast.formats.native.manifest import INDEX, FileBoxes, StoredBoxes, as_bytes, as_column, lay_out_index
 from holdfast.formats.native.schema import DataFile
+from holdfast.formats.native.write import SHARD_NBYTES
 from holdfast.formats.recorded import order_fields
 from holdfast.formats.safetensors.schema import METADATA as RESERVED
-from holdfast.formats.safetensors.write import RANK, file_order_notes, index_file, name_problem
+from holdfast.formats.safetensors.write import RANK, file_order_notes, fill_shards, index_file, name_problem
+from holdfast.formats.torch.write import lay_out_torch_zip, unkept_texts
 from holdfast.formats.tree_json.scalars import is_unicode
 
 if TYPE_CHECKING:
@@ -95,9 +103,6 @@ Delivered = Sequence[tuple["RankWrites", Sequence[Receipt]]]
 """For each rank the boxes that it was to write, and receipts of the files that it has written."""
 
 
-DcpIndex = Callable[[Contents, Delivered], bytes]
-"""Makes the `.metadata` of a DCP directory, which is a pickle of torch's own classes."""
-
 NOTHING = Reuse()
 
 Shares = Sequence[Sequence[int]]
@@ -132,8 +137,9 @@ class Sharded:
         """Lay out the files of one rank. In an object store their names carry the id of the save."""
         raise NotImplementedError
 
-    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
-        """The files that are written last and make the others a checkpoint. In an object store (`save`) that is one file."""
+    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
+        """The files that are written last and make the others a checkpoint, which is saved under a path. In an object store
+        (`save`) that is one file."""
         raise NotImplementedError
 
     def unkept(self, state: State) -> Iterable[str]:
@@ -154,7 +160,7 @@ class NativeShards(Sharded):
 
         return _box_files(part, shares, name, how, strict=False)
 
-    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
+    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
         fields: dict[str, object] = {}
         catalogue = contents.catalogue
         if contents.aliases:
@@ -163,12 +169,8 @@ class NativeShards(Sharded):
             fields["tree"] = contents.tree
         else:
             fields |= order_fields(catalogue.names, contents.aliases)
-        parts = [
-            FileBoxes(receipt.stored, writes.tensors, writes.offsets, writes.sizes, sum(map(len, receipt.stored.tails)))
-            for writes, receipts in delivered
-            for receipt in receipts
-        ]
-        listed = [DataFile(receipt.key, receipt.nbytes) for _, receipts in delivered for receipt in receipts]
+        receipts, parts = _of_files(delivered)
+        listed = [DataFile(receipt.key, receipt.nbytes) for receipt in receipts]
         every = list(zip(catalogue.dtypes, catalogue.shapes, strict=True))
         kinds = {pair: number for number, pair in enumerate(dict.fromkeys(every))}
         outlines = catalogue.names, [*kinds], [kinds[pair] for pair in every]
@@ -186,7 +188,7 @@ class SafetensorsShards(Sharded):
 
         return _box_files(part, shares, name, how, strict=True)
 
-    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
+    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
         """An index only in an object store: the file of each tensor or of its first piece, and a list of all files."""
         if not save:
             return []
@@ -219,10 +221,10 @@ class DcpShards(Sharded):
         given = [(f"__{part.rank}_{i}{mark}.distcp", share, {} if i else part.values) for i, share in enumerate(shares)]
         return [_dcp_file(key, part.boxes, share, values) for key, share, values in given if share or values]
 
-    def index(self, contents: Contents, delivered: Delivered, *, dcp_index: DcpIndex, save: str = "") -> list[FilePlan]:
-        metadata = dcp_index(contents, delivered)
-        beside = [] if save else [FilePlan(BESIDE, (Literal(checksum_file(metadata)),))]
-        return [*beside, FilePlan(METADATA, (Literal(metadata),))]
+    def index(self, contents: Contents, delivered: Delivered, *, path: str, save: str = "") -> list[FilePlan]:
+        every = contents.catalogue
+        listed = Listed(every.names, every.dtypes, every.shapes, contents.aliases, contents.values, contents.paths, contents.grads)
+        return index_files(dcp_index(listed, *_of_files(delivered), path=path, save_id=str(uuid.uuid4())), save)
 
     def unkept(self, state: State) -> Iterable[str]:
         wanted = _marked(state.tensors, lambda traits: traits.parameter)
@@ -232,6 +234,60 @@ class DcpShards(Sharded):
         yield from _listed(keys, "a DCP directory has text as keys: {} becomes text")
         attributes = dict.fromkeys(name for one in dicts if isinstance(one, OrderedDict) for name in vars(one))
         yield from _listed([*attributes], "a DCP directory does not keep the attributes of an OrderedDict: {}")
+
+
+def lay_out_dcp(state: State, *, max_shard_size: int | None = None, save: str = "") -> SavePlan:
+    """The plan of a DCP directory that one process saves, as a rank that is alone, and without torch.
+
+    Tensors are whole; those that share memory are stored once. Values are archives as `torch.save` makes them. Raises `CannotHold`
+    with every problem: values that have no form in an archive, tensors that torch has no dtype for.
+    """
+    flat, every = flatten(state), DcpShards()
+    table = flat.kept(state.tensors)
+    names, kinds = table.names, [table.kinds[number] for number in table.kind]
+    problems = [*flat.problems, *common_problems(table, flat)]
+    lacking = ((name, kind.dtype) for name, kind in zip(names, kinds, strict=True) if kind.dtype.torch is None)
+    problems += [f"{name}: torch has no dtype for {dtype}" for name, dtype in lacking]
+    described = {name: value.described for name, value in flat.values.items()}
+    try:
+        lay_out_torch_zip(value_state(described))  # says what is wrong by the paths of all of them
+    except CannotHold as error:
+        problems += error.problems
+    if problems:
+        raise CannotHold("a DCP directory cannot hold this state", list(dict.fromkeys(problems)))
+    values = {name: joined(lay_out_torch_zip(value_state(value)).files[0].segments) for name, value in described.items()}
+    ties = {row: first for row, first in tied(table).items() if kinds[row].nbytes}
+    rows = [row for row in range(len(table)) if row not in ties]
+    extents = shape_columns([kind.shape for kind in kinds])
+    boxes = Boxes(table, np.zeros_like(extents), table.kind)
+    shares = [rows[some.start : some.stop] for some in fill_shards(table.nbytes_of(rows), max_shard_size or SHARD_NBYTES)]
+    files = every.files(RankOutput(0, 1, boxes, {}, values), shares, Storing(), save)
+    receipts = [Receipt(file.plan.key, file.plan.nbytes, file.stored({}), [*file.values]) for file in files]
+    parts = [FileBoxes(one.stored, np.arange(len(table)), boxes.starts, extents, 0) for one in receipts]
+    aliases = {names[row]: names[first] for row, first in ties.items()}
+    grads = {name for name, kind in zip(names, kinds, strict=True) if kind.traits.requires_grad}
+    listed = Listed(names, [kind.dtype.name for kind in kinds], [kind.shape for kind in kinds], aliases, values, flat.paths, grads)
+    # Neither a place nor a new number is in it: the same state gives the same bytes.
+    known = str(uuid.uuid5(uuid.NAMESPACE_OID, repr((save, [(one.key, one.nbytes) for one in receipts], names))))
+    index = index_files(dcp_index(listed, receipts, parts, path=None, save_id=known), save)
+    notes = (*every.unkept(state), *unkept_texts(state.metadata, "a DCP directory"))
+    return SavePlan("dcp", tuple(file.plan for file in files), notes, directory=True, index=tuple(index), holds=table)
+
+
+def index_files(metadata: bytes, save: str = "") -> list[FilePlan]:
+    """The files that make data files a DCP directory: its index, and beside it, but in an object store, the checksum of that."""
+    beside = [] if save else [FilePlan(BESIDE, (Literal(checksum_file(metadata)),))]
+    return [*beside, FilePlan(METADATA, (Literal(metadata),))]
+
+
+def _of_files(delivered: Delivered) -> tuple[list[Receipt], list[FileBoxes]]:
+    """Every file of every rank, and the boxes in it."""
+    every = [(writes, receipt) for writes, receipts in delivered for receipt in receipts]
+    parts = [
+        FileBoxes(receipt.stored, writes.tensors, writes.offsets, writes.sizes, sum(map(len, receipt.stored.tails)))
+        for writes, receipt in every
+    ]
+    return [receipt for _, receipt in every], parts
 
 
 def _box_files(part: RankOutput, shares: Shares, name: Callable[[int, int], str], how: Storing, *, strict: bool) -> list[RankFile]:

@@ -13,7 +13,6 @@ trees, or the index comes near to a limit, what is finished is opened as a whole
 from __future__ import annotations
 
 import errno
-import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +30,6 @@ from holdfast.engine.commit.target import refusal
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.saves import FilePlan, SavePlan
 from holdfast.engine.source import OpenSource
-from holdfast.engine.stream import write_stream
 from holdfast.engine.table import NO_TENSORS, value_state
 from holdfast.engine.targets.bucket import BucketNames
 from holdfast.engine.targets.bucket_commit import save_id
@@ -40,13 +38,14 @@ from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import NotCommitted
 from holdfast.formats import Format, rank_formats
-from holdfast.formats.dcp.index import BESIDE, METADATA
+from holdfast.formats.dcp.index import BESIDE
+from holdfast.formats.dcp.write import joined
 from holdfast.formats.native.base import Reuse
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import StoredBoxes, as_column
 from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.sharded import NOTHING, Contents, DcpIndex, RankFile, RankOutput, Receipt, Storing, spread
+from holdfast.formats.sharded import NOTHING, Contents, RankFile, RankOutput, Receipt, Storing, spread
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
@@ -62,7 +61,7 @@ from holdfast.stores.remote.url import Url
 NONE = np.zeros(0, np.int64)
 
 
-def check_contents_open(format: Format, contents: Contents, path: str, *, dcp_index: DcpIndex) -> None:
+def check_contents_open(format: Format, contents: Contents, path: str) -> None:
     """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors.
 
     Of fifty thousand tensors the reader would read the same fields fifty thousand times: one tensor of each kind stands for them.
@@ -83,12 +82,13 @@ def check_contents_open(format: Format, contents: Contents, path: str, *, dcp_in
     numbers = np.arange(len(catalogue), dtype=np.int64)
     writes = RankWrites(numbers, numbers, none, catalogue.extents, (), 0)
     # What is no tensor is looked at where it is, by `check_value`.
-    values = dict.fromkeys(sample.values, _nothing()) if sample.values else {}
+    nothing = joined(lay_out_torch_zip(value_state(None)).files[0].segments) if sample.values else b""
+    values = dict.fromkeys(sample.values, nothing)
     boxes = Boxes.cut(table, range(len(table)), none, catalogue.extents)
     files = format.sharded.files(RankOutput(0, 1, boxes, sample.metadata, values), spread(boxes, 1), Storing())
     unknown: Mapping[str, int] = defaultdict(int)
     receipts = [Receipt(file.plan.key, file.plan.nbytes, file.stored(unknown), [*file.values]) for file in files]
-    plans = [*(file.plan for file in files), *format.sharded.index(sample, [(writes, receipts)], dcp_index=dcp_index)]
+    plans = [*(file.plan for file in files), *format.sharded.index(sample, [(writes, receipts)], path=path)]
     found = described(PlannedStore(plans, name=path), format.opened_as)
     check_holds(found.tensors, _outlines(catalogue), path)
     if not contents.metadata:
@@ -135,12 +135,6 @@ NOWHERE = OpenSource(MemoryStore({}))
 def check_value(name: str, archive: bytes) -> None:
     """Raise `CannotHold` where the archive of a value that is no tensor would not open."""
     described(MemoryStore({"value": archive}, name=name), ("torch-zip",))
-
-
-def _nothing() -> bytes:
-    out = io.BytesIO()
-    write_stream(lay_out_torch_zip(value_state(None)).files[0], out)
-    return out.getvalue()
 
 
 def _outlines(catalogue: Catalogue) -> Mapping[str, Outline]:
@@ -198,7 +192,7 @@ def open_together(
     names = BucketNames(
         replaced=lambda url, there: replaced_at(url, [name for name in indexes if name in there]),
         others=lambda url, there: _other_indexes(url, index, there, overwrite=overwrite),
-        stale=(BESIDE,) if index == METADATA else (),
+        stale=(BESIDE,),
     )
     plan = SavePlan(format.name, (), directory=True, index=(FilePlan(index, ()),))
     return target_of(
@@ -249,8 +243,9 @@ def write_files(
     return [*taken, *(receipts[file.plan.key] for file in files)]
 
 
-def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, dcp_index: DcpIndex) -> None:
-    """Make the files of all ranks a checkpoint, in one step. `delivered[r]` is what rank r has written."""
+def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, path: str) -> None:
+    """Make the files of all ranks a checkpoint, in one step. `delivered[r]` is what rank r has written. `path` is what the caller
+    says where."""
     format, contents, into = publishing.format, publishing.together.contents, publishing.target
     together = [*zip(publishing.together.writes, delivered, strict=True)]
     for rank, (writes, receipts) in enumerate(together):
@@ -268,7 +263,7 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
         if step is not None:
             step.sure()
 
-    index = format.sharded.index(contents, together, dcp_index=dcp_index, save=into.save)
+    index = format.sharded.index(contents, together, path=path, save=into.save)
     whole = not publishing.together.sampled or near_limits(sum(f.nbytes for f in index), len(contents.catalogue), len(everything))
     step, attributes = publishing.step, None
     if step is not None:

@@ -133,7 +133,8 @@ def check_sparse(path: str, format: str, sparse: str) -> None:
 def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     """Lay out a state, so that it opens again. Raises `CannotHold` with every problem when the format cannot hold it."""
     check_sparse(path, format, options.sparse)
-    return _check_kinds_open(_lay_out(path, state, format, options=options), path, state, format, options)
+    plan = _lay_out(path, state, format, options=options)
+    return _check_kinds_open(plan if plan.holds is not None else replace(plan, holds=state.tensors), path, state, format, options)
 
 
 def _check_kinds_open(plan: SavePlan, path: str, state: State, format: str, options: Options) -> SavePlan:
@@ -146,7 +147,7 @@ def _check_kinds_open(plan: SavePlan, path: str, state: State, format: str, opti
     leaves, table = state.leaves, state.tensors
     # What says where pieces lie names them all.
     if SHARDING_INFO in state.metadata or _near_limits(plan, table, flat=leaves.flat):
-        return check_opens(replace(plan, holds=table), path)
+        return check_opens(plan, path)
     # A row of each kind. Kinds that differ in the lengths of their dimensions alone are one.
     first = dict(zip(reversed(table.kind), range(len(table.kind) - 1, -1, -1), strict=True))
     alike = {_likeness(table.kinds[number]): row for number, row in first.items()}
@@ -158,8 +159,7 @@ def _check_kinds_open(plan: SavePlan, path: str, state: State, format: str, opti
         tuple([_likeness(table.kind_of(row)) for row in tie]),
     )  # fmt: skip
     if plain and was_opened(key):
-        return replace(plan, holds=table, opens=True)
-    plan = replace(plan, holds=table)
+        return replace(plan, opens=True)
     wholes = leaves.composites()
     parts = {id(part) for whole in wholes for part in whole.parts.values()}
     wanted = {*alike.values(), *table.single, *tie}

@@ -17,7 +17,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.targets.bucket import BucketNames, ReplacedObjects
 from holdfast.engine.threads import run_all
 from holdfast.errors import FormatError, HoldfastError, LimitExceeded, Unsupported
-from holdfast.formats.dcp.index import METADATA
+from holdfast.formats.dcp.index import BESIDE, METADATA
 from holdfast.formats.dcp.index import read_index as read_dcp_index
 from holdfast.formats.index_file import choose_index, read_index
 from holdfast.formats.native.schema import parse_manifest
@@ -117,7 +117,7 @@ class References:
         self._known[folder] = etag, frozenset(f"{self._start}{one}/{name}" if one else self._start + name for one, name in places)
 
 
-SAVED = re.compile(r"-[0-9a-f]{16}-\d{5}-of-\d{5}(?:-\d{5})?\.safetensors\Z")
+SAVED = re.compile(r"-[0-9a-f]{16}(?:-\d{5}-of-\d{5}(?:-\d{5})?\.safetensors|\.distcp)\Z")
 """The end of the name of a data object that a save has made up (`formats.save_name`)."""
 
 
@@ -157,5 +157,7 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
     return ReplacedObjects([name for name in names if "/" not in name or sibling_key(name)], named)
 
 
-NAMES = BucketNames(counts=is_checkpoint, late=lambda name: not SAVED.search(name), weights=is_replaceable, replaced=replaced_at)
+NAMES = BucketNames(
+    counts=is_checkpoint, late=lambda name: not SAVED.search(name), weights=is_replaceable, replaced=replaced_at, stale=(BESIDE,)
+)
 """The rules about names for a save by one process (`engine/targets/bucket`)."""

@@ -12,10 +12,9 @@ from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast.formats.native.manifest import StoredBoxes, as_bytes
-from holdfast.formats.sharded import Contents, Receipt
+from holdfast.formats.sharded import Contents, DcpShards, Receipt
 from holdfast.ranks.plan import RankWrites
 from holdfast.ranks.state import Catalogue
-from holdfast.torch.ranks.dcp import dcp_index
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12) | st.just("n" * 300)
 PLACES = st.sampled_from([0, 255, 256, 65_535, 65_536, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40, 1 << 52])
@@ -82,7 +81,8 @@ def plainly(contents: Contents, delivered: list[tuple[RankWrites, list[Receipt]]
 @given(directories())
 def test_torch_finds_its_own_objects(directory: tuple[Contents, list[tuple[RankWrites, list[Receipt]]]]):
     contents, delivered = directory
-    found = pickle.loads(dcp_index(contents, delivered, path="some/where"))
+    (made,) = DcpShards().index(contents, delivered, path="some/where")[-1].segments
+    found = pickle.loads(made.data)
     state, items = plainly(contents, delivered)
     assert type(found) is m.Metadata
     assert found.state_dict_metadata == state

@@ -191,7 +191,7 @@ class PrefixTarget(JoinedPrefix):
         for file in self._late:
             _put(file, how, self._save, file.key)
         text = _text(final, how) if self._content is None else self._content
-        self._save.remove(self._names.stale)
+        self._save.remove([name for name in self._names.stale if name in self._save.there])
         used = [(*self._home(key), nbytes) for key, (nbytes, linked) in self._delivered.items() if linked]
         with how.seals.in_bucket(self.url, self._replaced.names):
             commit_sharing(self._save, used, lambda: self._save.commit(text, how.attributes))

@@ -73,7 +73,7 @@ def archive_kind(dtype: DType, shape: tuple[int, ...]) -> ArchiveKind:
     nbytes = dtype.nbytes(math.prod(shape))
     laid = lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, Hole(nbytes))])
     at = next(number for number, segment in enumerate(laid) if isinstance(segment, Hole))
-    head, rest = _joined(laid[:at]), _joined(laid[at + 1 :])
+    head, rest = joined(laid[:at]), joined(laid[at + 1 :])
     name, storage = (f"{ARCHIVE}/{record}".encode() for record in (SERIALIZATION_ID, STORAGE))
     header = rest.index(name) - HEADER_NBYTES
     named, extra = struct.unpack_from("<2H", rest, header + HEADER_NBYTES - 4)
@@ -90,13 +90,14 @@ def archive_kind(dtype: DType, shape: tuple[int, ...]) -> ArchiveKind:
     return ArchiveKind(head, (*cut, rest[done:]), len(head) + nbytes + len(rest), rest[begin : begin + NBYTES // 2], before)
 
 
-def _joined(segments: Sequence[Segment]) -> bytes:
+def joined(segments: Sequence[Segment]) -> bytes:
+    """The bytes of segments without data."""
     return b"".join([one.content({}) if isinstance(one, Late) else one.data for one in segments if isinstance(one, Late | Literal)])
 
 
 @lru_cache(4096)
 def _empty_archive(dtype: DType, shape: tuple[int, ...]) -> Literal:
-    return Literal(_joined(lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, b"")])))
+    return Literal(joined(lay_out_container(ARCHIVE, tensor_pickle(dtype, shape), [(STORAGE, b"")])))
 
 
 def lay_out_items(key: str, values: Sequence[bytes], table: Table, rows: Sequence[int]) -> tuple[FilePlan, Ints]:

@@ -187,7 +187,7 @@ def lay_out_torch_zip(
         reads = None if storages.read_nbytes is storages.nbytes else records.of_records(storages.read_nbytes)
         folder = RecordFolder("data", records, records.apart, reads)
         files = (FilePlan("", lay_out_container(name, content, [folder], alignment=alignment, crc=crc)),)
-        notes = (*_notes(pickled), *_unkept(without_origin(state.metadata)))
+        notes = (*_notes(pickled), *unkept_texts(state.metadata, "a torch file"))
         return SavePlan("torch-zip", files, notes, near_limits=_near_limits(text_nbytes(files), state.tensors.names))
 
 
@@ -401,8 +401,9 @@ def _notes(pickled: TorchPickle) -> list[str]:
     return notes
 
 
-def _unkept(metadata: Mapping[str, str]) -> list[str]:
-    return [f"the metadata ({', '.join(sorted(metadata)[:8])}) has no place in a torch file and is not kept"] if metadata else []
+def unkept_texts(metadata: Mapping[str, str], what: str) -> list[str]:
+    kept = sorted(without_origin(metadata))[:8]
+    return [f"the metadata ({', '.join(kept)}) has no place in {what} and is not kept"] if kept else []
 
 
 DTYPE_NAMES = [name for row in DTYPES.rows for name in (row.torch, row.storage) if name]

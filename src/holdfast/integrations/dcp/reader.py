@@ -35,6 +35,7 @@ from holdfast.core.tree import rebuild
 from holdfast.engine.source import OpenSource
 from holdfast.engine.table import value_state
 from holdfast.errors import BadPath, DoesNotFit, HeaderError, MetadataError, Unsupported, located
+from holdfast.formats.dcp.flatten import FlatValue, flatten
 from holdfast.formats.dcp.index import METADATA, SavedChunk, SavedTensor, compare_metadata, ranks_alone, read_index
 from holdfast.formats.dcp.lazy import ZSTD, Items, ItemStorage
 from holdfast.formats.dcp.read import read_values, tensor_of
@@ -44,7 +45,7 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import steady
 from holdfast.stores.paths import place_of
 from holdfast.torch import versions
-from holdfast.torch.ranks.dcp import Value, flatten
+from holdfast.torch.ranks.dcp import archive
 from holdfast.torch.ranks.wanted import read_value
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_lazy, torch_dtype
@@ -88,7 +89,7 @@ def open_stored(
 class Tree:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._flat = flatten(value_state(checkpoint.tree), checkpoint.tree)
+        self._flat = flatten(value_state(checkpoint.tree))
 
     def metadata(self) -> m.Metadata:
         """Every tensor with its chunks, and every value. The path is added by the `Reader`."""
@@ -260,7 +261,7 @@ def archived(value: object, name: str, path: str) -> bytes:
     plain = rebuild(read_value(value), lambda one, _: _buffer(one) if _is_buffer(one) else one)
     if problem := unbuilt(plain):
         raise Unsupported(f"{name}: {problem}; torch would run code to build it. Leave it out of the state", file=path)
-    return Value(torch_tree(plain, _tensor), plain).archive()
+    return archive(FlatValue(torch_tree(plain, _tensor), plain))
 
 
 def _buffer(pickled: object) -> io.BytesIO:

@@ -38,10 +38,12 @@ from holdfast.engine.targets.target import Target, join_target
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, RankLost, RanksFailed
 from holdfast.formats import Format
+from holdfast.formats.dcp.flatten import FlatState, common_problems, flatten
 from holdfast.formats.native.boxes import Boxes
 from holdfast.formats.native.manifest import as_bytes, as_column
 from holdfast.formats.sharded import NOTHING, RankOutput, Receipt, Storing, spread
 from holdfast.formats.tree_json.encode import encode_state
+from holdfast.formats.tree_json.scalars import is_unicode
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, message, put_together
@@ -58,7 +60,7 @@ from holdfast.ranks.write import (
 from holdfast.saving.base import open_base
 from holdfast.saving.state import tabulate_tree
 from holdfast.torch.cuda.stage import Copies
-from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flatten
+from holdfast.torch.ranks.dcp import archive, digests
 from holdfast.torch.ranks.group import StoreRanks
 from holdfast.torch.ranks.replica_sums import replica_sums
 from holdfast.torch.ranks.staging import Staged, little_in_common
@@ -205,19 +207,17 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
         with gc_paused():
             found = tabulate_tree(raw, metadata=job.request.metadata, arrays="tensors")
             format = job.format
-            flat = FlatState() if format.keeps == "state" else flatten(found, raw)
-            table = found.tensors
-            if flat.pickled:
-                table = table.with_entries([row for row, name in enumerate(table.names) if name not in flat.pickled], {})
+            flat = FlatState() if format.keeps == "state" else flatten(found)
+            table = flat.kept(found.tensors)
             found = replace(found, tensors=table)
-            digests = flat.digests() if format.keeps == "items" else {}
+            hashed = digests(flat) if format.keeps == "items" else {}
             description = _description(found, table, flat, matched, format=format)
             # Names of one and the same memory, each with the first of them.
             full = [0 not in kind.shape for kind in table.kinds]
             shared = {} if format.keeps == "tensors" else tied(table)
             aliases = [(table.names[row], table.names[first]) for row, first in shared.items() if full[table.kind[row]]]
             notes = (*found.notes, *format.sharded.unkept(found))
-            return Described(job, description, found, digests, aliases, flat, notes)
+            return Described(job, description, found, hashed, aliases, flat, notes)
     except Exception as error:
         return Described(job, error)
 
@@ -235,7 +235,8 @@ def _description(state: State, table: Table, flat: FlatState, matched: list[str]
     if format.keeps == "tensors":
         kinds = ((name, type(value.raw).__name__) for name, value in flat.values.items())
         problems += [f"{name}: a {kind}; {format.title} files hold tensors alone" for name, kind in kinds]
-    problems += common_problems(state, table, flat)
+    problems += [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
+    problems += common_problems(table, flat)
     if problems:
         raise CannotHold("this state cannot be saved so", problems)
     wanted = [kind.traits.requires_grad for kind in table.kinds]
@@ -249,7 +250,7 @@ def stage_described(described: Described, copy: Copy) -> Described:
         return described
     try:
         # Before any copy is under way: a value may refuse to be pickled.
-        archives = {name: value.archive() for name, value in described.flat.values.items()}
+        archives = {name: archive(value) for name, value in described.flat.values.items()}
         with gc_paused():
             table = described.state.tensors
             staged = copy(table, described.values)
@@ -270,7 +271,7 @@ def plan(described: Described) -> Planned:
     def decide(messages: list[bytes]) -> list[bytes]:
         with gc_paused():
             together = put_together(messages, values=request.values, per_rank=request.per_rank, own=columns)
-            check_contents_open(job.format, together.contents, request.path, dcp_index=partial(dcp_index, path=request.path))
+            check_contents_open(job.format, together.contents, request.path)
         opened = open_publishing(
             job.place, job.format, together, durable=request.durable, overwrite=request.overwrite, step=request.step
         )
@@ -289,9 +290,9 @@ def plan(described: Described) -> Planned:
         boxes = _boxes(described.state.tensors, columns, numbers)
         given = described.values
         own = [given[row] for row in columns.tensors[numbers].tolist()] if given else []
-        values = {name: described.archives.get(name) or described.flat.values[name].archive() for name in task.values}
-        for name, archive in values.items():
-            check_value(name, archive)
+        values = {name: described.archives.get(name) or archive(described.flat.values[name]) for name in task.values}
+        for name, content in values.items():
+            check_value(name, content)
         part = replace(part, boxes=boxes, values=values)
         into = publishing[0].target if publishing else join_target(task.target_name, job.place, durable=request.durable)
         if request.step is not None and task.base is not None:
@@ -361,7 +362,7 @@ def write(planned: Planned) -> SavedShards:
         assert planned.publishing is not None  # it is the first rank that decides
         delivered = [read_document(RECEIPTS, message) for message in messages]
         with gc_paused():
-            publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.request.path))
+            publish(planned.publishing, delivered, path=job.request.path)
         return [b""] * len(messages)
 
     try:
