@@ -126,7 +126,13 @@ class Processes:
         self._all = []
         for rank in range(size):
             # As torchrun does.
-            own = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            own = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            }
             environment = plain if size == 1 else plain | own
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._all.append(subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes))
@@ -184,7 +190,9 @@ def commands(name: str, folder: Path, out: str, size: int) -> list[str]:
     return [sys.executable, *launched, "-m", "holdfast", *words]
 
 
-def measured(names: list[str], groups: dict[int, Processes], folder: Path, rounds: int, *, whole: bool) -> Iterator[dict[str, object]]:
+def measured(
+    names: list[str], groups: dict[int, Processes], folder: Path, rounds: int, *, whole: bool
+) -> Iterator[dict[str, object]]:
     """A row for each job: the median times of each group."""
     for name in names:
         times: dict[int, list[dict[str, object]]] = {size: [] for size in groups}

@@ -76,7 +76,16 @@ def make_sources(folder: Path) -> None:
         torch.save({one: tensors[one].clone() for one in own}, bins / name)
     places = {one: name for name, own in files.items() for one in own}
     (bins / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    for name in ("torchscript.pt", "tiny.gguf", "tar.pt", "dtypes.pt", "module_nested.pt", "dtypes.safetensors", "packed.safetensors", "deflated.npz"):
+    for name in (
+        "torchscript.pt",
+        "tiny.gguf",
+        "tar.pt",
+        "dtypes.pt",
+        "module_nested.pt",
+        "dtypes.safetensors",
+        "packed.safetensors",
+        "deflated.npz",
+    ):
         shutil.copy(GOLDEN / "files" / name, folder / name)
 
 
