@@ -1,7 +1,7 @@
 """Verbs on several processes of one machine beside one process: `python -m benchmarks.together [--ranks 2 4] [--mib 1024]`.
 
 One process is given all of its threads; of several, each has what it takes by default, as with torchrun. The same files in the page
-cache, `durable=False`. Each group of processes is started once and waits at its input, which costs nothing; jobs go to the groups in
+cache, `durable=False`. Each group of processes is started once and waits at its input, which costs nothing. Jobs go to them in
 turns, so that whatever else the machine does meets all of them. Medians of the time from the word to the last answer, and the
 processor time of all processes. What each group writes is compared byte for byte, and what it finds, with that of one process.
 
@@ -284,7 +284,6 @@ def bucket(stack: ExitStack) -> bool:
     """Start a server for the processes, where there is one."""
     try:
         import obstore  # noqa: F401
-
         from tests.remote.servers import environment, program, weed
     except ImportError:
         return False

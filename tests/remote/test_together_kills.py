@@ -1,5 +1,5 @@
-"""A rank of a command that writes to a bucket is killed: what is there is the old one or the new one, whole, and the same command then
-succeeds."""
+"""A rank of a command that writes to a bucket is killed: what is there is the old one or the new one, whole, and the same
+command then succeeds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def test_a_rank_that_uploads_is_killed(verb: str, proxy: Proxy, url: str, tmp_pa
     first, *rows = ran(jobs)
     assert [rank["status"] for rank in first["ranks"]] == [0, 0, 0], first
     died = sum(row["ranks"][row["victim"]]["status"] == -signal.SIGKILL for row in rows)
-    print(f"{died} of {kills} were killed before they had ended")
     assert 2 * died >= kills, "most of them, or the moments are badly chosen"
     clean = plain(places[0])
     for place, row in zip(places[1:], rows, strict=True):
@@ -52,10 +51,10 @@ def test_a_rank_that_uploads_is_killed(verb: str, proxy: Proxy, url: str, tmp_pa
         assert holdfast.verify(place).ok, row
         found = [name for name in ("old", "new") if holdfast.diff(place, tmp_path / name, tensors_only=True).equal]
         assert len(found) == 1, row
-        print(row["victim"], [rank["status"] for rank in row["ranks"]], found)
         if row["victim"] and row["ranks"][0]["status"]:
             assert found == ["old"], row
-            assert f"rank {row['victim']}" in row["ranks"][0]["err"], row
+            # One that never came is not named where the first rank hosts the store: torch counts, and says how many came.
+            assert any(text in row["ranks"][0]["err"] for text in (f"rank {row['victim']}", "2/3 clients joined")), row
     for place, row in zip(places[1:], ran([job(place) for place in places[1:]]), strict=True):
         assert [rank["status"] for rank in row["ranks"]] == [0, 0, 0], row
         assert holdfast.diff(place, tmp_path / "new", tensors_only=True).equal, row

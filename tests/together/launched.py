@@ -3,7 +3,8 @@
 1. This process imports torch and the command line once; every rank is a fork of it, with the variables that torchrun sets.
 2. The store is hosted by rank 0, and dies with it; or by a process of its own, as torchrun's.
 3. The victim counts its calls of the file system and of the store, and at a number of them something happens to it: `KILL`, `STOP`
-   (and nobody lets it go on), `full` (its disk), `slow` (it sleeps for twice the deadline). Or it is killed after some seconds (`after`).
+   (and nobody lets it go on), `full` (its disk), `slow` (it sleeps for twice the deadline). Or it is killed after some
+   seconds (`after`).
 4. A round that takes longer than `PATIENCE` is ended from outside, and says so.
 
 `python -m tests.together.launched jobs` runs a list of jobs from stdin, `… kills FOLDER KILLS WIDTH SEED` the kill loop.
@@ -241,8 +242,7 @@ def found_at(folder: Path, kind: str, dst: str) -> int | str | None:
 
 def finished(slot: Path) -> dict[str, int]:
     """The files that a conversion which was ended has finished, with their inodes."""
-    receipts = [p for p in slot.glob(".*.part/*.receipt")]
-    return {p.name.removesuffix(".receipt"): p.with_suffix("").stat().st_ino for p in receipts}
+    return {p.name.removesuffix(".receipt"): p.with_suffix("").stat().st_ino for p in slot.glob(".*.part/*.receipt")}
 
 
 def kill_rounds(folder: Path, slot: Path, kills: int, seed: int) -> list[dict[str, object]]:
@@ -272,14 +272,15 @@ def kill_rounds(folder: Path, slot: Path, kills: int, seed: int) -> list[dict[st
         deaths += died
         whole = finished(place)
         row |= {"kind": kind, "slot": slot.name, "died": died, "before": standing[kind], "found": found_at(folder, kind, dst)}
-        row["beside"] = sorted(p.name for p in place.iterdir() if not is_temporary(p.name) and p.name != Path(made_by(kind, dst)).name
-                               and not p.name.endswith(".part"))  # fmt: skip
+        names = {p.name for p in place.iterdir() if not is_temporary(p.name) and not p.name.endswith(".part")}
+        row["beside"] = sorted(names - {Path(made_by(kind, dst)).name})
         again = Round(words(kind, src, dst), SIZE, room, agent=chance.random() < 0.5).run()
         after = Path(made_by(kind, dst))
         row["again"] = {
             "statuses": [rank["status"] for rank in again["ranks"]], "err": again["ranks"][0]["err"],
             "found": found_at(folder, kind, dst), "stuck": again["stuck"], "left": sorted(p.name for p in place.iterdir()),
-            "finished": len(whole), "taken over": sum(after.is_dir() and (after / n).stat().st_ino == inode for n, inode in whole.items()),
+            "finished": len(whole),
+            "taken over": sum(after.is_dir() and (after / name).stat().st_ino == inode for name, inode in whole.items()),
         }  # fmt: skip
         row["wanted"] = int(src.name[-1])
         standing[kind] = row["again"]["found"]
@@ -308,8 +309,8 @@ def kill_loop(folder: Path, kills: int, width: int, seed: int) -> list[dict[str,
 
 
 def run_jobs(jobs: list[dict[str, object]]) -> list[dict[str, object]]:
-    """One after the other. A `share` says at which part of its calls, in the job before without a victim, something happens; `timed`
-    at which part of its time."""
+    """One after the other. A `share` says at which part of its calls, in the job before without a victim, something happens;
+    `timed` at which part of its time."""
     rows, before = list[dict[str, object]](), dict[str, object]()
     for job in jobs:
         share, timed = job.pop("share", None), job.pop("timed", None)
