@@ -189,7 +189,8 @@ def join_target(name: str, path: str, *, durable: bool, plan: SavePlan | None = 
     if url is not None:
         from holdfast.engine.targets.bucket import JoinedCopy, JoinedPrefix
 
-        return JoinedCopy(url, name) if plan is not None and plan.copied else JoinedPrefix(url, name)
+        # An object by itself is the first part's alone.
+        return JoinedCopy(url, name) if plan is not None and plan.copied and plan.directory else JoinedPrefix(url, name)
     from holdfast.engine.targets.folder import JoinedFile, JoinedFolder, JoinedStaging
 
     if plan is not None and not plan.directory:
