@@ -173,7 +173,7 @@ def digests(path: Path) -> dict[str, str]:
 def commands(name: str, folder: Path, out: str, size: int) -> list[str]:
     """The same as a command of the shell."""
     a, b, hf = str(folder / "a.safetensors"), str(folder / "b.safetensors"), str(folder / "hf")
-    writes = ["--overwrite", "--no-fsync"]
+    writes = ["--overwrite", "--no-durable"]
     shards = ["--format", "safetensors", "--max-shard-size", "100MB", *writes]
     words = {
         "convert": ["convert", a, out, *shards],

@@ -101,11 +101,11 @@ def test_a_copy_that_is_refused_by_the_store_leaves_the_old_one(made: Path, prox
     (made / "other" / "config.json").write_text("{}")
 
     def refuse(asked: Asked) -> Fault | None:
-        return Fault(status=403) if asked.method == "PUT" and "00002" in asked.path else None
+        return "403" if asked.method == "PUT" and "00002" in asked.path else None
 
-    proxy.faults = refuse
+    proxy.fault = refuse
     found = on_ranks(3, lambda group: holdfast.copy(made / "other", url, group=group, overwrite=True))
-    proxy.faults = None
+    proxy.fault = lambda asked: None
     assert all(isinstance(one, RanksFailed) for one in found), found
     assert content(url) == before
 
