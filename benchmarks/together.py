@@ -1,7 +1,7 @@
 """Verbs on several processes of one machine beside one process: `python -m benchmarks.together [--ranks 2 4] [--mib 1024]`.
 
 One process is given all of its threads; of several, each has what it takes by default, as with torchrun. The same files in the page
-cache, `durable=False`. Each group of processes is started once and waits at its input, which costs nothing; jobs go to the groups in
+cache, `durable=False`. Each group of processes is started once and waits at its input, which costs nothing. Jobs go to them in
 turns, so that whatever else the machine does meets all of them. Medians of the time from the word to the last answer, and the
 processor time of all processes. What each group writes is compared byte for byte, and what it finds, with that of one process.
 
@@ -126,7 +126,13 @@ class Processes:
         self._all = []
         for rank in range(size):
             # As torchrun does.
-            own = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            own = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            }
             environment = plain if size == 1 else plain | own
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._all.append(subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes))
@@ -167,7 +173,7 @@ def digests(path: Path) -> dict[str, str]:
 def commands(name: str, folder: Path, out: str, size: int) -> list[str]:
     """The same as a command of the shell."""
     a, b, hf = str(folder / "a.safetensors"), str(folder / "b.safetensors"), str(folder / "hf")
-    writes = ["--overwrite", "--no-fsync"]
+    writes = ["--overwrite", "--no-durable"]
     shards = ["--format", "safetensors", "--max-shard-size", "100MB", *writes]
     words = {
         "convert": ["convert", a, out, *shards],
@@ -184,7 +190,9 @@ def commands(name: str, folder: Path, out: str, size: int) -> list[str]:
     return [sys.executable, *launched, "-m", "holdfast", *words]
 
 
-def measured(names: list[str], groups: dict[int, Processes], folder: Path, rounds: int, *, whole: bool) -> Iterator[dict[str, object]]:
+def measured(
+    names: list[str], groups: dict[int, Processes], folder: Path, rounds: int, *, whole: bool
+) -> Iterator[dict[str, object]]:
     """A row for each job: the median times of each group."""
     for name in names:
         times: dict[int, list[dict[str, object]]] = {size: [] for size in groups}
@@ -276,7 +284,6 @@ def bucket(stack: ExitStack) -> bool:
     """Start a server for the processes, where there is one."""
     try:
         import obstore  # noqa: F401
-
         from tests.remote.servers import environment, program, weed
     except ImportError:
         return False

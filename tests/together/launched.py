@@ -3,10 +3,11 @@
 1. This process imports torch and the command line once; every rank is a fork of it, with the variables that torchrun sets.
 2. The store is hosted by rank 0, and dies with it; or by a process of its own, as torchrun's.
 3. The victim counts its calls of the file system and of the store, and at a number of them something happens to it: `KILL`, `STOP`
-   (and nobody lets it go on), `full` (its disk), `slow` (it sleeps for twice the deadline). A number of 0 with seconds kills it then.
+   (and nobody lets it go on), `full` (its disk), `slow` (it sleeps for twice the deadline). Or it is killed after some
+   seconds (`after`).
 4. A round that takes longer than `PATIENCE` is ended from outside, and says so.
 
-`python -m tests.together.launched jobs` runs a list of jobs from stdin, `… kills FOLDER KILLS WIDTH SEED [URL]` the kill loop.
+`python -m tests.together.launched jobs` runs a list of jobs from stdin, `… kills FOLDER KILLS WIDTH SEED` the kill loop.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ class Round:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True"} if self.agent else {})
         fate = Fate(self.what, self.at if rank == self.victim and self.after is None else None)
-        words = [*self.argv, *(["--deadline", str(DEADLINE)] if self.size > 1 else [])]
+        # On a busy machine ranks may start seconds apart: only where one is to be lost it is lost soon.
+        deadline = 60.0 if self.victim is None else DEADLINE
+        words = [*self.argv, *(["--deadline", str(deadline)] if self.size > 1 else [])]
         status = command(words)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -193,7 +196,6 @@ COMMANDS = {
     "copy": ["cp", "{src}-hf", "{dst}", "--overwrite"],
     "prune": ["prune", "{src}.pt", "{dst}", "--rule", "*weight: 0.5", "--rule", "embedding: 2:4", "--overwrite"],
 }
-IN_BUCKET = ("native", "copy", "prune")
 
 
 def words(kind: str, src: Path, dst: str) -> list[str]:
@@ -240,8 +242,7 @@ def found_at(folder: Path, kind: str, dst: str) -> int | str | None:
 
 def finished(slot: Path) -> dict[str, int]:
     """The files that a conversion which was ended has finished, with their inodes."""
-    receipts = [p for p in slot.glob(".*.part/*.receipt")]
-    return {p.name.removesuffix(".receipt"): p.with_suffix("").stat().st_ino for p in receipts}
+    return {p.name.removesuffix(".receipt"): p.with_suffix("").stat().st_ino for p in slot.glob(".*.part/*.receipt")}
 
 
 def kill_rounds(folder: Path, slot: Path, kills: int, seed: int) -> list[dict[str, object]]:
@@ -271,14 +272,15 @@ def kill_rounds(folder: Path, slot: Path, kills: int, seed: int) -> list[dict[st
         deaths += died
         whole = finished(place)
         row |= {"kind": kind, "slot": slot.name, "died": died, "before": standing[kind], "found": found_at(folder, kind, dst)}
-        row["beside"] = sorted(p.name for p in place.iterdir() if not is_temporary(p.name) and p.name != Path(made_by(kind, dst)).name
-                               and not p.name.endswith(".part"))  # fmt: skip
+        names = {p.name for p in place.iterdir() if not is_temporary(p.name) and not p.name.endswith(".part")}
+        row["beside"] = sorted(names - {Path(made_by(kind, dst)).name})
         again = Round(words(kind, src, dst), SIZE, room, agent=chance.random() < 0.5).run()
         after = Path(made_by(kind, dst))
         row["again"] = {
             "statuses": [rank["status"] for rank in again["ranks"]], "err": again["ranks"][0]["err"],
             "found": found_at(folder, kind, dst), "stuck": again["stuck"], "left": sorted(p.name for p in place.iterdir()),
-            "finished": len(whole), "taken over": sum(after.is_dir() and (after / n).stat().st_ino == inode for n, inode in whole.items()),
+            "finished": len(whole),
+            "taken over": sum(after.is_dir() and (after / name).stat().st_ino == inode for name, inode in whole.items()),
         }  # fmt: skip
         row["wanted"] = int(src.name[-1])
         standing[kind] = row["again"]["found"]
@@ -307,14 +309,17 @@ def kill_loop(folder: Path, kills: int, width: int, seed: int) -> list[dict[str,
 
 
 def run_jobs(jobs: list[dict[str, object]]) -> list[dict[str, object]]:
-    """One after the other. A `share` says at which part of its calls, in the job before without a victim, something happens."""
-    rows, calls = list[dict[str, object]](), list[int]()
+    """One after the other. A `share` says at which part of its calls, in the job before without a victim, something happens;
+    `timed` at which part of its time."""
+    rows, before = list[dict[str, object]](), dict[str, object]()
     for job in jobs:
-        share = job.pop("share", None)
+        share, timed = job.pop("share", None), job.pop("timed", None)
         if share is not None:
-            job["at"] = max(1, round(share * calls[job["victim"]]))
+            job["at"] = max(1, round(share * before["ranks"][job["victim"]]["calls"]))
+        if timed is not None:
+            job["after"] = timed * before["ranks"][job["victim"]]["seconds"]
         rows.append(Round(**job).run())
-        calls = [rank["calls"] for rank in rows[-1]["ranks"]] if job.get("victim") is None else calls
+        before = rows[-1] if job.get("victim") is None else before
     return rows
 
 

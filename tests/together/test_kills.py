@@ -1,5 +1,5 @@
-"""One rank of a command is killed at a random moment, a hundred times: the target is what it was, or whole and new; nobody hangs, and
-the same command then succeeds and leaves nothing beside its target."""
+"""One rank of a command is killed at a random moment, a hundred times: the target is what it was, or whole and new; nobody hangs,
+and the same command then succeeds and leaves nothing beside its target."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Who reads what: the first rank of n at most 1.2/n of the bytes, all of them together each byte once, and nobody much more than the
-others."""
+"""Who reads what: the first rank of n at most 1.2/n of the bytes, all of them together each byte once, and nobody much more than
+the others."""
 
 from __future__ import annotations
 

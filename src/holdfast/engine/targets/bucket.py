@@ -28,10 +28,11 @@ from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.saves import FilePlan, LinkedFile, SavePlan
 from holdfast.engine.stream import REMOTE_BLOCK_NBYTES, CountingWriter, Writer, write_stream
 from holdfast.engine.targets.bucket_claims import commit_sharing, release
-from holdfast.engine.targets.bucket_commit import ObjectSave, PrefixSave, save_id
+from holdfast.engine.targets.bucket_commit import NOBODY, ObjectSave, PrefixSave, save_id
 from holdfast.engine.targets.target import Delivered, Fill, Saving, Target, nothing_yet
 from holdfast.engine.write import check_source, stored_crcs
 from holdfast.errors import HoldfastError, NotCommitted, StoreError
+from holdfast.stores.files import is_temporary
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import COPIED_NBYTES, Url
@@ -292,7 +293,9 @@ class CopyTarget(JoinedCopy):
             save.copy(one.key, f"{Url(one.folder).key}/{one.key}")
         for name, hidden in self._hidden.items():
             save.copy(name, save.url.below(hidden).key)
-        save.dismiss(self._hidden.values())
+        # And those of copies that were cut off: this one has the place alone.
+        cut_off = (name for name in save.there if is_temporary(name) and NOBODY not in name)
+        save.dismiss([*self._hidden.values(), *cut_off])
         if self._over:
             how.last()
         for file in index:
