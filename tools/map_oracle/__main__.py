@@ -32,8 +32,9 @@ def main() -> None:
                 continue
             for found in oracle.run(family, config):
                 ends = found.pop("about")
-                about = {"family": family, "variant": variant, **ends, "config": config}
+                about = {"family": family, "variant": variant + found.pop("suffix", ""), **ends, "config": config}
                 record(found.pop("source"), found.pop("target"), about=about, debug=options.debug, out=options.out, **found)
 
 
-main()
+if __name__ == "__main__":
+    main()

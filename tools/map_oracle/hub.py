@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
-
 from tools.map_oracle.record import Shapes, fill, number
 
 

@@ -9,7 +9,6 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
-
 from tools.map_oracle import hub
 from tools.map_oracle.record import Shapes, fill, number
 
