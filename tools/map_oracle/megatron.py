@@ -55,12 +55,20 @@ def _bridge(config: Config, *, local: bool, padded: bool) -> object:
     made = AutoConfig.for_model(**config)
     kind = _MODEL_REGISTRY[config["model_type"]]
 
+    def configured(**settings: object) -> object:
+        if config["model_type"] == "deepseek_v3":  # mbridge 0.15.1 calls it as an older megatron-core did
+            settings["original_max_position_embeddings"] = settings.pop("max_position_embeddings")
+        return kind.TransformerConfigClass(**settings)
+
     class OnCpu(kind):
+        TransformerConfigClass = staticmethod(configured)
         _DIRECT_MAPPING = dict(kind._DIRECT_MAPPING)  # a tied configuration changes the table of its class
 
         def __init__(self, *arguments: object, **more: object) -> None:
             super().__init__(*arguments, **more)
-            self.set_extra_args(use_cpu_initialization=True, perform_initialization=False)
+            self.set_extra_args(use_cpu_initialization=True, perform_initialization=False, persist_layer_norm=False)
+            if local:
+                self.set_extra_args(moe_grouped_gemm=False)  # its own grouped experts need a kernel for GPUs
 
         def _get_safetensor_io(self, path: str) -> SafeTensorIO:
             return SafeTensorIO(path)
@@ -203,7 +211,7 @@ def run(family: str, config: Config) -> list[dict[str, object]]:
     """Both directions with transformer-engine's names, the names of Megatron's own modules, and a padded vocabulary."""
     _start()
     found = _convert(config)
-    if family in ("qwen3", "qwen3_moe", "deepseek_v3"):
+    if family in ("qwen3", "qwen3_moe"):  # with latent attention Megatron's own modules cannot be built
         found += _convert(config, local=True)
     if family == "qwen3" and config["num_key_value_heads"] != config["num_attention_heads"]:
         found += [{**more, "suffix": "-padded"} for more in _convert(config, padded=True)]

@@ -35,8 +35,9 @@ class _Module(torch.nn.Module):
 
 
 class Linear(_Module):
-    def __init__(self, in_features: int, out_features: int, *, params_dtype: torch.dtype, bias: bool = True, **_: object) -> None:
+    def __init__(self, in_features: int, out_features: int, *, params_dtype: torch.dtype, bias: bool = True, **more: object) -> None:
         super().__init__()
+        self.parallel_mode = more.get("parallel_mode")
         self.weight = self._parameter(out_features, in_features, dtype=params_dtype)
         self.use_bias = bias
         if bias:
@@ -59,7 +60,8 @@ class GroupedLinear(_Module):
     ) -> None:
         super().__init__()
         self.num_gemms, self.use_bias = num_gemms, bias
-        self.fp8_meta: dict[str, object] = {}
+        self.fp8_meta = {"fp8_checkpoint": False}
+        self.fp8 = self.fp8_calibration = False
         for i in range(num_gemms):
             setattr(self, f"weight{i}", self._parameter(out_features, in_features, dtype=params_dtype))
             if bias:
