@@ -10,6 +10,7 @@ megatron to hf:  folder of numbers, written by torch's DCP → dist_checkpointin
 """
 
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -183,7 +184,7 @@ def _convert(config: Config, *, local: bool = False, padded: bool = False) -> li
 
 def _bytes(names: list[str]) -> str:
     """What lies in the folder beside tensors, in words."""
-    kinds = sorted({name.split("/")[0] for name in names})
+    kinds = sorted({re.sub(r"layers\.\d+\.", "layers.{layer}.", name.split("/")[0]) for name in names})
     return f"The folder holds bytes too: {', '.join(kinds)} (one for each layer, as NAME/shard_0_3)." if kinds else ""
 
 
