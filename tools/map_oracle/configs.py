@@ -1,4 +1,4 @@
-"""Small configurations that are hard to get right by luck: odd counts of heads, head_dim that is not hidden_size / heads, three layers.
+"""Small configurations that are hard to get right by luck: odd counts of heads, head_dim that is not hidden_size / heads.
 
 Sizes differ from each other wherever the family allows it, so that a wrong axis cannot have the right shape.
 """
@@ -56,8 +56,8 @@ CONFIGS: dict[str, dict[str, dict[str, object]]] = {
         "mha": _dense("qwen3", 20, (5, 5, 6), ffn=18, vocab=31, tied=False),
     },
     "llama": {
-        "mha": _dense("llama", 24, (6, 6, 4), ffn=22, vocab=37, tied=False),
-        "gqa": _dense("llama", 36, (6, 3, 6), ffn=22, vocab=37, tied=False),
+        "mha": _dense("llama", 24, (6, 6, 4), ffn=22, vocab=38, tied=False),
+        "gqa": _dense("llama", 36, (6, 2, 6), ffn=22, vocab=38, tied=False),
         "mqa-tied": _dense("llama", 24, (3, 1, 8), ffn=14, vocab=29, tied=True),
     },
     "qwen3_moe": {
@@ -100,7 +100,7 @@ CONFIGS: dict[str, dict[str, dict[str, object]]] = {
             "gemma3_text", 24, (6, 2, 10), ffn=22, vocab=37, tied=True, hidden_activation="gelu_pytorch_tanh", sliding_window=16
         ),
         "mqa": _dense(
-            "gemma3_text", 20, (3, 1, 8), ffn=14, vocab=29, tied=True, hidden_activation="gelu_pytorch_tanh", sliding_window=16
+            "gemma3_text", 21, (3, 1, 8), ffn=14, vocab=29, tied=True, hidden_activation="gelu_pytorch_tanh", sliding_window=16
         ),
     },
     "gpt_oss": {
