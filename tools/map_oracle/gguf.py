@@ -4,6 +4,7 @@ LLAMA_CPP names the folder of llama.cpp (it lies in the source archive of llama-
 writes it is left out, tensors are written as float32. Shapes are given as numpy has them, (rows, columns); the file has them reversed.
 """
 
+import json
 import os
 import sys
 import tempfile
@@ -27,6 +28,8 @@ def run(family: str, config: dict[str, object]) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as temporary, torch.inference_mode():
         folder, file = Path(temporary, "hub"), Path(temporary, "made.gguf")
         on_hub = hub.write(config, folder, np.float32)
+        words = {f"w{i}": i for i in range(config["vocab_size"])}  # Gemma's embedding is cut to the tokenizer's words
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": []}))
         kind = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
         unworded = type(kind.__name__, (kind,), {"set_vocab": lambda self: None, "model_arch": kind.model_arch})
         unworded(folder, gguf.LlamaFileType.ALL_F32, file).write()
