@@ -9,6 +9,8 @@ tested against them, without the frameworks.
     hub         names and shapes of a model as it lies on the Hugging Face hub ("hf")
     titan       "hf" to and from TorchTitan
     megatron    "hf" to and from Megatron's folder of stacked layers
+    standin_te  transformer-engine's modules for a machine without a GPU
+    torch_dist  Megatron's folder, written by torch alone
     meta        Meta's files to "hf"
     stacked     "hf" to and from the modules of transformers in memory ("transformers")
     gguf        "hf" to GGUF

@@ -1,7 +1,8 @@
 """GGUF: llama.cpp's own converter on a folder of numbers, read back by its own reader.
 
-LLAMA_CPP names the folder of llama.cpp (it lies in the source archive of llama-cpp-python). A tokenizer is not needed: the part that
-writes it is left out, tensors are written as float32. Shapes are given as numpy has them, (rows, columns); the file has them reversed.
+LLAMA_CPP names the folder of llama.cpp (it lies in the source archive of llama-cpp-python). A tokenizer is not needed: the part
+that writes it is left out. Tensors are written as float32. Shapes are given as numpy has them, (rows, columns); the file has them
+reversed.
 """
 
 import json
@@ -11,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-
 from tools.map_oracle import hub
 
 FAMILIES = ("qwen3", "llama", "qwen3_moe", "qwen2", "mistral", "mixtral", "gemma3_text", "deepseek_v3", "gpt_oss")
@@ -39,7 +39,7 @@ def run(family: str, config: dict[str, object]) -> list[dict[str, object]]:
             "about": {
                 "from": "hf",
                 "to": "gguf",
-                "made_by": f"llama.cpp of llama-cpp-python {os.environ.get('LLAMA_CPP_PYTHON', '0.3.36')}, conversion.{kind.__name__}",
+                "made_by": f"llama.cpp of {place.parent.parent.name}, conversion.{kind.__name__}",
                 "note": "Shapes are (rows, columns); the file has them reversed.",
             },
             "source": on_hub,

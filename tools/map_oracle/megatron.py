@@ -1,30 +1,29 @@
 """Megatron: a tiny GPT model is filled by mbridge and written as a real `torch_dist` folder, and the other way round.
 
 The names of "megatron" are those of the tensors in the folder, which is a DCP folder. Layers are stacked there: one tensor
-`decoder.layers.self_attention.linear_qkv.weight` has the layers as its first axis. Models whose layers differ (a dense layer first) have
-`decoder.layers.0.…` instead. "megatron" is what modules of transformer-engine give, which nearly everybody trains with;
+`decoder.layers.self_attention.linear_qkv.weight` has the layers as its first axis. Models whose layers differ (a dense layer
+first) have `decoder.layers.0.…` instead. "megatron" is what modules of transformer-engine give, which nearly everybody trains with;
 "megatron-local" is what Megatron's own modules give.
 
 hf to megatron:  folder of the hub  → bridge.load_weights → model → dist_checkpointing.save → the folder is read by torch's DCP
-megatron to hf:  folder of numbers, written by torch's DCP → dist_checkpointing.load → model → bridge.export_weights
+megatron to hf:  folder of numbers, written by torch_dist → dist_checkpointing.load → model → bridge.export_weights
 """
 
 import os
 import re
-import shutil
 import tempfile
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
-
-from tools.map_oracle import hub, standin_te
+from tools.map_oracle import hub, standin_te, torch_dist
 from tools.map_oracle.record import Shapes, fill, number
 
 Config = dict[str, object]
-FAMILIES = ("qwen3", "llama", "qwen3_moe", "deepseek_v3", "qwen2", "mixtral")
+FAMILIES = ("qwen3", "llama", "qwen3_moe", "deepseek_v3", "qwen2", "mixtral", "mistral")
 PADDING = 16
 _started = False
 
@@ -54,7 +53,7 @@ def _bridge(config: Config, *, local: bool, padded: bool) -> object:
     from transformers import AutoConfig
 
     made = AutoConfig.for_model(**config)
-    kind = _MODEL_REGISTRY[config["model_type"]]
+    kind = _MODEL_REGISTRY["llama" if config["model_type"] == "mistral" else config["model_type"]]  # it has none for mistral
 
     def configured(**settings: object) -> object:
         if config["model_type"] == "deepseek_v3":  # mbridge 0.15.1 calls it as an older megatron-core did
@@ -63,7 +62,7 @@ def _bridge(config: Config, *, local: bool, padded: bool) -> object:
 
     class OnCpu(kind):
         TransformerConfigClass = staticmethod(configured)
-        _DIRECT_MAPPING = dict(kind._DIRECT_MAPPING)  # a tied configuration changes the table of its class
+        _DIRECT_MAPPING: ClassVar[dict[str, str]] = dict(kind._DIRECT_MAPPING)  # a tied configuration changes it
 
         def __init__(self, *arguments: object, **more: object) -> None:
             super().__init__(*arguments, **more)
@@ -103,17 +102,10 @@ def _read_folder(folder: Path) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def _write_folder(shapes: Shapes, like: Path, folder: Path) -> None:
-    """A folder of numbers that Megatron loads: tensors by torch's DCP, the two small files beside them as Megatron writes them."""
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save({name: torch.from_numpy(fill(a, np.float32)) for name, a in number(shapes).items()}, checkpoint_id=folder, no_dist=True)
-    for name in ("common.pt", "metadata.json"):
-        shutil.copy(like / name, folder / name)
-
-
 def _state(model: torch.nn.Module) -> dict[str, object]:
-    return model.sharded_state_dict(prefix="", sharded_offsets=(), metadata={"singleton_local_shards": False, "dp_cp_group": _group()})
+    return model.sharded_state_dict(
+        prefix="", sharded_offsets=(), metadata={"singleton_local_shards": False, "dp_cp_group": _group()}
+    )
 
 
 def _group() -> object:
@@ -162,7 +154,7 @@ def _convert(config: Config, *, local: bool = False, padded: bool = False) -> li
         if local:
             return found
         (place / "numbers").mkdir()
-        _write_folder(stacked, place / "saved", place / "numbers")
+        torch_dist.write({name: torch.from_numpy(fill(a, np.float32)) for name, a in number(stacked).items()}, place / "numbers")
         wanted = {name: entry for name, entry in _state(model).items() if "_extra_state" not in name}
         model.load_state_dict(dist_checkpointing.load(wanted, str(place / "numbers")), strict=False)
         back = {name: tensor.detach().numpy() for name, tensor in bridge.export_weights([model])}

@@ -1,8 +1,8 @@
 """Meta's files: the script of transformers that converted every Llama, given files of numbers.
 
-Names and shapes are those of Meta's own model (llama-models). Two shards are cut as Meta's parallel layers cut them: `wo`, `w2`, and
-`tok_embeddings` of Llama 2 along the columns, norms in both, all others along the rows; norms of the second shard are zeros, to show
-that they are not read. The source that is recorded is whole: the shards joined.
+Names and shapes are those of Meta's own model (llama-models). Two shards are cut as Meta's parallel layers cut them: `wo`, `w2`,
+and `tok_embeddings` of Llama 2 along the columns, norms in both, all others along the rows. Norms of the second shard are zeros,
+to show that they are not read. The source that is recorded is whole: the shards joined.
 """
 
 import json
@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-
 from tools.map_oracle import hub
 from tools.map_oracle.record import Shapes, fill, number
 
@@ -85,7 +84,11 @@ def _convert(config: Config, shapes: Shapes, llama: str, count: int) -> dict[str
             torch.save(shard, source / f"consolidated.{i:02}.pth")
         script.write_model(str(target), str(source), llama_version=llama, vocab_size=config["vocab_size"], num_shards=count)
         found = hub.read(target)
-    first = {name: list(tensor.shape) for name, tensor in shards[0].items() if ".layers" not in name and "layers.0" in name or "layers" not in name}
+    first = {
+        name: list(tensor.shape)
+        for name, tensor in shards[0].items()
+        if (".layers" not in name and "layers.0" in name) or "layers" not in name
+    }
     note = f"Llama {llama}, {count} file(s)."
     if count > 1:
         note += f" Shapes in each file: {json.dumps(first)}. Norms are read from the first file."
@@ -93,7 +96,8 @@ def _convert(config: Config, shapes: Shapes, llama: str, count: int) -> dict[str
         "about": {
             "from": "meta",
             "to": "hf",
-            "made_by": f"llama-models {version('llama-models')}, transformers {version('transformers')} convert_llama_weights_to_hf.write_model",
+            "made_by": f"llama-models {version('llama-models')}, transformers {version('transformers')} "
+            "convert_llama_weights_to_hf.write_model",
             "note": note,
         },
         "suffix": f"-{count}files" if count > 1 else "",

@@ -103,9 +103,8 @@ def record(
         np.savez_compressed(
             debug / f"{stem}.npz", **{f"source/{n}": a for n, a in numbers.items()}, **{f"target/{n}": a for n, a in found.items()}
         )
-    print(
-        f"{path.name}: {len(numbers)} -> {len(found)} tensors, {total} elements, left out {len(left_out)}, absent {len(absent or {})}"
-    )
+    counts = f"{len(numbers)} -> {len(found)} tensors, {total} elements"
+    print(f"{path.name}: {counts}, left out {len(left_out)}, absent {len(absent or {})}")
     return path
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from tools.map_oracle import hub
 from tools.map_oracle.record import Shapes, fill, number
 

@@ -1,8 +1,8 @@
 """A stand-in for transformer-engine, which cannot be imported without a GPU: modules that have its parameters and compute nothing.
 
 Megatron's own code above it decides on names, stacking and shards of the folder; it only needs modules whose parameters are called
-as transformer-engine calls them: `weight`, `bias`, `layer_norm_weight` of a linear layer with its norm, `weight0`, `weight1`, … of a
-grouped one, and an `_extra_state` of bytes in each.
+as transformer-engine calls them: `weight`, `bias`, `layer_norm_weight` of a linear layer with its norm, `weight0`, `weight1`, … of
+a grouped one, and an `_extra_state` of bytes in each.
 """
 
 import contextlib
@@ -35,7 +35,9 @@ class _Module(torch.nn.Module):
 
 
 class Linear(_Module):
-    def __init__(self, in_features: int, out_features: int, *, params_dtype: torch.dtype, bias: bool = True, **more: object) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, params_dtype: torch.dtype, bias: bool = True, **more: object
+    ) -> None:
         super().__init__()
         self.parallel_mode = more.get("parallel_mode")
         self.weight = self._parameter(out_features, in_features, dtype=params_dtype)
@@ -95,7 +97,10 @@ def get_cpu_offload_context(*_: object, **__: object) -> tuple[object, None]:
     return contextlib.nullcontext(), None
 
 
-_NAMES = {c.__name__: c for c in (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention, get_cpu_offload_context)}
+_NAMES = {
+    c.__name__: c
+    for c in (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention, get_cpu_offload_context)
+}
 
 
 class _Fake(types.ModuleType):

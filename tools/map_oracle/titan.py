@@ -14,15 +14,15 @@ from tools.map_oracle.record import Shapes, fill, number
 
 Config = dict[str, object]
 NOTES = {
-    (
-        "gpt_oss",
-        "hf",
-    ): "TorchTitan's bug: the table of its adapter says inner_experts.mlp1_bias and mlp2_bias, its model has mlp1_bias_EG and "
-    "mlp2_bias_ED; weights of experts are known to it by the names of the MXFP4 files only (gate_up_proj_blocks), so gate_up_proj and down_proj are left out in silence.",
-    (
-        "gpt_oss",
-        "titan",
-    ): "TorchTitan's bug: to_hf drops every tensor of the experts in silence, because its table says mlp1_weight and the model has mlp1_weight_EGD.",
+    ("gpt_oss", "hf"): (
+        "TorchTitan's bug: the table of its adapter says inner_experts.mlp1_bias and mlp2_bias, its model has mlp1_bias_EG and "
+        "mlp2_bias_ED; weights of experts are known to it by the names of the MXFP4 files only (gate_up_proj_blocks), so "
+        "gate_up_proj and down_proj are left out in silence."
+    ),
+    ("gpt_oss", "titan"): (
+        "TorchTitan's bug: to_hf drops every tensor of the experts in silence, because its table says mlp1_weight and the model "
+        "has mlp1_weight_EGD."
+    ),
     ("qwen3_moe", "hf"): "expert_bias_E of TorchTitan's router has no place in hf; a map makes zeros.",
     ("qwen3_moe", "titan"): "expert_bias_E of TorchTitan's router has no place in hf and is left out.",
 }
