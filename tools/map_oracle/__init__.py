@@ -14,4 +14,5 @@ tested against them, without the frameworks.
     meta        Meta's files to "hf"
     stacked     "hf" to and from the modules of transformers in memory ("transformers")
     gguf        "hf" to GGUF
+    check       whether what was recorded agrees with itself
 """
