@@ -176,7 +176,7 @@ class Bound:
     def _part_of(self, name: str, parts: Mapping[str, list[tuple[int, int]]]) -> tuple[str, int, int, Places] | None:
         for state, short in (("", name.removeprefix(self._prefix)), self.source.state_of(name) or ("", "")):
             digits = tuple(DIGITS.findall(short))
-            for number, part in parts.get(DIGITS.sub("#", short), ()) if not any(len(one) > 9 for one in digits) else ():
+            for number, part in parts.get(DIGITS.sub("#", short), ()):
                 places = self.family.arrays[number].parts[self.source.name][part].name.places(digits)
                 if places is not None:
                     return state, number, part, places
@@ -232,19 +232,21 @@ class Bound:
             *dict.fromkeys(axis for one in (self.source.name, self.target.name) for part in array.parts[one] for axis in part.axes)
         ]
         reach = [{axis: part.reach(axis) for axis in axes} for part in parts if part is not None]
-        whole = {axis: self._range(array, axis) for axis in axes}
+        whole = {axis: self.places(array, axis) for axis in axes}
         low = [span.start for span in whole.values()]
         boxes = []
         for one in reach:
             spans = [one[axis] or (whole[axis].start, whole[axis].stop) for axis in axes]
             boxes.append((tuple(a - b for (a, _), b in zip(spans, low, strict=True)), tuple(b - a for a, b in spans)))
         shape = tuple(len(span) for span in whole.values())
-        inside = all(a >= 0 and a + n <= size for starts, sizes in boxes for a, n, size in zip(starts, sizes, shape, strict=True))
+        nowhere = any(one[axis] is None and not whole[axis] for one in reach for axis in axes)
+        inside = not nowhere and all(a >= 0 and a + n <= size for starts, sizes in boxes for a, n, size in zip(starts, sizes, shape, strict=True))
         if not inside or not covers(shape, [box for box in boxes if all(box[1])]):
             said = " ".join(f"{axis}={len(span)}" for axis, span in whole.items())
             self.problems.wrong[f"array {array.id}"] = f"its parts in the layout {layout!r} do not make the whole of {said}"
 
-    def _range(self, array: Array, axis: str) -> range:
+    def places(self, array: Array, axis: str) -> range:
+        """All places of an axis that an array has."""
         span = self.sizes.of(array.ranges.get(axis, AxisRange(axis)))
         return range(0) if span is None else range(*span)
 
