@@ -143,11 +143,12 @@ class Part(Value, frozen=True):
                 raise BadMap(f"a bracket is not closed in {text[:80]!r}", found=text)
             words = re.findall(r"[^\s\[]+(?:\[[^\]]*\])?", inside) if inside is not None else [single]
             dims.append(tuple(_axis_range(word, text) for word in words))
-        made = cls(NamePattern.read(name.strip()), tuple(dims), " ".join(pattern.split()))
-        axes = [*made.name.axes, *(one.axis for dim in dims for one in dim)]
-        if len({*axes}) < len(axes) or len(axes) > MOST_AXES:
-            raise BadMap(f"an axis stands twice in {text[:80]!r}, or there are more than {MOST_AXES}", found=text)
-        return made
+        return cls(NamePattern.read(name.strip()), tuple(dims), " ".join(pattern.split()))
+
+    def __post_init__(self) -> None:
+        if len({*self.axes}) < len(self.axes) or len(self.axes) > MOST_AXES:
+            said = f"an axis stands twice in '{self.name.text} : {self.pattern}', or there are more than {MOST_AXES}"
+            raise BadMap(said, found=self.name.text)
 
     @property
     def axes(self) -> tuple[str, ...]:
