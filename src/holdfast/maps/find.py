@@ -123,8 +123,8 @@ def _family_at(path: str) -> Family:
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_NBYTES + 1)
-    except OSError as error:
-        raise BadMap(f"the file of a family cannot be read: {error.strerror}", file=path) from None
+    except (OSError, ValueError) as error:  # the latter for a zero in the name
+        raise BadMap(f"the file of a family cannot be read: {error}", file=path) from None
     return read_family(os.path.basename(path).removesuffix(SUFFIX), content)
 
 
