@@ -290,8 +290,8 @@ def test_a_map_of_a_tie_is_proved(tmp_path: Path, unread: None):
     folder = write(tmp_path / "m", {"embed": np.zeros((3, 4), "<i4")})
     error = refused(folder, f"{tmp_path}/my.toml:a->b")
     assert "array head" in error.mismatched
-    (tmp_path / "my.toml").write_text(text.replace("hidden[:2]", "hidden other"))
-    assert "size other" in refused(folder, f"{tmp_path}/my.toml:a->b").mismatched
+    (tmp_path / "my.toml").write_text(text.replace('b = "e : vocab hidden"', 'b = "e : vocab hidden"\nrange = {hidden = ":other"}'))
+    assert "size hidden" in refused(folder, f"{tmp_path}/my.toml:a->b").mismatched
 
 
 def test_the_proof_of_a_composed_map_is_of_both(tmp_path: Path, unread: None):

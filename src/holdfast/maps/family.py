@@ -11,7 +11,7 @@
     format = "dcp"                                                # what `convert` writes where nothing says another
     states = "optimizer.state.{state}.{name}"                     # an optimizer's tensors, which go as the weights do
     [layouts.megatron-layers]
-    from = "megatron"                                             # another layout, with texts of its names replaced
+    from = "megatron"                                             # as another layout, with texts of its names replaced
     replace = {"decoder.layers." = "decoder.layers.{layer}."}     # where a name has the axis now, its first dimension goes
 
     [[array]]
@@ -38,7 +38,7 @@ from holdfast.core.value import Value
 from holdfast.errors import BadMap
 from holdfast.maps.parts import LONGEST, NAME, AxisRange, NamePattern, Part, tokens
 
-MOST_NBYTES = 1 << 18  # Of a file of a family.
+MOST_NBYTES, MOST_DOTS = 1 << 18, 256  # Of a file of a family, and of a line of it.
 MOST_ARRAYS, MOST_PARTS, MOST_LAYOUTS, MOST_SIZES = 400, 64, 16, 400
 
 STATES = re.compile(r"(\{(?:state|name)\})")
@@ -115,6 +115,8 @@ def read_family(name: str, content: bytes) -> Family:
     """The family of a TOML file. Raises `BadMap` where it is none."""
     if len(content) > MOST_NBYTES:
         raise BadMap(f"the file of a family has at most {MOST_NBYTES:,} bytes, and this one {len(content):,}", file=name)
+    if max(line.count(b".") for line in content.split(b"\n")) > MOST_DOTS:  # tomllib takes the square of a key's memory
+        raise BadMap(f"a line of the file of a family has at most {MOST_DOTS} dots", file=name)
     try:
         text = msgspec.convert(tomllib.loads(content.decode()), FamilyText)
     except (ValueError, msgspec.ValidationError, RecursionError) as error:
@@ -144,7 +146,9 @@ def _layout(name: str, text: LayoutText, others: Mapping[str, LayoutText]) -> La
     words = re.split(STATES, text.states)
     if text.states and (sorted(words[1::2]) != ["{name}", "{state}"] or not re.search(r"[^a-z0-9_]", words[2])):
         raise BadMap(f"states are written 'optimizer.{{state}}.{{name}}', not {text.states!r}")
-    return Layout(name, tuple(map(NamePattern.read, _texts(text.drop))), text.states, text.format)
+    base = others.get(text.base, text)
+    drops = tuple(map(NamePattern.read, _texts(text.drop or base.drop)))
+    return Layout(name, drops, text.states or base.states, text.format or base.format)
 
 
 def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, LayoutText]) -> Array:
@@ -188,13 +192,13 @@ def _renamed(part: Part, replaced: Mapping[str, str]) -> Part:
 
 
 def _check(layouts: Mapping[str, Layout], arrays: tuple[Array, ...]) -> None:
-    """What can be said of a family without a checkpoint: no two parts have one name, ties lead to arrays."""
-    ids = {array.id for array in arrays}
-    if len(ids) < len(arrays):
+    """What can be said of a family without a checkpoint: no two parts have one name, ties lead to arrays with the same axes."""
+    axes = {one.id: {axis for parts in one.parts.values() for part in parts for axis in part.axes} for one in arrays}
+    if len(axes) < len(arrays):
         raise BadMap("two arrays have one id")
     for array in arrays:
-        if array.tied and array.tied not in ids:
-            raise BadMap(f"{array.id!r} is tied to {array.tied!r}, which is no array")
+        if array.tied and axes.get(array.tied) != axes[array.id]:
+            raise BadMap(f"{array.id!r} is tied to {array.tied!r}, which is no array, or has other axes")
     for layout in layouts:
         seen: dict[tuple[str, tuple[str, ...]], str] = {}
         for one in (part.name for array in arrays for part in array.parts[layout]):
