@@ -182,7 +182,7 @@ class Meeting:
 
 def _moved(chunk: Chunk, starts: Sequence[int], sizes: Sequence[int], dims: Mapping[int, int]) -> Chunk:
     """A chunk of a part of a source as one of the target: `dims` says which dimension of the part is which of the target."""
-    low, high, strides = list(starts), [start + size for start, size in zip(starts, sizes, strict=True)], [0] * len(starts)
+    low, high, strides = list(starts), [start + size for start, size in zip(starts, sizes, strict=True)], [1] * len(starts)
     for dim, own in dims.items():
         low[dim], high[dim] = starts[dim] + chunk.box.start[own], starts[dim] + chunk.box.stop[own]
         strides[dim] = chunk.strides[own]
