@@ -4,7 +4,7 @@ plain indexing, transposing and reshaping."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from hypothesis import strategies as st
@@ -122,7 +122,9 @@ def models(draw: st.DrawFn, dtype: str = "<i4", ties: bool = True, least: int = 
         values = np.arange(first, first + int(np.prod(core))).astype(dtype).reshape(core)
         first += values.size
         values = np.broadcast_to(values, [sizes[axis] for axis in axes]).copy()
-        parts = {layout: draw(cuts(number, layout, [a for a in axes if a not in lacking[layout]], low, sizes)) for layout in LAYOUTS}
+        parts = {
+            layout: draw(cuts(number, layout, [a for a in axes if a not in lacking[layout]], low, sizes)) for layout in LAYOUTS
+        }
         more = "".join(f'\nrange = {{{axis} = "{start}:"}}' for axis, start in low.items())
         arrays.append(Arr(f"array{number}", axes, low, values, parts, more))
     if ties and draw(st.booleans()):
@@ -152,7 +154,7 @@ def cuts(draw: st.DrawFn, number: int, layout: str, axes: list[str], low: dict[s
     start = low.get(cut, 0)
     inner = draw(st.sets(st.integers(start + 1, start + sizes[cut] - 1), min_size=1, max_size=3))
     edges = [start, *sorted(inner), start + sizes[cut]]
-    made = [draw(one_cut(number, layout, place, axes, {cut: span})) for place, span in enumerate(zip(edges, edges[1:], strict=False))]
+    made = [draw(one_cut(number, layout, place, axes, {cut: span})) for place, span in enumerate(pairwise(edges))]
     return draw(st.permutations(made))
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.errors import BadMap, DoesNotFit, HoldfastError
+from holdfast.core.value import replace
+from holdfast.errors import BadMap, DoesNotFit
 from holdfast.maps.find import Map, families
 from tests.maps.small import DEEPSEEK, LLAMA, MOE, QWEN, counted, model, write
 
@@ -194,11 +195,12 @@ def test_values_that_are_no_sizes(tmp_path: Path, unread: None, key: str, value:
     folder = write(tmp_path, tensors, config | {key: value})
     try:
         seen = holdfast.open(folder, map="qwen3:hf->megatron")
-    except (DoesNotFit, BadMap) as error:
-        assert len(str(error)) < 20_000
+    except (DoesNotFit, BadMap):
         return
     right = holdfast.open(write(tmp_path / "b", tensors, config), map="qwen3:hf->megatron")
-    assert {n: (t.shape, [c.storage for c in t.chunks][:0]) for n, t in seen.items()} == {n: (t.shape, []) for n, t in right.items()}
+    assert {n: (t.shape, [c.storage for c in t.chunks][:0]) for n, t in seen.items()} == {
+        n: (t.shape, []) for n, t in right.items()
+    }
 
 
 def test_numbers_in_names_cost_nothing(tmp_path: Path, unread: None):
@@ -245,7 +247,7 @@ def test_auto_says_why_not_in_one_line(tmp_path: Path, unread: None, capsys: pyt
 
 def test_auto_refuses_where_two_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: None):
     known = families()
-    both = {**known, "same": known["qwen3"].__class__("same", "", (), known["qwen3"].sizes, known["qwen3"].layouts, known["qwen3"].arrays)}
+    both = {**known, "same": replace(known["qwen3"], name="same", model_types=())}
     monkeypatch.setattr("holdfast.maps.find.families", lambda: both)
     tensors, config = model()
     with pytest.raises(BadMap, match="fits several: qwen3:hf->megatron, same:hf->megatron"):
@@ -256,19 +258,14 @@ def test_auto_refuses_where_two_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "name",
-    ["", "qwen3", "qwen3:hf", "qwen3:hf->", "qwen3:hf->nowhere", "none:hf->titan", "qwen3:hf->titan?", "qwen3:hf->titan?x", "->", ":",
-     "qwen3:hf->titan?group=-1", "qwen3:hf->titan?group=" + "9" * 99, "missing.toml:a->b", ".toml:a->b", "\0.toml:a->b", "qwen3:HF->titan",
-     "auto->nowhere", "auto->", "qwen3:hf->titan\n", "x" * 100_000 + ".toml:a->b", ":" * 10_000],
+    ["", "qwen3", "qwen3:hf", "qwen3:hf->", "qwen3:hf->nowhere", "none:hf->titan", "qwen3:hf->titan?x", "->", ":",
+     "qwen3:hf->titan?group=-1", "qwen3:hf->titan?group=" + "9" * 99, "missing.toml:a->b", ".toml:a->b", "\0.toml:a->b",
+     "qwen3:HF->titan", "auto->nowhere", "auto->", "qwen3:hf->titan\n", "x" * 100_000 + ".toml:a->b", ":" * 10_000],
     ids=lambda name: name[:20].replace("\0", "0"),
 )  # fmt: skip
 def test_names_that_are_no_maps(tmp_path: Path, unread: None, name: str):
-    folder = write(tmp_path, *model())
-    if name in ("qwen3:hf->titan?",):
-        assert len(holdfast.open(folder, map=name))
-        return
-    with pytest.raises(HoldfastError) as caught:
-        holdfast.open(folder, map=name)
-    assert isinstance(caught.value, BadMap)
+    with pytest.raises(BadMap):
+        holdfast.open(write(tmp_path, *model()), map=name)
 
 
 def test_a_map_of_a_tie_is_proved(tmp_path: Path, unread: None):

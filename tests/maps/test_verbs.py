@@ -1,4 +1,4 @@
-"""Every verb that takes a map, on small models: what is written is what the map shows, bit for bit, and the way back is the source."""
+"""Every verb that takes a map, on small models: what is written is what the map shows, and the way back is the source."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def test_convert_with_other_changes(tmp_path: Path):
         dtype="float64",
     )  # fmt: skip
     with holdfast.open(tmp_path / "a.safetensors") as found:
-        assert sorted(found) == [f"layers.mlp.{one}" for one in ("linear_fc1.layer_norm_weight", "linear_fc1.weight", "linear_fc2.weight")]
+        assert sorted(found) == [
+            f"layers.mlp.{one}" for one in ("linear_fc1.layer_norm_weight", "linear_fc1.weight", "linear_fc2.weight")
+        ]
         assert {one.dtype.name for one in found.values()} == {"float64"}
         fused = holdfast.open(source, map=THERE)["decoder.layers.mlp.linear_fc2.weight"].numpy()
         assert (found["layers.mlp.linear_fc2.weight"].numpy() == fused).all()
@@ -114,7 +116,10 @@ def test_the_command_converts_and_compares(source: Path, tmp_path: Path, capsys:
     assert main(["verify", str(there), "--map", THERE, "-q"]) == 2
     assert main(["report", str(source), "--map", THERE, "-o", str(tmp_path / "page.html"), "--json"]) == 0
     assert "linear_fc1" in capsys.readouterr().out
-    assert main(["reshard", str(source), str(tmp_path / "two"), "--map", THERE, "--mesh", "tp=2", "--rule", "*.weight: tp=0", "-q"]) == 0
+    assert (
+        main(["reshard", str(source), str(tmp_path / "two"), "--map", THERE, "--mesh", "tp=2", "--rule", "*.weight: tp=0", "-q"])
+        == 0
+    )
     capsys.readouterr()
     assert main(["convert", str(source), str(tmp_path / "b"), "--map", "qwen3:hf->nowhere"]) == 2
     assert "has no layout 'nowhere'" in capsys.readouterr().err
@@ -207,7 +212,9 @@ def test_a_slice_reads_its_rows_alone(tmp_path: Path, monkeypatch: pytest.Monkey
         shapes |= {f"{at}.{one}_layernorm.weight": (hidden,) for one in ("input", "post_attention")}
         shapes |= {f"{at}.self_attn.q_proj.weight": (heads * dim, hidden), f"{at}.self_attn.o_proj.weight": (hidden, heads * dim)}
         shapes |= {f"{at}.self_attn.{one}_proj.weight": (groups * dim, hidden) for one in "kv"}
-        shapes |= {f"{at}.mlp.{one}_proj.weight": (8, hidden) for one in ("gate", "up")} | {f"{at}.mlp.down_proj.weight": (hidden, 8)}
+        shapes |= {f"{at}.mlp.{one}_proj.weight": (8, hidden) for one in ("gate", "up")} | {
+            f"{at}.mlp.down_proj.weight": (hidden, 8)
+        }
     rng = np.random.default_rng(0)
     folder = write(tmp_path, {name: rng.integers(0, 9, shape).astype("<i4") for name, shape in shapes.items()}, config)
     row = hidden * 4
