@@ -27,6 +27,7 @@ NOT_OURS = {
     *("last_save_in_hf", "initial_load_in_hf"),  # of TorchTitan's configuration
     *("token", "charset"),  # of an address that `view` prints, and of HTTP
     *("seed", "item", "nbytes"),  # of a rule; of a repr
+    *("group", "prefix"),  # behind the name of a map
     *("hours", "days", "minutes", "mode"),  # of rules of a run, which are texts at a shell
     *("step", "metrics", "mtbf", "grace", "signals", "export", "every", "deep"),  # of `holdfast.Run`
 }

@@ -91,7 +91,7 @@ def _list(options: argparse.Namespace) -> int:
 def _table(bound: Bound, made: MappedTensors, *, everything: bool) -> Iterator[Line]:
     """A line for each part of the target, or for each tensor, with what it is made of."""
     yield [
-        (bound.what, "title"),
+        (escape(bound.what), "title"),
         (f"  fits: {plural(len(bound.targets), 'tensor')} of {bound.used:,}, no byte of them read", "clean"),
     ]
     rows: dict[str, tuple[str, int]] = {}

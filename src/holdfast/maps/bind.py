@@ -11,6 +11,7 @@ All problems are found before anything is said.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -24,6 +25,8 @@ from holdfast.maps.parts import DIGITS, AxisRange, Part, evaluate, every_place
 from holdfast.maps.pieces import Placed, Span
 
 TIED = "tie_word_embeddings"  # Of config.json: whether arrays that may be twins of others are.
+
+MOST_TENSORS = 1 << 18  # That a map makes, or misses.
 
 Places = tuple[int, ...]
 
@@ -176,7 +179,7 @@ class Bound:
     def _part_of(self, name: str, parts: Mapping[str, list[tuple[int, int]]]) -> tuple[str, int, int, Places] | None:
         for state, short in (("", name.removeprefix(self._prefix)), self.source.state_of(name) or ("", "")):
             digits = tuple(DIGITS.findall(short))
-            for number, part in parts.get(DIGITS.sub("#", short), ()) if not any(len(one) > 9 for one in digits) else ():
+            for number, part in parts.get(DIGITS.sub("#", short), ()):
                 places = self.family.arrays[number].parts[self.source.name][part].name.places(digits)
                 if places is not None:
                     return state, number, part, places
@@ -222,6 +225,9 @@ class Bound:
                 self._check_tiles(found.array, layout)
             if found.array.parts[self.source.name]:
                 self._check_tensors(found)
+        for tie in self._ties():
+            for layout in (self.source.name, self.target.name):
+                self._check_tiles(tie.array, layout)
 
     def _check_tiles(self, array: Array, layout: str) -> None:
         """Do the parts of a layout cover an array, each element once?"""
@@ -232,19 +238,23 @@ class Bound:
             *dict.fromkeys(axis for one in (self.source.name, self.target.name) for part in array.parts[one] for axis in part.axes)
         ]
         reach = [{axis: part.reach(axis) for axis in axes} for part in parts if part is not None]
-        whole = {axis: self._range(array, axis) for axis in axes}
+        whole = {axis: self.places(array, axis) for axis in axes}
         low = [span.start for span in whole.values()]
         boxes = []
         for one in reach:
             spans = [one[axis] or (whole[axis].start, whole[axis].stop) for axis in axes]
             boxes.append((tuple(a - b for (a, _), b in zip(spans, low, strict=True)), tuple(b - a for a, b in spans)))
         shape = tuple(len(span) for span in whole.values())
-        inside = all(a >= 0 and a + n <= size for starts, sizes in boxes for a, n, size in zip(starts, sizes, shape, strict=True))
+        nowhere = any(one[axis] is None and not whole[axis] for one in reach for axis in axes)
+        inside = not nowhere and all(
+            a >= 0 and a + n <= size for starts, sizes in boxes for a, n, size in zip(starts, sizes, shape, strict=True)
+        )
         if not inside or not covers(shape, [box for box in boxes if all(box[1])]):
             said = " ".join(f"{axis}={len(span)}" for axis, span in whole.items())
             self.problems.wrong[f"array {array.id}"] = f"its parts in the layout {layout!r} do not make the whole of {said}"
 
-    def _range(self, array: Array, axis: str) -> range:
+    def places(self, array: Array, axis: str) -> range:
+        """All places of an axis that an array has."""
         span = self.sizes.of(array.ranges.get(axis, AxisRange(axis)))
         return range(0) if span is None else range(*span)
 
@@ -262,6 +272,11 @@ class Bound:
                 self.problems.wrong.update({f"size {axis}": why.format(axis) for axis in unknown})
                 made.append(None)
                 continue
+            count = math.prod(span[1] - span[0] for span in numbers.values() if span is not None)
+            if count > (4 * len(self.table) + 4096 if layout == self.source.name else MOST_TENSORS):
+                self.problems.wrong[part.name.text] = f"would be {count:,} tensors, which no checkpoint has"
+                made.append(None)
+                continue
             dims = tuple(tuple(Span(axis, *span) for axis, span in dim if span is not None) for dim in spans)
             made.append(Placed(dims, {axis: range(*span) for axis, span in numbers.items() if span is not None}))
         return made
@@ -275,7 +290,7 @@ class Bound:
         for number, (part, placed) in enumerate(
             zip(found.array.parts[self.source.name], self.placed(found.array, self.source.name), strict=True)
         ):
-            if placed is None:
+            if placed is None or len(problems.missing) > MOST_TENSORS:
                 continue
             expected = {tuple(places.values()): places for places in every_place(part.name.axes, placed.places)}
             rows = {places: row for (own, places), row in found.rows.items() if own == number}
@@ -309,12 +324,7 @@ class Bound:
 
     def _targets(self) -> list[Target]:
         made: dict[str, Target] = {}
-        there = {(found.array.id, found.state): found for found in self.found}
-        ties = [
-            array for array in self.family.arrays
-            if array.tied and self.target.name in array.copies and (array.id, "") not in there and (array.tied, "") in there
-        ]  # fmt: skip
-        for found in [*self.found, *(self._tie(array, there[array.tied, ""]) for array in ties)]:
+        for found in [*self.found, *self._ties()]:
             if not found.rows:
                 continue
             twin = found.array.tied and self._tied and self.target.name not in found.array.copies
@@ -328,6 +338,8 @@ class Bound:
                     if name in made:
                         self.problems.wrong[name] = "would be made twice"
                     made[name] = Target(name, placed.shape, found, number, places)
+                if len(made) > MOST_TENSORS:
+                    raise BadMap(f"the map would make more than {MOST_TENSORS:,} tensors")
         for array in self.family.arrays:
             lacking = array.parts[self.target.name] and not array.parts[self.source.name]
             if lacking:
@@ -335,10 +347,14 @@ class Bound:
                 self.notes.append(f"not in the layout {self.source.name!r}, and so not made: {', '.join(names)}")
         return [*made.values()]
 
-    def _tie(self, array: Array, origin: FoundTensors) -> FoundTensors:
-        """An array that a checkpoint does not have by itself: its parts in the source are those of the one it is tied to."""
-        parts = {**array.parts, self.source.name: origin.array.parts[self.source.name]}
-        return FoundTensors(Array(array.id, parts, array.ranges), "", origin.rows)
+    def _ties(self) -> Iterator[FoundTensors]:
+        """Arrays that a checkpoint does not have by itself: their parts in the source are those of the ones they are tied to."""
+        there = {found.array.id: found for found in self.found if not found.state}
+        for array in self.family.arrays:
+            if array.tied in there and self.target.name in array.copies and array.id not in there:
+                origin = there[array.tied]
+                parts = {**array.parts, self.source.name: origin.array.parts[self.source.name]}
+                yield FoundTensors(Array(array.id, parts, array.ranges), "", origin.rows)
 
     @cached_property
     def used(self) -> int:

@@ -12,7 +12,7 @@
     torch_dist = true                                             # with the small files that megatron-core looks for
     states = "optimizer.state.{state}.{name}"                     # an optimizer's tensors, which go as the weights do
     [layouts.megatron-layers]
-    from = "megatron"                                             # another layout, with texts of its names replaced
+    from = "megatron"                                             # as another layout, with texts of its names replaced
     replace = {"decoder.layers." = "decoder.layers.{layer}."}     # where a name has the axis now, its first dimension goes
 
     [[array]]
@@ -39,8 +39,10 @@ from holdfast.core.value import Value
 from holdfast.errors import BadMap
 from holdfast.maps.parts import LONGEST, NAME, AxisRange, NamePattern, Part, tokens
 
-MOST_NBYTES = 1 << 18  # Of a file of a family.
-MOST_ARRAYS, MOST_PARTS = 400, 64
+MOST_NBYTES, MOST_DOTS = 1 << 18, 256  # Of a file of a family, and of a line of it.
+MOST_ARRAYS, MOST_PARTS, MOST_LAYOUTS, MOST_SIZES = 400, 64, 16, 400
+
+STATES = re.compile(r"(\{(?:state|name)\})")
 
 Text = Annotated[str, Meta(max_length=LONGEST)]
 Texts = Text | Annotated[list[Text], Meta(max_length=MOST_PARTS)]
@@ -52,15 +54,15 @@ class LayoutText(msgspec.Struct, forbid_unknown_fields=True):
     format: Text = ""
     torch_dist: bool = False
     base: Text = field(default="", name="from")
-    replace: dict[str, str] = field(default_factory=dict)
+    replace: dict[Text, Text] = field(default_factory=dict)
 
 
 class FamilyText(msgspec.Struct, forbid_unknown_fields=True):
     array: Annotated[list[dict[str, object]], Meta(max_length=MOST_ARRAYS)]
-    layouts: dict[str, LayoutText]
+    layouts: Annotated[dict[str, LayoutText], Meta(max_length=MOST_LAYOUTS)]
     about: Text = ""
     model_types: list[Text] = field(default_factory=list)
-    sizes: dict[str, Texts] = field(default_factory=dict)
+    sizes: Annotated[dict[str, Texts], Meta(max_length=MOST_SIZES)] = field(default_factory=dict)
 
 
 class Array(Value, frozen=True, eq=False):
@@ -87,9 +89,12 @@ class Layout(Value, frozen=True, eq=False):
         """The state and the weight that a name of an optimizer's tensor stands for."""
         if not self.states:
             return None
-        pattern = re.escape(self.states).replace(r"\{state\}", "(?P<state>[a-z0-9_]+)").replace(r"\{name\}", "(?P<name>.+)")
-        found = re.fullmatch(pattern, name)
-        return None if found is None else (found["state"], found["name"])
+        before, first, between, _, after = re.split(STATES, self.states)
+        inside = name.removeprefix(before).removesuffix(after)
+        start, found, rest = inside.partition(between) if first == "{state}" else inside.rpartition(between)[::-1]
+        if before + inside + after != name or not found or not rest or not re.fullmatch(r"[a-z0-9_]+", start):
+            return None
+        return start, rest
 
     def name_of(self, state: str, name: str) -> str:
         return self.states.replace("{state}", state).replace("{name}", name) if state else name
@@ -113,12 +118,14 @@ def read_family(name: str, content: bytes) -> Family:
     """The family of a TOML file. Raises `BadMap` where it is none."""
     if len(content) > MOST_NBYTES:
         raise BadMap(f"the file of a family has at most {MOST_NBYTES:,} bytes, and this one {len(content):,}", file=name)
+    if max(line.count(b".") for line in content.split(b"\n")) > MOST_DOTS:  # tomllib takes the square of a key's memory
+        raise BadMap(f"a line of the file of a family has at most {MOST_DOTS} dots", file=name)
     try:
         text = msgspec.convert(tomllib.loads(content.decode()), FamilyText)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
+    except (ValueError, msgspec.ValidationError, RecursionError) as error:
         raise BadMap(f"this is no file of a family: {error}", file=name) from None
     try:
-        layouts = {key: _layout(key, one) for key, one in text.layouts.items()}
+        layouts = {key: _layout(key, one, text.layouts) for key, one in text.layouts.items()}
         sizes = {key: _texts(one) for key, one in text.sizes.items()}
         for one in (expression for several in sizes.values() for expression in several):
             tokens(one)
@@ -134,12 +141,17 @@ def _texts(given: Texts) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _layout(name: str, text: LayoutText) -> Layout:
+def _layout(name: str, text: LayoutText, others: Mapping[str, LayoutText]) -> Layout:
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         raise BadMap(f"{name[:40]!r} is no name of a layout")
-    if text.states and (text.states.count("{name}") != 1 or text.states.count("{state}") != 1):
+    if text.base and (text.base not in others or others[text.base].base):
+        raise BadMap(f"the layout {name!r} is made from {text.base!r}, which is no layout, or made from another one itself")
+    words = re.split(STATES, text.states)
+    if text.states and (sorted(words[1::2]) != ["{name}", "{state}"] or not re.search(r"[^a-z0-9_]", words[2])):
         raise BadMap(f"states are written 'optimizer.{{state}}.{{name}}', not {text.states!r}")
-    return Layout(name, tuple(map(NamePattern.read, _texts(text.drop))), text.states, text.format, text.torch_dist)
+    base = others.get(text.base, text)
+    drops = tuple(map(NamePattern.read, _texts(text.drop or base.drop)))
+    return Layout(name, drops, text.states or base.states, text.format or base.format, text.torch_dist or base.torch_dist)
 
 
 def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, LayoutText]) -> Array:
@@ -175,17 +187,21 @@ def _renamed(part: Part, replaced: Mapping[str, str]) -> Part:
     text = part.name.text
     for old, new in replaced.items():
         text = text.replace(old, new)
+        if len(text) > LONGEST:
+            raise BadMap(f"a name has at most {LONGEST} characters, and this one {len(text):,}", found=text[:LONGEST])
     name = NamePattern.read(text)
     dims = tuple(dim for dim in part.dims if not (len(dim) == 1 and dim[0].axis in name.axes))
     return Part(name, dims, part.pattern)
 
 
 def _check(layouts: Mapping[str, Layout], arrays: tuple[Array, ...]) -> None:
-    """What can be said of a family without a checkpoint: no two parts have one name, ties lead to arrays."""
-    ids = {array.id for array in arrays}
+    """What can be said of a family without a checkpoint: no two parts have one name, ties lead to arrays with the same axes."""
+    axes = {one.id: {axis for parts in one.parts.values() for part in parts for axis in part.axes} for one in arrays}
+    if len(axes) < len(arrays):
+        raise BadMap("two arrays have one id")
     for array in arrays:
-        if array.tied and array.tied not in ids:
-            raise BadMap(f"{array.id!r} is tied to {array.tied!r}, which is no array")
+        if array.tied and axes.get(array.tied) != axes[array.id]:
+            raise BadMap(f"{array.id!r} is tied to {array.tied!r}, which is no array, or has other axes")
     for layout in layouts:
         seen: dict[tuple[str, tuple[str, ...]], str] = {}
         for one in (part.name for array in arrays for part in array.parts[layout]):

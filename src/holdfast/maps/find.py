@@ -113,7 +113,9 @@ def map_named(text: str) -> Map:
         elif equals and value.isdecimal() and len(value) < 12:
             sizes[key] = int(value)
         else:
-            raise BadMap(f"behind the map stand sizes, 'group=4', or 'prefix=model.', not {part[:40]!r}", found=text)
+            raise BadMap(
+                f"behind the map stand sizes, '?group=4', or what names begin with, '?prefix=model.', not {part[:40]!r}", found=text
+            )
     return Map(family, found["source"], found["target"], sizes, prefix)
 
 
@@ -121,8 +123,8 @@ def _family_at(path: str) -> Family:
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_NBYTES + 1)
-    except OSError as error:
-        raise BadMap(f"the file of a family cannot be read: {error.strerror}", file=path) from None
+    except (OSError, ValueError) as error:  # the latter for a zero in the name
+        raise BadMap(f"the file of a family cannot be read: {error}", file=path) from None
     return read_family(os.path.basename(path).removesuffix(SUFFIX), content)
 
 
@@ -152,7 +154,7 @@ def find_map(text: AnyMap, checkpoint: Checkpoint, wanted: Callable[[], Iterable
     if len(fitting) != 1:
         said = "fits none of the families" if not fitting else "fits several: " + ", ".join(map(str, fitting))
         raise BadMap(
-            f"--map auto: the checkpoint {said}; name a map ('holdfast maps' lists them)", file=checkpoint.path, found=text
+            f"the map auto: the checkpoint {said}; name one ('holdfast maps' lists them)", file=checkpoint.path, found=text
         )
     return fitting[0]
 

@@ -50,7 +50,8 @@ class MappedTensors:
             array, bound = target.found.array, self._bound
             here = bound.placed(array, bound.target.name)[target.part]
             assert here is not None  # it was proved
-            self._meetings[key] = [Meeting(here, one) for one in bound.placed(array, bound.source.name) if one is not None]
+            first = {axis: bound.places(array, axis).start for axis in array.ranges}
+            self._meetings[key] = [Meeting(here, one, first) for one in bound.placed(array, bound.source.name) if one is not None]
         return self._meetings[key]
 
     def source_row(self, target: Target) -> int | None:
@@ -59,7 +60,7 @@ class MappedTensors:
         if len(found) != 1 or not found[0][1].renames:
             return None
         part, meeting = found[0]
-        return target.found.rows.get((part, tuple(target.places.get(axis, 0) for axis in meeting.source.places)))
+        return target.found.rows.get((part, meeting.source_places(next(meeting.steps(target.places)))))
 
     def sources(self, target: Target) -> list[int]:
         """The rows that a target is made of, in the order of the checkpoint."""
@@ -105,7 +106,7 @@ def mapped_table(bound: Bound) -> Table:
         if row is not None and row not in renamed:
             renamed[row] = target.name
             continue
-        rows = made.sources(target)
+        rows = made.sources(target) or sorted(target.found.rows.values())[:1]  # without elements it is of any
         _check_dtypes(bound, target, rows)
         entries.setdefault(rows[0], {})[target.name] = made.tensor(target, rows[0])
     bound.problems.refuse(bound.what, "")

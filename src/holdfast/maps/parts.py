@@ -21,6 +21,7 @@ from holdfast.errors import BadMap
 
 LONGEST = 300  # Characters of a part, or of an expression.
 MOST_AXES = 12
+LARGEST = 1 << 48  # Of what an expression may come to, on the way as well.
 
 NAME = r"[a-z][a-z0-9_]*"
 TOKEN = re.compile(rf"\s*(?:(\d{{1,12}})|({NAME}(?:\.[A-Za-z0-9_]+)*)|([-+*/]))")
@@ -37,30 +38,25 @@ def evaluate(text: str, lookup: Lookup) -> int | None:
     >>> evaluate("heads / 2 + 3 * group", {"heads": 8, "group": 2}.get)
     10
     """
-    total: int | None = 0
-    term: int | None = None
-    sign, operator = 1, ""
+    total, term, operator = 0, 0, "+"
     for word in tokens(text):
-        if word in ("+", "-"):
-            total = None if total is None or term is None else total + sign * term
-            sign, operator, term = (1 if word == "+" else -1), "", None
-        elif word in ("*", "/"):
+        if word in ("+", "-", "*", "/"):
             operator = word
+            continue
+        value = int(word) if word.isdecimal() else lookup(word)
+        if value is None:
+            return None
+        if operator in ("+", "-"):
+            total, term = total + term, value if operator == "+" else -value
+        elif operator == "*":
+            term *= value
+        elif not value or term % value:
+            raise BadMap(f"{text!r} does not come out even: {term} / {value}", found=text)
         else:
-            value = int(word) if word.isdecimal() else lookup(word)
-            if not operator:
-                term = value
-            elif term is None or value is None:
-                term = None
-            elif operator == "*":
-                term *= value
-            elif not value or term % value:
-                raise BadMap(f"{text!r} does not come out even: {term} / {value}", found=text)
-            else:
-                term //= value
-            if value is None:
-                return None
-    return None if total is None or term is None else total + sign * term
+            term //= value
+        if max(abs(total), abs(term)) > LARGEST:
+            raise BadMap(f"{text!r} is more than any size", found=text)
+    return total + term
 
 
 def tokens(text: str) -> list[str]:
@@ -84,6 +80,9 @@ class AxisRange(Value, frozen=True):
     axis: str
     start: str = "0"
     stop: str = ""
+
+    def __post_init__(self) -> None:
+        tokens(self.start), tokens(self.stop or self.axis)
 
 
 class NamePattern(Value, frozen=True):
@@ -115,8 +114,8 @@ class NamePattern(Value, frozen=True):
         return tuple(axis for axis in self.numbers if not axis.isdecimal())
 
     def places(self, digits: tuple[str, ...]) -> tuple[int, ...] | None:
-        """The places that a name with these digits stands for; None where others always stand there."""
-        if any(own.isdecimal() and own != found for own, found in zip(self.numbers, digits, strict=True)):
+        """The places that a name with these digits stands for; None where others always stand there, or too many."""
+        if any(len(found) > 9 or (own.isdecimal() and own != found) for own, found in zip(self.numbers, digits, strict=True)):
             return None
         return tuple(int(found) for own, found in zip(self.numbers, digits, strict=True) if not own.isdecimal())
 
@@ -144,11 +143,12 @@ class Part(Value, frozen=True):
                 raise BadMap(f"a bracket is not closed in {text[:80]!r}", found=text)
             words = re.findall(r"[^\s\[]+(?:\[[^\]]*\])?", inside) if inside is not None else [single]
             dims.append(tuple(_axis_range(word, text) for word in words))
-        made = cls(NamePattern.read(name.strip()), tuple(dims), " ".join(pattern.split()))
-        axes = [*made.name.axes, *(one.axis for dim in dims for one in dim)]
-        if len({*axes}) < len(axes) or len(axes) > MOST_AXES:
-            raise BadMap(f"an axis stands twice in {text[:80]!r}, or there are more than {MOST_AXES}", found=text)
-        return made
+        return cls(NamePattern.read(name.strip()), tuple(dims), " ".join(pattern.split()))
+
+    def __post_init__(self) -> None:
+        if len({*self.axes}) < len(self.axes) or len(self.axes) > MOST_AXES:
+            said = f"an axis stands twice in '{self.name.text} : {self.pattern}', or there are more than {MOST_AXES}"
+            raise BadMap(said, found=self.name.text)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -78,14 +78,15 @@ class Run(NamedTuple):
 class Meeting:
     """How tensors of a target part and of a source part meet: the same for all of them but for the numbers in their names."""
 
-    def __init__(self, target: Placed, source: Placed) -> None:
+    def __init__(self, target: Placed, source: Placed, first: Mapping[str, int]) -> None:
+        """`first` says where an axis begins, where that is not at 0."""
         self.target, self.source = target, source
         self._there, self._here = strides_of(source.dims), strides_of(target.dims)
         self.common: dict[str, tuple[int, int]] = {}
         for axis in (*target.places, *self._here, *source.places, *self._there):
             own, other = target.reach(axis), source.reach(axis)
             # Along an axis that the target does not have all places are the same: the first one is taken.
-            low, high = (0, 1) if own is None else own
+            low, high = own or (first.get(axis, 0), first.get(axis, 0) + 1)
             self.common[axis] = (low, high) if other is None else (max(low, other[0]), min(high, other[1]))
         self.empty = any(low >= high for low, high in self.common.values())
         self.runs = [] if self.empty else self._runs()
@@ -181,7 +182,7 @@ class Meeting:
 
 def _moved(chunk: Chunk, starts: Sequence[int], sizes: Sequence[int], dims: Mapping[int, int]) -> Chunk:
     """A chunk of a part of a source as one of the target: `dims` says which dimension of the part is which of the target."""
-    low, high, strides = list(starts), [start + size for start, size in zip(starts, sizes, strict=True)], [0] * len(starts)
+    low, high, strides = list(starts), [start + size for start, size in zip(starts, sizes, strict=True)], [1] * len(starts)
     for dim, own in dims.items():
         low[dim], high[dim] = starts[dim] + chunk.box.start[own], starts[dim] + chunk.box.stop[own]
         strides[dim] = chunk.strides[own]
