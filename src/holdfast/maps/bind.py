@@ -20,7 +20,7 @@ from holdfast.core.tiling import covers
 from holdfast.core.value import Value
 from holdfast.errors import BadMap, DoesNotFit
 from holdfast.maps.family import Array, Family
-from holdfast.maps.parts import DIGITS, AxisRange, Part, evaluate, every_place
+from holdfast.maps.parts import DIGITS, AxisRange, NamePattern, Part, evaluate, every_place
 from holdfast.maps.pieces import Placed, Span
 
 TIED = "tie_word_embeddings"  # Of config.json: whether arrays that may be twins of others are.
@@ -157,11 +157,7 @@ class Bound:
         for row, name in enumerate(self.table.names):
             known = self._part_of(name, parts)
             if known is None:
-                short = name.removeprefix(self._prefix)
-                digits = tuple(DIGITS.findall(short))
-                plain = DIGITS.sub("#", short)
-                dropped = any(drop.plain == plain and drop.places(digits) is not None for drop in self.source.drops)
-                (self.dropped if dropped else self.problems.left_over).append(name)
+                self.problems.left_over.append(name)
                 continue
             state, number, part, places = known
             if state and not self.target.states:
@@ -198,10 +194,9 @@ class Bound:
         sizes.settle()
         for found in self.found:
             for part, places in found.rows:
-                axes = found.array.parts[self.source.name][part].name.axes
-                for axis, place in zip(axes, places, strict=True):
-                    span = found.array.ranges.get(axis, AxisRange(axis))
-                    name = span.stop or axis
+                spans = found.array.parts[self.source.name][part].name.spans
+                for span, place in zip(spans, places, strict=True):
+                    name = self._ranged(found.array, span).stop or span.axis
                     if name.isidentifier() and sizes.origin.get(name, "names") == "names":
                         sizes.known[name] = max(place + 1, sizes.known.get(name, 0))
                         sizes.origin[name] = "names"
@@ -222,6 +217,25 @@ class Bound:
                 self._check_tiles(found.array, layout)
             if found.array.parts[self.source.name]:
                 self._check_tensors(found)
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """What is left over, and the layout has on purpose without a place elsewhere, is left out."""
+        left = [*self.problems.left_over]
+        self.problems.left_over.clear()
+        for name in left:
+            short = name.removeprefix(self._prefix)
+            plain, digits = DIGITS.sub("#", short), tuple(DIGITS.findall(short))
+            dropped = any(drop.plain == plain and self._is_place(drop, digits) for drop in self.source.drops)
+            (self.dropped if dropped else self.problems.left_over).append(name)
+
+    def _is_place(self, pattern: NamePattern, digits: tuple[str, ...]) -> bool:
+        """Whether numbers in a name are places of a pattern: any, where it says no range of them."""
+        places = pattern.places(digits)
+        if places is None:
+            return False
+        known = [(place, self.sizes.of(span)) for span, place in zip(pattern.spans, places, strict=True) if span != AxisRange(span.axis)]
+        return all(span is not None and span[0] <= place < span[1] for place, span in known)
 
     def _check_tiles(self, array: Array, layout: str) -> None:
         """Do the parts of a layout cover an array, each element once?"""
@@ -253,7 +267,7 @@ class Bound:
         made: list[Placed | None] = []
         for part in array.parts[layout]:
             spans = [[(one.axis, self.sizes.of(self._ranged(array, one))) for one in dim] for dim in part.dims]
-            numbers = {axis: self.sizes.of(self._ranged(array, AxisRange(axis))) for axis in part.name.axes}
+            numbers = {span.axis: self.sizes.of(self._ranged(array, span)) for span in part.name.spans}
             unknown = [axis for dim in spans for axis, span in dim if span is None] + [
                 a for a, span in numbers.items() if span is None
             ]
@@ -284,6 +298,7 @@ class Bound:
                 kind = table.kind_of(row)
                 if places not in expected:
                     problems.left_over.append(table.names[row])
+                    del found.rows[number, places]
                 elif kind.shape != shape:
                     used = [span.axis for dim in placed.dims for span in dim]
                     sizes = ", ".join(f"{axis} {self._said(axis)}" for axis in dict.fromkeys(used))
