@@ -67,10 +67,12 @@ class Target(Value, frozen=True, eq=False):
 
 
 class Sizes:
-    """Sizes of axes, by name: given, from the config, or from shapes."""
+    """Sizes of axes, by name: given, from the config, from what a file says of itself, or from shapes."""
 
-    def __init__(self, family: Family, given: Mapping[str, int], config: Mapping[str, object]) -> None:
-        self._family, self._config = family, config
+    def __init__(
+        self, family: Family, given: Mapping[str, int], config: Mapping[str, object], metadata: Mapping[str, str]
+    ) -> None:
+        self._family, self._config, self._metadata = family, config, metadata
         self.known: dict[str, int] = dict(given)
         self.origin = dict.fromkeys(given, "given")
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -85,6 +87,9 @@ class Sizes:
             for key in rest.split("."):
                 value = value.get(key) if isinstance(value, Mapping) else None
             return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40 else None
+        if head == "metadata":
+            text = self._metadata.get(rest, "")
+            return int(text) if text.isdecimal() and len(text) < 12 else None
         if head in self.shapes and rest.isdecimal() and int(rest) < len(self.shapes[head]):
             return self.shapes[head][int(rest)]
         return None
@@ -123,7 +128,7 @@ class Bound:
 
     def __init__(
         self, family: Family, source: str, target: str, table: Table, *, config: Mapping[str, object],
-        given: Mapping[str, int], prefix: str = "", file: str = "",
+        given: Mapping[str, int], metadata: Mapping[str, str] | None = None, prefix: str = "", file: str = "",
     ) -> None:  # fmt: skip
         self.family, self.table = family, table
         self.source, self.target = family.layout(source), family.layout(target)
@@ -137,7 +142,7 @@ class Bound:
         self._tied = tied if isinstance(tied, bool) else None
         try:
             self.found = self._find()
-            self.sizes = self._size(given, config)
+            self.sizes = self._size(Sizes(family, given, config, metadata or {}))
             self._check()
             self.targets = [] if any((self.problems.missing, self.problems.left_over, self.problems.wrong)) else self._targets()
         except BadMap as error:
@@ -180,8 +185,7 @@ class Bound:
 
     # Sizes.
 
-    def _size(self, given: Mapping[str, int], config: Mapping[str, object]) -> Sizes:
-        sizes = Sizes(self.family, given, config)
+    def _size(self, sizes: Sizes) -> Sizes:
         samples: list[tuple[Part, tuple[int, ...]]] = []
         for found in self.found:
             parts = found.array.parts[self.source.name]

@@ -67,8 +67,8 @@ class Map(Value, frozen=True, eq=False):
         """Prove that this map fits a checkpoint, without what comes behind it. Raises `DoesNotFit` with every problem."""
         known = read_config(checkpoint.source, DEFAULTS) if config is None else config
         return Bound(
-            self.family, self.source, self.target, checkpoint.stored, config=known, given=self.sizes, prefix=self.prefix,
-            file=checkpoint.path,
+            self.family, self.source, self.target, checkpoint.stored, config=known, given=self.sizes,
+            metadata=checkpoint.metadata, prefix=self.prefix, file=checkpoint.path,
         )  # fmt: skip
 
     def through(self, checkpoint: Checkpoint) -> Checkpoint:
