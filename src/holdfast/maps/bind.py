@@ -23,6 +23,8 @@ from holdfast.maps.family import Array, Family
 from holdfast.maps.parts import DIGITS, AxisRange, NamePattern, Part, evaluate, every_place
 from holdfast.maps.pieces import Placed, Span
 
+SCALE = "_scale_inv"  # Of a block of fp8 weights, which are other numbers without it.
+SCALED = "the scale of fp8 weights: no layout has a place for it, so make bf16 of them first"
 TIED = "tie_word_embeddings"  # Of config.json: whether arrays that may be twins of others are.
 
 Places = tuple[int, ...]
@@ -45,9 +47,8 @@ class Problems(Value, frozen=True, eq=False):
     def refuse(self, what: str, file: str) -> None:
         """Raise `DoesNotFit` with everything, if there is anything."""
         lines = [f"{name}: {why}" for name, why in self.wrong.items()]
-        lines += [f"{name}: missing" for name in self.missing] + [
-            f"{name}: left over, no part is called so" for name in self.left_over
-        ]
+        lines += [f"{name}: missing" for name in self.missing]
+        lines += [f"{name}: left over, {SCALED if name.endswith(SCALE) else 'no part is called so'}" for name in self.left_over]
         if not lines:
             return
         raise DoesNotFit(
@@ -69,9 +70,7 @@ class Target(Value, frozen=True, eq=False):
 class Sizes:
     """Sizes of axes, by name: given, from the config, from what a file says of itself, or from shapes."""
 
-    def __init__(
-        self, family: Family, given: Mapping[str, int], config: Mapping[str, object], metadata: Mapping[str, str]
-    ) -> None:
+    def __init__(self, family: Family, given: Mapping[str, int], config: Mapping[str, object], metadata: Mapping[str, str]) -> None:
         self._family, self._config, self._metadata = family, config, metadata
         self.known: dict[str, int] = dict(given)
         self.origin = dict.fromkeys(given, "given")
@@ -238,7 +237,9 @@ class Bound:
         places = pattern.places(digits)
         if places is None:
             return False
-        known = [(place, self.sizes.of(span)) for span, place in zip(pattern.spans, places, strict=True) if span != AxisRange(span.axis)]
+        known = [
+            (place, self.sizes.of(span)) for span, place in zip(pattern.spans, places, strict=True) if span != AxisRange(span.axis)
+        ]
         return all(span is not None and span[0] <= place < span[1] for place, span in known)
 
     def _check_tiles(self, array: Array, layout: str) -> None:
@@ -307,7 +308,7 @@ class Bound:
                     used = [span.axis for dim in placed.dims for span in dim]
                     sizes = ", ".join(f"{axis} {self._said(axis)}" for axis in dict.fromkeys(used))
                     problems.wrong[table.names[row]] = f"{list(kind.shape)}, and '{part.pattern}' is {list(shape)}, with {sizes}"
-                elif kind.traits.blocks is not None and not self._only_renamed(found):
+                elif kind.traits.blocks is not None and not self._only_renamed(found, number):
                     problems.wrong[table.names[row]] = "its elements are quantised blocks, which cannot be cut or joined"
             if not rows and optional and not found.rows:
                 continue
@@ -316,9 +317,9 @@ class Bound:
             )
             problems.missing.extend((name if found.state else prefix + name) for name in named)
 
-    def _only_renamed(self, found: FoundTensors) -> bool:
-        texts = [[part.pattern for part in found.array.parts[one.name]] for one in (self.source, self.target)]
-        return texts[0] == texts[1] and len(texts[0]) == 1
+    def _only_renamed(self, found: FoundTensors, part: int) -> bool:
+        """Whether the target has a part that is the same of the array as this one is."""
+        return found.array.parts[self.source.name][part].pattern in [one.pattern for one in found.array.parts[self.target.name]]
 
     def _said(self, axis: str) -> str:
         origin = self.sizes.origin.get(axis, "")

@@ -162,11 +162,17 @@ def _other(family: Family, layout: str) -> str:
 
 
 def _layouts_of(names: Iterable[str], config: Mapping[str, object] | None = None) -> Iterator[tuple[Family, str]]:
-    """The layouts whose parts are called as these names are, numbers aside. Of several families config.json decides."""
+    """The layouts whose parts are called as these names are, numbers aside. Of several families config.json decides, and of layouts of
+    a family that hold all arrays alike the first one counts."""
     plain = {DIGITS.sub("#", name) for name in names}
     found = list[tuple[Family, str]]()
     for family in families().values():
+        seen = list[object]()
         for layout in family.layouts.values():
+            alike = [(one.name.text, one.pattern) for array in family.arrays for one in array.parts[layout.name]]
+            if alike in seen:
+                continue
+            seen.append(alike)
             parts = {part.name.plain: array for array in family.arrays for part in array.parts[layout.name]}
             needed = {name for name, array in parts.items() if not (array.optional or array.tied)}
             known = {*parts, *(one.plain for one in layout.drops)}
