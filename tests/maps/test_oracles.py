@@ -30,9 +30,8 @@ NOT_RECORDED = {"megatron-layers"}  # By rule the same as megatron, layer by lay
 def shipped(recorded: dict[str, object]) -> tuple[str, str, str]:
     """The family and the two layouts that are to do what was recorded."""
     family = str(recorded["family"])
-    return SAME_FAMILY.get(family, family), *(
-        SAME_LAYOUT.get((family, str(recorded[end])), str(recorded[end])) for end in ("from", "to")
-    )
+    start, end = (SAME_LAYOUT.get((family, str(one)), str(one)) for one in (recorded["from"], recorded["to"]))
+    return SAME_FAMILY.get(family, family), start, end
 
 
 def numbered(tensors: list[list[object]]) -> dict[str, np.ndarray]:

@@ -237,10 +237,8 @@ class Bound:
         places = pattern.places(digits)
         if places is None:
             return False
-        known = [
-            (place, self.sizes.of(span)) for span, place in zip(pattern.spans, places, strict=True) if span != AxisRange(span.axis)
-        ]
-        return all(span is not None and span[0] <= place < span[1] for place, span in known)
+        ranged = [(span, place) for span, place in zip(pattern.spans, places, strict=True) if span != AxisRange(span.axis)]
+        return all((known := self.sizes.of(span)) is not None and place in range(*known) for span, place in ranged)
 
     def _check_tiles(self, array: Array, layout: str) -> None:
         """Do the parts of a layout cover an array, each element once?"""

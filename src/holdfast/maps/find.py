@@ -162,8 +162,8 @@ def _other(family: Family, layout: str) -> str:
 
 
 def _layouts_of(names: Iterable[str], config: Mapping[str, object] | None = None) -> Iterator[tuple[Family, str]]:
-    """The layouts whose parts are called as these names are, numbers aside. Of several families config.json decides, and of layouts of
-    a family that hold all arrays alike the first one counts."""
+    """The layouts whose parts are called as these names are, numbers aside. Of several families config.json decides, and of layouts
+    of a family that hold all arrays alike the first one counts."""
     plain = {DIGITS.sub("#", name) for name in names}
     found = list[tuple[Family, str]]()
     for family in families().values():

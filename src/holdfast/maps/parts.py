@@ -5,8 +5,8 @@
 
 Both lines are parts of one array, whose axes are layer, group, slot, dim and hidden. A number in a name, `{layer}`, is a place on
 an axis: there is a tensor for each. A dimension is one axis, or several in brackets, the last one fastest. `slot[:query]` is the
-first `query` places of an axis, `slot[query]` the one behind them, and `{layer[:dense]}` in a name the first `dense` numbers. A part
-is the same all along an axis that it does not have.
+first `query` places of an axis, `slot[query]` the one behind them, and `{layer[:dense]}` in a name the first `dense` numbers. A
+part is the same all along an axis that it does not have.
 
 Sizes are small expressions: whole numbers and names with + - * and /, which must come out even. Python evaluates none of it.
 """
