@@ -21,9 +21,11 @@ from holdfast.core.tiling import covers
 from holdfast.core.value import Value
 from holdfast.errors import BadMap, DoesNotFit
 from holdfast.maps.family import Array, Family
-from holdfast.maps.parts import DIGITS, AxisRange, Part, evaluate, every_place
+from holdfast.maps.parts import DIGITS, AxisRange, NamePattern, Part, evaluate, every_place
 from holdfast.maps.pieces import Placed, Span
 
+SCALE = "_scale_inv"  # Of a block of fp8 weights, which are other numbers without it.
+SCALED = "the scale of fp8 weights: no layout has a place for it, so make bf16 of them first"
 TIED = "tie_word_embeddings"  # Of config.json: whether arrays that may be twins of others are.
 
 MOST_TENSORS = 1 << 18  # That a map makes, or misses.
@@ -48,9 +50,8 @@ class Problems(Value, frozen=True, eq=False):
     def refuse(self, what: str, file: str) -> None:
         """Raise `DoesNotFit` with everything, if there is anything."""
         lines = [f"{name}: {why}" for name, why in self.wrong.items()]
-        lines += [f"{name}: missing" for name in self.missing] + [
-            f"{name}: left over, no part is called so" for name in self.left_over
-        ]
+        lines += [f"{name}: missing" for name in self.missing]
+        lines += [f"{name}: left over, {SCALED if name.endswith(SCALE) else 'no part is called so'}" for name in self.left_over]
         if not lines:
             return
         raise DoesNotFit(
@@ -70,10 +71,10 @@ class Target(Value, frozen=True, eq=False):
 
 
 class Sizes:
-    """Sizes of axes, by name: given, from the config, or from shapes."""
+    """Sizes of axes, by name: given, from the config, from what a file says of itself, or from shapes."""
 
-    def __init__(self, family: Family, given: Mapping[str, int], config: Mapping[str, object]) -> None:
-        self._family, self._config = family, config
+    def __init__(self, family: Family, given: Mapping[str, int], config: Mapping[str, object], metadata: Mapping[str, str]) -> None:
+        self._family, self._config, self._metadata = family, config, metadata
         self.known: dict[str, int] = dict(given)
         self.origin = dict.fromkeys(given, "given")
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -88,6 +89,9 @@ class Sizes:
             for key in rest.split("."):
                 value = value.get(key) if isinstance(value, Mapping) else None
             return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40 else None
+        if head == "metadata":
+            text = self._metadata.get(rest, "")
+            return int(text) if text.isdecimal() and len(text) < 12 else None
         if head in self.shapes and rest.isdecimal() and int(rest) < len(self.shapes[head]):
             return self.shapes[head][int(rest)]
         return None
@@ -126,7 +130,7 @@ class Bound:
 
     def __init__(
         self, family: Family, source: str, target: str, table: Table, *, config: Mapping[str, object],
-        given: Mapping[str, int], prefix: str = "", file: str = "",
+        given: Mapping[str, int], metadata: Mapping[str, str] | None = None, prefix: str = "", file: str = "",
     ) -> None:  # fmt: skip
         self.family, self.table = family, table
         self.source, self.target = family.layout(source), family.layout(target)
@@ -140,7 +144,7 @@ class Bound:
         self._tied = tied if isinstance(tied, bool) else None
         try:
             self.found = self._find()
-            self.sizes = self._size(given, config)
+            self.sizes = self._size(Sizes(family, given, config, metadata or {}))
             self._check()
             self.targets = [] if any((self.problems.missing, self.problems.left_over, self.problems.wrong)) else self._targets()
         except BadMap as error:
@@ -160,11 +164,7 @@ class Bound:
         for row, name in enumerate(self.table.names):
             known = self._part_of(name, parts)
             if known is None:
-                short = name.removeprefix(self._prefix)
-                digits = tuple(DIGITS.findall(short))
-                plain = DIGITS.sub("#", short)
-                dropped = any(drop.plain == plain and drop.places(digits) is not None for drop in self.source.drops)
-                (self.dropped if dropped else self.problems.left_over).append(name)
+                self.problems.left_over.append(name)
                 continue
             state, number, part, places = known
             if state and not self.target.states:
@@ -187,8 +187,7 @@ class Bound:
 
     # Sizes.
 
-    def _size(self, given: Mapping[str, int], config: Mapping[str, object]) -> Sizes:
-        sizes = Sizes(self.family, given, config)
+    def _size(self, sizes: Sizes) -> Sizes:
         samples: list[tuple[Part, tuple[int, ...]]] = []
         for found in self.found:
             parts = found.array.parts[self.source.name]
@@ -201,10 +200,9 @@ class Bound:
         sizes.settle()
         for found in self.found:
             for part, places in found.rows:
-                axes = found.array.parts[self.source.name][part].name.axes
-                for axis, place in zip(axes, places, strict=True):
-                    span = found.array.ranges.get(axis, AxisRange(axis))
-                    name = span.stop or axis
+                spans = found.array.parts[self.source.name][part].name.spans
+                for span, place in zip(spans, places, strict=True):
+                    name = self._ranged(found.array, span).stop or span.axis
                     if name.isidentifier() and sizes.origin.get(name, "names") == "names":
                         sizes.known[name] = max(place + 1, sizes.known.get(name, 0))
                         sizes.origin[name] = "names"
@@ -228,6 +226,25 @@ class Bound:
         for tie in self._ties():
             for layout in (self.source.name, self.target.name):
                 self._check_tiles(tie.array, layout)
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """What is left over, and the layout has on purpose without a place elsewhere, is left out."""
+        left = [*self.problems.left_over]
+        self.problems.left_over.clear()
+        for name in left:
+            short = name.removeprefix(self._prefix)
+            plain, digits = DIGITS.sub("#", short), tuple(DIGITS.findall(short))
+            dropped = any(drop.plain == plain and self._is_place(drop, digits) for drop in self.source.drops)
+            (self.dropped if dropped else self.problems.left_over).append(name)
+
+    def _is_place(self, pattern: NamePattern, digits: tuple[str, ...]) -> bool:
+        """Whether numbers in a name are places of a pattern: any, where it says no range of them."""
+        places = pattern.places(digits)
+        if places is None:
+            return False
+        ranged = [(span, place) for span, place in zip(pattern.spans, places, strict=True) if span != AxisRange(span.axis)]
+        return all((known := self.sizes.of(span)) is not None and place in range(*known) for span, place in ranged)
 
     def _check_tiles(self, array: Array, layout: str) -> None:
         """Do the parts of a layout cover an array, each element once?"""
@@ -263,7 +280,7 @@ class Bound:
         made: list[Placed | None] = []
         for part in array.parts[layout]:
             spans = [[(one.axis, self.sizes.of(self._ranged(array, one))) for one in dim] for dim in part.dims]
-            numbers = {axis: self.sizes.of(self._ranged(array, AxisRange(axis))) for axis in part.name.axes}
+            numbers = {span.axis: self.sizes.of(self._ranged(array, span)) for span in part.name.spans}
             unknown = [axis for dim in spans for axis, span in dim if span is None] + [
                 a for a, span in numbers.items() if span is None
             ]
@@ -299,11 +316,12 @@ class Bound:
                 kind = table.kind_of(row)
                 if places not in expected:
                     problems.left_over.append(table.names[row])
+                    del found.rows[number, places]
                 elif kind.shape != shape:
                     used = [span.axis for dim in placed.dims for span in dim]
                     sizes = ", ".join(f"{axis} {self._said(axis)}" for axis in dict.fromkeys(used))
                     problems.wrong[table.names[row]] = f"{list(kind.shape)}, and '{part.pattern}' is {list(shape)}, with {sizes}"
-                elif kind.traits.blocks is not None and not self._only_renamed(found):
+                elif kind.traits.blocks is not None and not self._only_renamed(found, number):
                     problems.wrong[table.names[row]] = "its elements are quantised blocks, which cannot be cut or joined"
             if not rows and optional and not found.rows:
                 continue
@@ -312,9 +330,9 @@ class Bound:
             )
             problems.missing.extend((name if found.state else prefix + name) for name in named)
 
-    def _only_renamed(self, found: FoundTensors) -> bool:
-        texts = [[part.pattern for part in found.array.parts[one.name]] for one in (self.source, self.target)]
-        return texts[0] == texts[1] and len(texts[0]) == 1
+    def _only_renamed(self, found: FoundTensors, part: int) -> bool:
+        """Whether the target has a part that is the same of the array as this one is."""
+        return found.array.parts[self.source.name][part].pattern in [one.pattern for one in found.array.parts[self.target.name]]
 
     def _said(self, axis: str) -> str:
         origin = self.sizes.origin.get(axis, "")

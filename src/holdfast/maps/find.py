@@ -67,8 +67,8 @@ class Map(Value, frozen=True, eq=False):
         """Prove that this map fits a checkpoint, without what comes behind it. Raises `DoesNotFit` with every problem."""
         known = read_config(checkpoint.source, DEFAULTS) if config is None else config
         return Bound(
-            self.family, self.source, self.target, checkpoint.stored, config=known, given=self.sizes, prefix=self.prefix,
-            file=checkpoint.path,
+            self.family, self.source, self.target, checkpoint.stored, config=known, given=self.sizes,
+            metadata=checkpoint.metadata, prefix=self.prefix, file=checkpoint.path,
         )  # fmt: skip
 
     def through(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -164,11 +164,17 @@ def _other(family: Family, layout: str) -> str:
 
 
 def _layouts_of(names: Iterable[str], config: Mapping[str, object] | None = None) -> Iterator[tuple[Family, str]]:
-    """The layouts whose parts are called as these names are, numbers aside. Of several families config.json decides."""
+    """The layouts whose parts are called as these names are, numbers aside. Of several families config.json decides, and of layouts
+    of a family that hold all arrays alike the first one counts."""
     plain = {DIGITS.sub("#", name) for name in names}
     found = list[tuple[Family, str]]()
     for family in families().values():
+        seen = list[object]()
         for layout in family.layouts.values():
+            alike = [(one.name.text, one.pattern) for array in family.arrays for one in array.parts[layout.name]]
+            if alike in seen:
+                continue
+            seen.append(alike)
             parts = {part.name.plain: array for array in family.arrays for part in array.parts[layout.name]}
             needed = {name for name, array in parts.items() if not (array.optional or array.tied)}
             known = {*parts, *(one.plain for one in layout.drops)}

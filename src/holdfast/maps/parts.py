@@ -5,7 +5,8 @@
 
 Both lines are parts of one array, whose axes are layer, group, slot, dim and hidden. A number in a name, `{layer}`, is a place on
 an axis: there is a tensor for each. A dimension is one axis, or several in brackets, the last one fastest. `slot[:query]` is the
-first `query` places of an axis, `slot[query]` the one behind them. A part is the same all along an axis that it does not have.
+first `query` places of an axis, `slot[query]` the one behind them, and `{layer[:dense]}` in a name the first `dense` numbers. A
+part is the same all along an axis that it does not have.
 
 Sizes are small expressions: whole numbers and names with + - * and /, which must come out even. Python evaluates none of it.
 """
@@ -93,6 +94,8 @@ class NamePattern(Value, frozen=True):
     """The name with # for every number."""
     numbers: tuple[str, ...]
     """For each of these, the axis that it is a place on, or the digits that stand there always."""
+    spans: tuple[AxisRange, ...]
+    """The places that the axes among them have."""
 
     @classmethod
     def read(cls, text: str) -> NamePattern:
@@ -100,18 +103,16 @@ class NamePattern(Value, frozen=True):
         >>> NamePattern.read("layers.{layer}.fc1.weight{expert}").numbers
         ('layer', '1', 'expert')
         """
-        for axis in NUMBER.findall(text):
-            if not re.fullmatch(NAME, axis):
-                raise BadMap(f"a number in a name is written {{layer}}, not {{{axis}}}: {text[:80]!r}", found=text)
+        spans = tuple(_axis_range(axis, text) for axis in NUMBER.findall(text))
         if "#" in text or re.search(r"\d\{|\}\d|\}\{", text) or not text.strip():
             raise BadMap(f"a name has its numbers apart, and no # in it: {text[:80]!r}", found=text)
         plain = DIGITS.sub("#", NUMBER.sub("#", text))
-        numbers = tuple(axis or digits for axis, digits in re.findall(r"\{([^{}]*)\}|(\d+)", text))
-        return cls(text, plain, numbers)
+        numbers = tuple(axis or digits for axis, digits in re.findall(rf"\{{({NAME})[^{{}}]*\}}|(\d+)", text))
+        return cls(text, plain, numbers, spans)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.numbers if not axis.isdecimal())
+        return tuple(span.axis for span in self.spans)
 
     def places(self, digits: tuple[str, ...]) -> tuple[int, ...] | None:
         """The places that a name with these digits stands for; None where others always stand there, or too many."""
@@ -120,7 +121,7 @@ class NamePattern(Value, frozen=True):
         return tuple(int(found) for own, found in zip(self.numbers, digits, strict=True) if not own.isdecimal())
 
     def name(self, places: Mapping[str, int]) -> str:
-        return NUMBER.sub(lambda found: str(places[found.group(1)]), self.text)
+        return NUMBER.sub(lambda found: str(places[found.group(1).partition("[")[0]]), self.text)
 
 
 class Part(Value, frozen=True):
