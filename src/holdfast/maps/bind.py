@@ -193,9 +193,10 @@ class Bound:
             parts = found.array.parts[self.source.name]
             first: dict[int, int] = {}
             for (part, _), row in found.rows.items():
-                first.setdefault(part, row)
+                if self.table.kind_of(row).traits.blocks is None:
+                    first.setdefault(part, row)
             samples += [(parts[part], self.table.kind_of(row).shape) for part, row in first.items()]
-            if len(parts) == 1:
+            if len(parts) == 1 and first:
                 sizes.shapes.setdefault(found.array.id, samples[-1][1])
         sizes.settle()
         for found in self.found:
@@ -317,22 +318,18 @@ class Bound:
                 if places not in expected:
                     problems.left_over.append(table.names[row])
                     del found.rows[number, places]
+                elif (blocks := kind.traits.blocks) is not None:
+                    problems.wrong[table.names[row]] = f"is in blocks of {blocks}: make numbers of them first (--dequantize)"
                 elif kind.shape != shape:
                     used = [span.axis for dim in placed.dims for span in dim]
                     sizes = ", ".join(f"{axis} {self._said(axis)}" for axis in dict.fromkeys(used))
                     problems.wrong[table.names[row]] = f"{list(kind.shape)}, and '{part.pattern}' is {list(shape)}, with {sizes}"
-                elif kind.traits.blocks is not None and not self._only_renamed(found, number):
-                    problems.wrong[table.names[row]] = "its elements are quantised blocks, which cannot be cut or joined"
             if not rows and optional and not found.rows:
                 continue
             named = (
                 self.source.name_of(found.state, part.name.name(places)) for key, places in expected.items() if key not in rows
             )
             problems.missing.extend((name if found.state else prefix + name) for name in named)
-
-    def _only_renamed(self, found: FoundTensors, part: int) -> bool:
-        """Whether the target has a part that is the same of the array as this one is."""
-        return found.array.parts[self.source.name][part].pattern in [one.pattern for one in found.array.parts[self.target.name]]
 
     def _said(self, axis: str) -> str:
         origin = self.sizes.origin.get(axis, "")
