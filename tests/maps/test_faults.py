@@ -228,6 +228,8 @@ def test_auto_finds_family_and_direction(tmp_path: Path, name: str):
     for layout in (one for one in families()[family].layouts if one != "hf"):
         seen = holdfast.open(source, map=f"auto->{layout}")
         assert any(f"{family}:hf->{layout}" in note for note in seen.notes)
+        if sorted(seen) == sorted(tensors):
+            continue  # the same names: it is known as the first layout that has them
         there = write(tmp_path / layout, {name: tensor.numpy() for name, tensor in seen.items()}, config)
         back = holdfast.open(there, map="auto")
         assert any(f"{family}:{layout}->hf" in note for note in back.notes)
