@@ -319,7 +319,7 @@ class Bound:
                     problems.left_over.append(table.names[row])
                     del found.rows[number, places]
                 elif (blocks := kind.traits.blocks) is not None:
-                    problems.wrong[table.names[row]] = f"is in blocks of {blocks}: make numbers of them first (--dequantize)"
+                    problems.wrong[table.names[row]] = f"is in blocks of {blocks}: make numbers of them first (dequantize=True)"
                 elif kind.shape != shape:
                     used = [span.axis for dim in placed.dims for span in dim]
                     sizes = ", ".join(f"{axis} {self._said(axis)}" for axis in dict.fromkeys(used))
