@@ -13,6 +13,7 @@ import holdfast
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.errors import BadMap, DoesNotFit
 from holdfast.maps.find import Map, families, find_map
+from holdfast.maps.mapped import mapped
 from holdfast.maps.parts import NamePattern
 from tests.formats.gguf.craft_gguf import gguf, info, value
 from tests.maps.test_oracles import FOLDER, RECORDED, digest, numbered
@@ -68,14 +69,44 @@ def test_without_a_config_a_layer_that_predicts_more_tokens_is_no_layer_of_the_m
     assert {f"model.layers.3.{name}" for name in MORE} <= {*caught.value.unexpected}
 
 
-@pytest.mark.parametrize(("family", "name"), [("deepseek_v3", "deepseek_v3-q-lora"), ("qwen3", "qwen3-gqa")])
 @pytest.mark.parametrize("target", ["titan", "megatron", "transformers", "gguf"])
-def test_weights_with_scales_are_refused(family: str, name: str, target: str):
-    tensors, config = model(f"{name}.hf-titan")
+def test_scales_that_a_family_does_not_know_are_refused(target: str):
+    tensors, config = model("qwen3-gqa.hf-titan")
     scale = "model.layers.0.self_attn.o_proj.weight_scale_inv"
     with pytest.raises(DoesNotFit, match=f"{scale}: left over, the scale of fp8 weights") as caught:
-        Map(families()[family], "hf", target).bind(opened({**tensors, scale: np.zeros((1, 1), np.int64)}), config)
+        Map(families()["qwen3"], "hf", target).bind(opened({**tensors, scale: np.zeros((1, 1), np.int64)}), config)
     assert caught.value.unexpected == (scale,)
+
+
+def scaled() -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    """DeepSeek V3 in fp8: beside each matrix but the router's one with a scale for each block of it, here of 4 by 2."""
+    tensors, config = model("deepseek_v3-q-lora.hf-titan")
+    linear = [name for name in tensors if name.endswith(("_proj.weight", "with_mqa.weight"))]
+    shapes = [[f"{name}_scale_inv", [-(-tensors[name].shape[0] // 4), -(-tensors[name].shape[1] // 2)]] for name in linear]
+    return tensors | {name: one + 10**6 for name, one in numbered(shapes).items()}, config
+
+
+@pytest.mark.parametrize("target", ["titan", "megatron", "transformers"])
+def test_scales_of_fp8_weights_go_along(target: str):
+    tensors, config = scaled()
+    chosen = Map(families()["deepseek_v3"], "hf", target)
+    checkpoint = opened(tensors)
+    there = {name: one.numpy() for name, one in mapped(checkpoint, chosen.bind(checkpoint, config), lambda one: one).items()}
+    assert sum(name.endswith("_scale_inv") for name in there) > 10
+    assert sum(one.size for one in there.values()) == sum(one.size for one in tensors.values())
+    again = opened(there)
+    back = mapped(again, chosen.invert().bind(again, config), lambda one: one)
+    assert {name: digest(one.numpy()) for name, one in back.items()} == {name: digest(one) for name, one in tensors.items()}
+
+
+def test_scales_are_never_left_behind():
+    tensors, config = scaled()
+    with pytest.raises(DoesNotFit, match="the scale of fp8 weights"):
+        Map(families()["deepseek_v3"], "hf", "gguf").bind(opened(tensors), config)
+    some = {name: one for name, one in tensors.items() if "layers.1.mlp.experts.2.up_proj.weight_scale_inv" not in name}
+    with pytest.raises(DoesNotFit) as caught:
+        Map(families()["deepseek_v3"], "hf", "titan").bind(opened(some), config)
+    assert caught.value.missing == ("model.layers.1.mlp.experts.2.up_proj.weight_scale_inv",)
 
 
 def gguf_file(folder: Path, name: str, blocks: str = "") -> Path:

@@ -57,7 +57,9 @@ class Kind(Value, frozen=True, eq=False):
 
     @classmethod
     def of(cls, tensor: LazyTensor) -> Kind:
-        """The kind of a tensor. In several pieces, or in none, it is not dense."""
+        """The kind of a tensor. In several pieces, in none, or in those that are not made yet, it is not dense."""
+        if tensor.later:
+            return cls(tensor.dtype, tensor.shape, tensor.traits, tensor.nbytes)
         dtype, shape, traits, chunks = tensor.dtype, tensor.shape, tensor.traits, tensor.chunks
         if len(chunks) != 1 or chunks[0].shape != shape:
             return cls(dtype, shape, traits, tensor.nbytes)

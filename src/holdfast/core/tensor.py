@@ -204,6 +204,11 @@ class LazyTensor(TensorFields, frozen=True, eq=False):
         return chunks
 
     @property
+    def later(self) -> bool:
+        """Whether its chunks are many, and not made yet."""
+        return not isinstance(_CHUNKS.__get__(self), tuple)
+
+    @property
     def made(self) -> bool:
         return self.position is None or bool(_CHUNKS.__get__(self))
 

@@ -25,7 +25,7 @@ from holdfast.maps.parts import DIGITS, AxisRange, NamePattern, Part, evaluate, 
 from holdfast.maps.pieces import Placed, Span
 
 SCALE = "_scale_inv"  # Of a block of fp8 weights, which are other numbers without it.
-SCALED = "the scale of fp8 weights: no layout has a place for it, so make bf16 of them first"
+SCALED = "the scale of fp8 weights: there is no place for it, so make bf16 of them first"
 TIED = "tie_word_embeddings"  # Of config.json: whether arrays that may be twins of others are.
 
 MOST_TENSORS = 1 << 18  # That a map makes, or misses.
@@ -345,7 +345,8 @@ class Bound:
             twin = found.array.tied and self._tied and self.target.name not in found.array.copies
             parts = () if twin else found.array.parts[self.target.name]
             if not parts:
-                self.dropped += [self.table.names[row] for row in found.rows.values()]
+                names = [self.table.names[row] for row in found.rows.values()]
+                (self.problems.left_over if names[0].endswith(SCALE) else self.dropped).extend(names)
             for number, (part, placed) in enumerate(zip(parts, self.placed(found.array, self.target.name), strict=False)):
                 assert placed is not None  # else there were problems
                 for places in every_place(part.name.axes, placed.places):
