@@ -35,7 +35,7 @@ D = TypeVar("D")
 
 UNLIMITED = 1 << 62
 
-TOGETHER = 512  # Entries whose text is made at a time, of a field that may have a million.
+TOGETHER = 4096  # Entries whose text is made at a time, of a field that may have a million.
 
 FAILURES = (ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 """What msgspec raises of a text or a value that is no document of ours."""

@@ -98,7 +98,8 @@ def stored_tensors(manifest: Parsed, source: Source) -> Stored:
     rows = [
         row
         for row, stored in enumerate(tensors)
-        if len(stored.chunks) != 1
+        if not stored.chunks
+        or stored.chunks[1:]
         or (first := stored.chunks[0]).start is not None
         or first.sparse is not None
         or stored.dtype not in WHOLE
