@@ -148,7 +148,7 @@ def models(draw: st.DrawFn, dtype: str = "<i4", ties: bool = True, least: int = 
 def cuts(draw: st.DrawFn, number: int, layout: str, axes: list[str], low: dict[str, int], sizes: dict[str, int]) -> list[Cut]:
     """The parts of a layout: one, or several with ranges of an axis, each with its own order of axes."""
     wide = [axis for axis in axes if sizes[axis] > 1]
-    cut = draw(st.sampled_from([None, *wide]))
+    cut = draw(st.sampled_from([None, *wide, *wide[-1:]]))
     if cut is None:
         return [draw(one_cut(number, layout, 0, axes, {}))]
     start = low.get(cut, 0)
@@ -160,12 +160,14 @@ def cuts(draw: st.DrawFn, number: int, layout: str, axes: list[str], low: dict[s
 
 @st.composite
 def one_cut(draw: st.DrawFn, number: int, layout: str, place: int, axes: list[str], spans: dict[str, tuple[int, int]]) -> Cut:
-    order = draw(st.permutations(axes))
-    numbers = [axis for axis in order if axis not in spans and draw(st.integers(0, 2)) == 0]
+    # Half of all have their axes in one order, and a third all in one dimension: then they meet in long runs.
+    order = draw(st.permutations(axes)) if draw(st.booleans()) else axes
+    together = draw(st.sampled_from(["never", "always", "now and then"]))
+    numbers = [axis for axis in order if axis not in spans and draw(st.integers(0, 3)) == 0]
     rest = [axis for axis in order if axis not in numbers]
     dims: list[list[str]] = []
     for axis in rest:
-        if dims and draw(st.booleans()):
+        if dims and (together == "always" or (together == "now and then" and draw(st.booleans()))):
             dims[-1].append(axis)
         else:
             dims.append([axis])

@@ -17,6 +17,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.errors import DoesNotFit
 from holdfast.maps.family import Family, read_family
 from holdfast.maps.find import Map
+from holdfast.maps.mapped import MappedChunks, MappedTensors
 from tests.maps.random_families import LAYOUTS, Model, models
 from tests.support import ALONE, element_bytes
 
@@ -62,6 +63,24 @@ def test_slices(model: Model, way: tuple[str, str], data: st.DataObject):
 def indices(count: int) -> st.SearchStrategy[int | slice]:
     cuts = st.slices(count)
     return cuts | st.integers(-count, count - 1) if count else cuts
+
+
+@settings(max_examples=60)
+@given(models(ties=False), WAYS, st.data())
+def test_chunks_for_a_box_are_those_that_meet_it(model: Model, way: tuple[str, str], data: st.DataObject):
+    source, target = way
+    bound = Map(family_of(model), source, target, model.given).bind(opened(model, source))
+    made = MappedTensors(bound)
+    for one in bound.targets:
+        met = tuple((part, meeting) for part, meeting in enumerate(made.meetings(one)) if not meeting.empty)
+        chunks = MappedChunks(one.places, one.found.rows, met, bound.table)
+        low = [data.draw(st.integers(0, count - 1)) for count in one.shape[: data.draw(st.integers(0, len(one.shape)))]]
+        high = [data.draw(st.integers(start + 1, count)) for start, count in zip(low, one.shape, strict=False)]
+        boxes = {(chunk.box.start, chunk.box.stop) for chunk in chunks.made(low, high)}
+        every = {(chunk.box.start, chunk.box.stop) for chunk in chunks.made()}
+        assert boxes <= every
+        missed = every - boxes
+        assert not [box for box in missed if all(box[0][d] < high[d] and low[d] < box[1][d] for d in range(len(low)))]
 
 
 @settings(max_examples=60)
@@ -187,3 +206,15 @@ def test_an_axis_without_places_that_one_layout_lacks_is_refused():
     source = holdfast.open(holdfast.to_bytes({"x": np.zeros((0, 3), "<i4")}, format="safetensors"))
     with pytest.raises(DoesNotFit, match="do not make the whole"):
         Map(read_family("empty", text.encode()), "a", "b").through(source)
+
+
+@pytest.mark.parametrize(("a", "b"), [("n m", "m n"), ("(n m)", "(m n)"), ("(n m) k", "(m n) k"), ("n (m k)", "n (k m)")])
+def test_a_square_that_is_turned_is_no_rename(a: str, b: str):
+    text = f"[sizes]\nn = '2'\nm = '2'\nk = '2'\n[layouts.a]\n[layouts.b]\n[[array]]\nid = 'w'\na = 'x : {a}'\nb = 'y : {b}'"
+    family = read_family("square", text.encode())
+    axes = [axis for axis in "nmk" if axis in a]
+    whole = np.arange(2 ** len(axes), dtype="<i4").reshape([2] * len(axes))
+    shape = [4 if "(" in word else 2 for word in a.replace("m n", "mn").replace("n m)", "nm)").replace("m k)", "mk)").split()]
+    turned = whole.transpose([axes.index(axis) for axis in b if axis in axes]).reshape(shape)
+    source = holdfast.open(holdfast.to_bytes({"x": whole.reshape(shape)}, format="safetensors"))
+    np.testing.assert_array_equal(Map(family, "a", "b").through(source)["y"].numpy(), turned)

@@ -219,14 +219,12 @@ class Bound:
             wanted = array.parts[self.source.name] and array.parts[self.target.name]
             if array.id not in there and wanted and not array.optional and not (array.tied and self._tied is not False):
                 self.found.append(FoundTensors(array, "", {}))
-        for found in self.found:
+        for found in [*self.found, *self._ties()]:
             for layout in (self.source.name, self.target.name):
                 self._check_tiles(found.array, layout)
+        for found in self.found:
             if found.array.parts[self.source.name]:
                 self._check_tensors(found)
-        for tie in self._ties():
-            for layout in (self.source.name, self.target.name):
-                self._check_tiles(tie.array, layout)
         self._leave_out()
 
     def _leave_out(self) -> None:

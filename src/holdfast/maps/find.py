@@ -113,9 +113,7 @@ def map_named(text: str) -> Map:
         elif equals and value.isdecimal() and len(value) < 12:
             sizes[key] = int(value)
         else:
-            raise BadMap(
-                f"behind the map stand sizes, '?group=4', or what names begin with, '?prefix=model.', not {part[:40]!r}", found=text
-            )
+            raise BadMap(f"behind the map stand sizes, '?group=4', or '?prefix=model.', not {part[:40]!r}", found=text)
     return Map(family, found["source"], found["target"], sizes, prefix)
 
 

@@ -148,8 +148,7 @@ class Part(Value, frozen=True):
 
     def __post_init__(self) -> None:
         if len({*self.axes}) < len(self.axes) or len(self.axes) > MOST_AXES:
-            said = f"an axis stands twice in '{self.name.text} : {self.pattern}', or there are more than {MOST_AXES}"
-            raise BadMap(said, found=self.name.text)
+            raise BadMap(f"an axis stands twice in {self.name.text!r}, or there are more than {MOST_AXES}", found=self.name.text)
 
     @property
     def axes(self) -> tuple[str, ...]:

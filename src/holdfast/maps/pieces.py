@@ -177,12 +177,12 @@ class Meeting:
         order = sorted(run.source_dim for run in self.runs)
         part = tensor[tuple(index)] if index else tensor
         dims = {run.dim: order.index(run.source_dim) for run in self.runs}
-        return [_moved(chunk, starts, sizes, dims) for chunk in part.chunks]
+        return [_moved(chunk, starts, sizes, dims, bits=tensor.dtype.bits) for chunk in part.chunks]
 
 
-def _moved(chunk: Chunk, starts: Sequence[int], sizes: Sequence[int], dims: Mapping[int, int]) -> Chunk:
+def _moved(chunk: Chunk, starts: Sequence[int], sizes: Sequence[int], dims: Mapping[int, int], *, bits: int) -> Chunk:
     """A chunk of a part of a source as one of the target: `dims` says which dimension of the part is which of the target."""
-    low, high, strides = list(starts), [start + size for start, size in zip(starts, sizes, strict=True)], [1] * len(starts)
+    low, high, strides = list(starts), [start + size for start, size in zip(starts, sizes, strict=True)], [bits] * len(starts)
     for dim, own in dims.items():
         low[dim], high[dim] = starts[dim] + chunk.box.start[own], starts[dim] + chunk.box.stop[own]
         strides[dim] = chunk.strides[own]
