@@ -118,7 +118,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def format(self) -> str:
         """`torch-zip`, `torch-legacy`, `torch-tar`, `torch-dir`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`,
-        `native`, `npy`, `npz`, `gguf`, `gguf-dir`, `rank-files`, `deepspeed` or `megatron`."""
+        `native`, `npy`, `npz`, `gguf`, `gguf-dir`, `rank-files`, `deepspeed`, `megatron` or `meta-llama`."""
         return self._description.format
 
     @property

@@ -212,6 +212,7 @@ FORMATS = [
         "torch-dir", ".torch.directory:describe", b"", ".torch.directory:is_directory", folder=True,
         weights_by=".torch.directory:weight_files",
     ),
+    Format("meta-llama", ".rank_files.meta:describe", b"", ".rank_files.meta:is_meta", folder=True),
 ]  # fmt: skip
 """Every format, in the order of detection: the first match counts. Of several formats with one name or suffix, the first counts."""
 

@@ -6,6 +6,8 @@
 `pytorch_model.bin.index.json`. The rules for both: every named file exists inside of the folder, each file has the tensors that the
 index maps to it, and no tensor is in two files.
 
+Beside them lies `config.json` with the sizes of the model.
+
 `metadata` may be missing, and its `total_size` is a float in some files on the hub; no reader depends on it.
 """
 
@@ -15,10 +17,11 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
 from holdfast.core.strict_json import kind, parse, pointer, quoted
 from holdfast.core.value import Value
-from holdfast.errors import HeaderError, LimitExceeded, MetadataError, StoreError, UnsafePath, Unsupported
+from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, UnsafePath, Unsupported
 
 INDEX = ".index.json"
 """The end of the name of an index, after the suffix of its files."""
@@ -154,3 +157,23 @@ def other_copies(keys: Iterable[str], used: Collection[str] = ()) -> list[str]:
 def some(names: Sequence[str]) -> str:
     shown = ", ".join(map(quoted, names[:SHOWN]))
     return f"{shown} and {len(names) - SHOWN:,} more" if len(names) > SHOWN else shown
+
+
+CONFIGS = ("params.json", "config.json")
+"""What models say of their sizes; the later one counts more."""
+
+
+def read_config(source: Source, limits: Limits) -> Mapping[str, object]:
+    """The config.json beside the weights, and Meta's params.json; empty where there is none, or it is none. Models with several
+    towers have one for each: the text model's counts as well."""
+    store, known = source.store, dict[str, object]()
+    for key in CONFIGS if store.folder else ():
+        try:
+            size = min(store.size(key), limits.header_nbytes) if store.holds(key) else 0
+            found = parse(source.bytes(key, 0, size), limits, file=key) if size else None
+        except HoldfastError:
+            continue
+        if isinstance(found, dict):
+            inner = found.get("text_config")
+            known |= {**(inner if isinstance(inner, dict) else {}), **found}
+    return known

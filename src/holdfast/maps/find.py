@@ -20,9 +20,10 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import DEFAULTS
 from holdfast.core.value import Value, replace
 from holdfast.errors import BadMap
+from holdfast.formats.index_file import read_config
 from holdfast.maps.bind import Bound
 from holdfast.maps.family import MOST_NBYTES, Family, read_family
-from holdfast.maps.mapped import mapped, read_config
+from holdfast.maps.mapped import mapped
 from holdfast.maps.parts import DIGITS
 
 AUTO, SUFFIX = "auto", ".toml"

@@ -6,34 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
-from holdfast.core.limits import Limits
-from holdfast.core.protocols import Description, Source
-from holdfast.core.strict_json import parse
+from holdfast.core.protocols import Description
 from holdfast.core.table import Table
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import plural
 from holdfast.core.value import Value
-from holdfast.errors import HoldfastError
 from holdfast.maps.bind import Bound, Target
 from holdfast.maps.pieces import Meeting
-
-CONFIG = "config.json"
-
-
-def read_config(source: Source, limits: Limits) -> Mapping[str, object]:
-    """The config.json beside the weights; empty where there is none, or it is none. Models with several towers have one for each:
-    the text model's counts as well."""
-    store = source.store
-    if not store.folder or not store.holds(CONFIG):
-        return {}
-    try:
-        found = parse(source.bytes(CONFIG, 0, min(store.size(CONFIG), limits.header_nbytes)), limits, file=CONFIG)
-    except HoldfastError:
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    inner = found.get("text_config")
-    return {**(inner if isinstance(inner, dict) else {}), **found}
 
 
 class MappedTensors:

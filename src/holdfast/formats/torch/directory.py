@@ -51,7 +51,7 @@ def is_directory(source: Source) -> bool:
 def describe(source: Source) -> Description:
     """Read the index and the pickle of every file that counts, and check that they agree."""
     chosen = weight_files(source)
-    saved = _read_all(source, chosen.files)
+    saved = read_all(source, chosen.files)
     notes = [f"{key}: {note}" if len(saved) > 1 else note for key, one in saved.items() for note in one.notes]
     alone = chosen.index is None and len(saved) == 1
     tree = saved[chosen.files[0]].tree if alone else _joined(saved, chosen, notes)
@@ -87,7 +87,7 @@ def weight_files(source: Source) -> WeightFiles:
     return WeightFiles(files)
 
 
-def _read_all(source: Source, files: Sequence[str]) -> dict[str, SavedFile]:
+def read_all(source: Source, files: Sequence[str]) -> dict[str, SavedFile]:
     """Read every file. Raises where their pickles together are longer than the limit for one."""
     saved: dict[str, SavedFile] = {}
     left = source.limits.pickle_nbytes
