@@ -162,10 +162,10 @@ def test_bytes_of_every_dtype_are_sent():
             tensor = torch.zeros(shape, dtype=dtype)
             fills = replicas.NO_FILLS.with_more([replicas.Fill(None, tensor)])
             one = replicas.Replicas(fills, (), Shares(False, {}, [], [], []), 0)
-            octets = one.bytes_of(replicas.Piece(0, 0, 0))
+            octets = one.bytes_of(replicas.SharedPiece(0, 0, 0))
             assert (octets.dtype, octets.numel()) == (torch.uint8, tensor.nbytes)
             if len(shape) > 1:
-                assert one.bytes_of(replicas.Piece(0, 1, 2, b"x")).data_ptr() == tensor[1:].data_ptr()
+                assert one.bytes_of(replicas.SharedPiece(0, 1, 2, b"x")).data_ptr() == tensor[1:].data_ptr()
 
 
 # Ranks that load.

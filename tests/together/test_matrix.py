@@ -115,7 +115,7 @@ def test_every_format_is_here(sources: Path):
     for name, format in SOURCES.items():
         with holdfast.open(sources / name) as source:
             assert source.format == format
-    made = {"out.pt": "torch-zip", "out.safetensors": "safetensors", "native": "native", "hf": "safetensors-dir"}
+    made = {"out.pt": "torch-zip", "out.safetensors": "safetensors", "native": "native", "hf": "safetensors-dir", "dcp": "dcp"}
     assert {one.name for one in written_formats()} == {*made.values()}
     assert made.keys() <= {name for name, _ in TARGETS.values()}
 
@@ -130,6 +130,7 @@ TARGETS: dict[str, tuple[str, Options]] = {
     "native files": ("native", {"max_shard_size": 7_000}),
     "hf": ("hf", {"format": "safetensors", "tensors_only": True, "max_shard_size": 7_000}),
     "one in a folder": ("hf", {"format": "safetensors", "tensors_only": True}),
+    "dcp": ("dcp", {"format": "dcp", "tensors_only": True, "max_shard_size": 7_000}),
 }
 VERBS: dict[str, tuple[Callable[..., object], tuple[object, ...], Options]] = {
     "convert": (holdfast.convert, (), {}),

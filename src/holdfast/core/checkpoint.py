@@ -106,7 +106,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return Checkpoint(self._source, replace(found, tensors=table, tree=table), again=self._again)
 
     def seen(self, description: Description, through: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
-        """These files under another description, which `through` makes of this checkpoint."""
+        """The files of this checkpoint under another description, which `through` makes of this checkpoint."""
         again = None if self._again is None else partial(_seen_again, self._again, through)
         return Checkpoint(self._source, description, again=again)
 

@@ -22,7 +22,7 @@ from holdfast.core.value import Value
 from holdfast.errors import BadMap, DoesNotFit
 from holdfast.maps.family import Array, Family
 from holdfast.maps.parts import DIGITS, AxisRange, NamePattern, Part, evaluate, every_place
-from holdfast.maps.pieces import Placed, Span
+from holdfast.maps.pieces import AxisSpan, Placed
 
 SCALE = "_scale_inv"  # Of a block of fp8 weights, which are other numbers without it.
 SCALED = "the scale of fp8 weights: there is no place for it, so make bf16 of them first"
@@ -293,7 +293,7 @@ class Bound:
                 self.problems.wrong[part.name.text] = f"would be {count:,} tensors, which no checkpoint has"
                 made.append(None)
                 continue
-            dims = tuple(tuple(Span(axis, *span) for axis, span in dim if span is not None) for dim in spans)
+            dims = tuple(tuple(AxisSpan(axis, *span) for axis, span in dim if span is not None) for dim in spans)
             made.append(Placed(dims, {axis: range(*span) for axis, span in numbers.items() if span is not None}))
         return made
 

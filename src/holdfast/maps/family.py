@@ -76,7 +76,7 @@ class Array(Value, frozen=True, eq=False):
     copies: tuple[str, ...] = ()
 
 
-class Layout(Value, frozen=True, eq=False):
+class WeightLayout(Value, frozen=True, eq=False):
     name: str
     drops: tuple[NamePattern, ...]
     states: str
@@ -105,10 +105,10 @@ class Family(Value, frozen=True, eq=False):
     about: str
     model_types: tuple[str, ...]
     sizes: Mapping[str, tuple[str, ...]]
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, WeightLayout]
     arrays: tuple[Array, ...]
 
-    def layout(self, name: str) -> Layout:
+    def layout(self, name: str) -> WeightLayout:
         if name not in self.layouts:
             raise BadMap(f"the family {self.name!r} has no layout {name!r}: it has {', '.join(self.layouts)}", found=name)
         return self.layouts[name]
@@ -141,7 +141,7 @@ def _texts(given: Texts) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _layout(name: str, text: LayoutText, others: Mapping[str, LayoutText]) -> Layout:
+def _layout(name: str, text: LayoutText, others: Mapping[str, LayoutText]) -> WeightLayout:
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         raise BadMap(f"{name[:40]!r} is no name of a layout")
     if text.base and (text.base not in others or others[text.base].base):
@@ -151,7 +151,7 @@ def _layout(name: str, text: LayoutText, others: Mapping[str, LayoutText]) -> La
         raise BadMap(f"states are written 'optimizer.{{state}}.{{name}}', not {text.states!r}")
     base = others.get(text.base, text)
     drops = tuple(map(NamePattern.read, _texts(text.drop or base.drop)))
-    return Layout(name, drops, text.states or base.states, text.format or base.format, text.torch_dist or base.torch_dist)
+    return WeightLayout(name, drops, text.states or base.states, text.format or base.format, text.torch_dist or base.torch_dist)
 
 
 def _array(number: int, given: Mapping[str, object], layouts: Mapping[str, LayoutText]) -> Array:
@@ -194,7 +194,7 @@ def _renamed(part: Part, replaced: Mapping[str, str]) -> Part:
     return Part(name, dims, part.pattern)
 
 
-def _check(layouts: Mapping[str, Layout], arrays: tuple[Array, ...]) -> None:
+def _check(layouts: Mapping[str, WeightLayout], arrays: tuple[Array, ...]) -> None:
     """What can be said of a family without a checkpoint: no two parts have one name, ties lead to arrays with the same axes."""
     axes = {one.id: {axis for parts in one.parts.values() for part in parts for axis in part.axes} for one in arrays}
     if len(axes) < len(arrays):

@@ -21,7 +21,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
 
-class Span(NamedTuple):
+class AxisSpan(NamedTuple):
     """What a tensor has of an axis."""
 
     axis: str
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 class Placed(Value, frozen=True):
     """The tensors of one part: what each dimension has of which axes, and the axes of which each tensor is one place."""
 
-    dims: tuple[tuple[Span, ...], ...]
+    dims: tuple[tuple[AxisSpan, ...], ...]
     places: Mapping[str, range]
 
     @property
@@ -54,7 +54,7 @@ class Stride(NamedTuple):
     start: int
 
 
-def strides_of(dims: tuple[tuple[Span, ...], ...]) -> dict[str, Stride]:
+def strides_of(dims: tuple[tuple[AxisSpan, ...], ...]) -> dict[str, Stride]:
     found: dict[str, Stride] = {}
     for number, dim in enumerate(dims):
         rows = 1
@@ -64,7 +64,7 @@ def strides_of(dims: tuple[tuple[Span, ...], ...]) -> dict[str, Stride]:
     return found
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows of a dimension of the target that follow each other, and a dimension of the source that has them some rows apart."""
 
     dim: int
@@ -97,14 +97,14 @@ class Meeting:
     @property
     def renames(self) -> bool:
         """Whether a target is a source under another name."""
-        whole = [Run(dim, 0, count, dim, 0, 1) for dim, count in enumerate(self.target.shape) if count > 1]
+        whole = [RowRun(dim, 0, count, dim, 0, 1) for dim, count in enumerate(self.target.shape) if count > 1]
         alike = [axis for axis in self.stepped if self.common[axis][1] - self.common[axis][0] > 1]
         return not alike and sorted(self.runs) == whole and self.target.shape == self.source.shape
 
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[RowRun]:
         """For each dimension of the target the axes, from the last on, that are one stretch here and evenly apart there."""
         self._running: list[tuple[int, list[str]]] = []
-        runs: list[Run] = []
+        runs: list[RowRun] = []
         used = set[int]()
         for number in reversed(range(len(self.target.dims))):
             axes: list[str] = []
@@ -131,7 +131,7 @@ class Meeting:
                 used.add(dim)
                 first = sum((self.common[a][0] - self._here[a].start) * self._here[a].rows for a in axes)
                 there_first = sum((self.common[a][0] - self._there[a].start) * self._there[a].rows for a in axes)
-                runs.append(Run(number, first, count, dim, there_first, step))
+                runs.append(RowRun(number, first, count, dim, there_first, step))
                 self._running.append((number, axes))
         return runs
 

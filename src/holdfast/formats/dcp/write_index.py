@@ -44,7 +44,7 @@ class Listed(Value, frozen=True, eq=False):
     """Names of the tensors that require gradients."""
 
 
-class Made(Value, frozen=True, eq=False):
+class PickledObject(Value, frozen=True, eq=False):
     """An object of a class, with its state."""
 
     of: Global
@@ -79,17 +79,17 @@ def dcp_index(listed: Listed, files: Sequence[Receipt], parts: Sequence[FileBoxe
     begin, before, first, second, third = records.made(_empty_index(path, save_id)).split(DICT, 4)
     held = boxes.tensors(records)
     if listed.values:
-        held |= dict.fromkeys(listed.values, records.made(Made(BYTES)))
+        held |= dict.fromkeys(listed.values, records.made(PickledObject(BYTES)))
     state = [b"%b%b" % (texts[name], held[name]) for name in listed.paths if name in held]
     items = boxes.items(records, texts)
     written = before, *_dict(state), first, *_dict(_paths(listed.paths, texts)), second, *_dict(items), third
     return b"".join((*records.first, begin, DICT, *written, pickle.STOP))
 
 
-def _empty_index(path: str | None, save_id: str) -> Made:
-    saved = Made(STORAGE_META, {"checkpoint_id": path, "save_id": save_id, "load_id": None, "modules": []})
+def _empty_index(path: str | None, save_id: str) -> PickledObject:
+    saved = PickledObject(STORAGE_META, {"checkpoint_id": path, "save_id": save_id, "load_id": None, "modules": []})
     fields = {"state_dict_metadata": {}, "planner_data": {}, "storage_data": {}, "storage_meta": saved, "version": "1.0.0"}
-    return Made(METADATA, fields)
+    return PickledObject(METADATA, fields)
 
 
 class _Records:
@@ -128,7 +128,7 @@ class _Records:
             case Called(what, argument):
                 called = self._written(what) + self._written((argument,))
                 return called + self._noted(pickle.REDUCE + pickle.MEMOIZE, None if what == SIZE else value)
-            case Made(of, state):
+            case PickledObject(of, state):
                 made = self._written(of) + self._noted(pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.MEMOIZE)
                 return made if state is None else made + self._written(state) + pickle.BUILD
             case tuple():
@@ -196,14 +196,14 @@ class _StoredBoxes:
         made = {key: records.made(self._tensor_of(tensor, grad=key[2])) for key, tensor in kinds.items()}
         return {name: made[key] for (name, _), key in zip(given, keys, strict=True)}
 
-    def _tensor_of(self, tensor: int, *, grad: bool) -> Made:
+    def _tensor_of(self, tensor: int, *, grad: bool) -> PickledObject:
         shape, dtype, rows = self._of.shapes[tensor], DTYPES.name(self._of.dtypes[tensor]), self._rows(tensor)
         assert dtype is not None  # or nobody could lay out its data
         assert dtype.torch is not None
         corners, sizes = (columns[: len(shape), rows].T.tolist() for columns in (self._corner, self._size))
-        chunks = [Made(CHUNK, {"offsets": _size(a), "sizes": _size(b)}) for a, b in zip(corners, sizes, strict=True)]
-        properties = Made(PROPERTIES, (Global("torch", dtype.torch), STRIDED, grad, CONTIGUOUS, False))
-        return Made(TENSOR, {"properties": properties, "size": _size(shape), "chunks": chunks})
+        chunks = [PickledObject(CHUNK, {"offsets": _size(a), "sizes": _size(b)}) for a, b in zip(corners, sizes, strict=True)]
+        properties = PickledObject(PROPERTIES, (Global("torch", dtype.torch), STRIDED, grad, CONTIGUOUS, False))
+        return PickledObject(TENSOR, {"properties": properties, "size": _size(shape), "chunks": chunks})
 
     def items(self, records: _Records, texts: Mapping[str, bytes]) -> list[bytes]:
         """The records of all places: values, boxes, and boxes of tensors under their other names."""
@@ -237,10 +237,10 @@ NAME, OFFSET, LENGTH = "\ue000name", 0x7E57F00D, 0x7E57BEEF
 """Placeholders in the record of an item."""
 
 
-def _item(key: str, number: int | None, corner: Sequence[int] | None) -> tuple[Made, Made]:
+def _item(key: str, number: int | None, corner: Sequence[int] | None) -> tuple[PickledObject, PickledObject]:
     where = {} if corner is None else {"offset": _size(corner)}
     place = {"relative_path": key, "offset": OFFSET, "length": LENGTH}
-    return Made(INDEX, {"fqn": NAME, "index": number, **where}), Made(INFO, place)
+    return PickledObject(INDEX, {"fqn": NAME, "index": number, **where}), PickledObject(INFO, place)
 
 
 def _size(lengths: Sequence[int]) -> Called:

@@ -194,7 +194,7 @@ class Question(Generic[T]):
         return found
 
 
-class Counted:
+class ProgressCount:
     """What this rank has done since it said so, and on the first rank what all have done."""
 
     def __init__(self, progress: Progress | None) -> None:
@@ -238,7 +238,7 @@ class StoreRanks(SeveralRanks):
         self._process = os.getpid()
         self._beats = 0
         self._questions: queue.SimpleQueue[Question[object] | None] = queue.SimpleQueue()
-        self._count: Counted | None = None
+        self._count: ProgressCount | None = None
         # Where no thread can start, this rank shows a sign of life whenever it speaks or waits, and none while it writes.
         speaking = None if self._store is None else partial(self._speak, self._store)
         self._voice = None if speaking is None else start(speaking, name="holdfast-pulse", daemon=True)
@@ -261,7 +261,7 @@ class StoreRanks(SeveralRanks):
         if self._store is None:
             yield progress
             return
-        count = self._count = Counted(progress if self.first else None)
+        count = self._count = ProgressCount(progress if self.first else None)
         try:
             yield count.add
         finally:

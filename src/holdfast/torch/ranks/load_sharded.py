@@ -54,9 +54,9 @@ from holdfast.torch.ranks.replicas import (
     PART_NBYTES,
     PARTS,
     Offers,
-    Piece,
     Replicas,
     Replicated,
+    SharedPiece,
     Shares,
     deal_pieces,
     hand_on,
@@ -239,7 +239,7 @@ def _agree(request: ShardedLoad, ranks: StoreRanks, held: ExitStack) -> tuple[Wa
     remote = not place_at(request.where).on_disk
     wanted, strict = Wanted(), request.strict
     names: Names | None = None
-    pieces, offered = list[Piece](), NO_OFFERS
+    pieces, offered = list[SharedPiece](), NO_OFFERS
     local: bytes | BaseException
     try:
         with request.unharmed():

@@ -72,7 +72,7 @@ PieceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 """The checkpoint's name for a tensor, and the lowest and the highest corner of a box of it."""
 
 
-class Piece(Value, frozen=True, gc=False):
+class SharedPiece(Value, frozen=True, gc=False):
     """Rows of a fill, or all of it."""
 
     position: int
@@ -113,11 +113,11 @@ NO_OFFERS = Offers(b"", b"", b"", 0)
 PART_SUMS = message_kind("list of checksums of parts", list[tuple[bytes, int, int, int, int]])
 
 
-def offer(fills: Fills, keys: Sequence[PieceKey], group: dist.ProcessGroup | None, most: int) -> tuple[list[Piece], Offers]:
+def offer(fills: Fills, keys: Sequence[PieceKey], group: dist.ProcessGroup | None, most: int) -> tuple[list[SharedPiece], Offers]:
     """The pieces that this rank could get from another, of at most about `most` bytes where they can be cut: dense, on devices
     that the group can send between. Nothing where targets overlap, since the last one must win."""
     devices = set() if overlapping(fills) else {device.type for device in _chosen(group)._device_types}
-    lengths, targets, pieces, nbytes = fills.nbytes.tolist(), fills.targets, dict[bytes, Piece](), list[int]()
+    lengths, targets, pieces, nbytes = fills.nbytes.tolist(), fills.targets, dict[bytes, SharedPiece](), list[int]()
     for at in sorted(range(len(fills)), key=partial(_place, fills)):
         key, length, target = keys[at], lengths[at], targets[at]
         kind = target.device.type
@@ -129,11 +129,11 @@ def offer(fills: Fills, keys: Sequence[PieceKey], group: dist.ProcessGroup | Non
         if whole in pieces:
             continue
         if not rows:
-            pieces[whole] = Piece(at, 0, 0)
+            pieces[whole] = SharedPiece(at, 0, 0)
             nbytes.append(length)
         for number, (start, stop) in enumerate(pairwise(rows)):
             own = hashlib.blake2b(raw, digest_size=16, salt=number.to_bytes(16, "little")).digest() if number else whole
-            pieces[own] = Piece(at, start, stop, whole, crc)
+            pieces[own] = SharedPiece(at, start, stop, whole, crc)
             nbytes.append(length * (stop - start) // rows[-1])
     flags = bytes(targets[piece.position].is_cpu for piece in pieces.values())
     told = Offers(b"".join(pieces), np.array(nbytes, "<i8").tobytes(), flags, sum(lengths) - sum(nbytes))
@@ -211,15 +211,15 @@ class Replicas(Value, frozen=True, eq=False):
     """What a rank shares with others: what it reads for them, and what it gets."""
 
     fills: Fills
-    offered: Sequence[Piece]
+    offered: Sequence[SharedPiece]
     shares: Shares
     rank: int
 
-    def pieces(self) -> Iterator[tuple[Piece, int, int]]:
+    def pieces(self) -> Iterator[tuple[SharedPiece, int, int]]:
         """In an order that all ranks have, each with its reader and its set of holders."""
         return zip(map(self.offered.__getitem__, self.shares.offered), self.shares.readers, self.shares.classes, strict=True)
 
-    def own(self) -> list[Piece]:
+    def own(self) -> list[SharedPiece]:
         return [piece for piece, reader, _ in self.pieces() if reader == self.rank]
 
     def mine(self) -> Fills:
@@ -236,7 +236,7 @@ class Replicas(Value, frozen=True, eq=False):
         cut = [self.fills.lazy(piece.position) for piece in self.own() if piece.cut and not piece.start]
         return [mine.lazy(at) for at in range(len(mine))] + cut
 
-    def bytes_of(self, piece: Piece) -> torch.Tensor:
+    def bytes_of(self, piece: SharedPiece) -> torch.Tensor:
         target = self.fills.targets[piece.position].detach()
         return flat(target[piece.start : piece.stop] if piece.cut else target).view(torch.uint8)
 
