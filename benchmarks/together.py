@@ -1,4 +1,4 @@
-"""Verbs on several processes of one machine beside one process: `python -m benchmarks.together [--ranks 2 4] [--mib 1024]`.
+"""Verbs on several processes of one machine beside one process: `python -m benchmarks.together [--ranks 2 4] [--mib 1024] [--kib 16]`.
 
 One process is given all of its threads; of several, each has what it takes by default, as with torchrun. The same files in the page
 cache, `durable=False`. Each group of processes is started once and waits at its input, which costs nothing. Jobs go to them in
@@ -42,8 +42,11 @@ BUCKET = "cp to a bucket"
 BASE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
-def state(mib: int, seed: int) -> dict[str, np.ndarray]:
-    """A model of about so many MiB of float32."""
+def state(mib: int, kib: int, seed: int) -> dict[str, np.ndarray]:
+    """A model of about so many MiB of float32; of tensors of so many KiB each, where that is given."""
+    if kib:
+        elements = np.random.default_rng(seed).standard_normal((mib * 1024 // kib, kib * 16, 16), np.float32)
+        return {f"layers.{number}.weight": one for number, one in enumerate(elements)}
     # Of a layer: four of n × n, three of n × 3n; the embedding has 12 n².
     n = int((mib * (1 << 20) / 4 / (LAYERS * 13 + 12)) ** 0.5) // 8 * 8
     rng = np.random.default_rng(seed)
@@ -243,6 +246,7 @@ def main() -> int:
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes beside one (default: 2 4)")
     parser.add_argument("--mib", type=int, default=1024, help="of float32 (default: 1024)")
+    parser.add_argument("--kib", type=int, default=0, help="of each tensor (default: matrices of a model)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--job", choices=[*WRITES, *LOOKS, BUCKET], action="append", help="of these only")
     parser.add_argument("--commands", action="store_true", help="measure whole commands as well")
@@ -261,8 +265,9 @@ def main() -> int:
         if BUCKET in names and not bucket(stack):
             names.remove(BUCKET)
             print(f"{BUCKET}: left out, because obstore or a server is not installed")
-        holdfast.save(state(asked.mib, 0), folder / "a.safetensors", durable=False)
-        holdfast.save({k: v * np.float32(1.01) for k, v in state(asked.mib, 0).items()}, folder / "b.safetensors", durable=False)
+        made = state(asked.mib, asked.kib, 0)
+        holdfast.save(made, folder / "a.safetensors", durable=False)
+        holdfast.save({k: v * np.float32(1.01) for k, v in made.items()}, folder / "b.safetensors", durable=False)
         holdfast.convert(folder / "a.safetensors", folder / "hf", format="safetensors", max_shard_size="100MB", durable=False)
         groups = {size: Processes(size, folder) for size in sizes}
         for one in groups.values():
