@@ -94,7 +94,6 @@ def clocked(job: Callable[[], object]) -> tuple[object, float]:
 
 def saved(layout: str, ranks: int, tensors: int, format: str, folder: str) -> dict[str, float]:
     """A save of so many ranks as the first one has it; its index goes into the folder."""
-    from holdfast.torch.ranks.dcp import dcp_index
     from holdfast.torch.ranks.saving import RECEIPTS, TASK, RankTask
 
     states = ranks_of(layout, ranks, tensors)
@@ -123,7 +122,7 @@ def saved(layout: str, ranks: int, tensors: int, format: str, folder: str) -> di
         delivered = [read_document(RECEIPTS, raw) for raw in receipts]
         writes = [w for w in together.writes if len(w.boxes)]
         joined = [*zip(writes, delivered, strict=True)]
-        return format_of(format).sharded.index(together.contents, joined, dcp_index=lambda a, b: dcp_index(a, b, path=folder))
+        return format_of(format).sharded.index(together.contents, joined, path=str(folder))
 
     plans, index_s = clocked(index)
     nbytes = 0

@@ -1,4 +1,4 @@
-"""Verbs on several processes of one machine beside one process: `python -m benchmarks.together [--ranks 2 4] [--mib 1024] [--kib 16]`.
+"""Verbs on several processes of one machine beside one: `python -m benchmarks.together [--ranks 2 4] [--mib 1024] [--kib 16]`.
 
 One process is given all of its threads; of several, each has what it takes by default, as with torchrun. The same files in the page
 cache, `durable=False`. Each group of processes is started once and waits at its input, which costs nothing. Jobs go to them in
