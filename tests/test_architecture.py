@@ -27,7 +27,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 MAX_LINES = 700
 
-TOTALS = {"lines": 87732, "modules": 387, "classes": 932}
+TOTALS = {"lines": 87733, "modules": 387, "classes": 932}
 """Of `src`: a ratchet. A commit that makes less lowers a number; one that raises one says here what a user gets for it.
 
 2026-11-17: 1,179 lines more: the table of docs/design/028 (every option of a save at the speed of none), places and targets of 029,

@@ -46,6 +46,8 @@ NOT_RUN = Counter(
         ("docs/beyond-one-machine.md", "needs the ranks of a process group"): 1,
         ("docs/beyond-one-machine.md", "starts processes"): 1,
         ("docs/beyond-one-machine.md", "starts processes on four machines"): 1,
+        ("docs/maps.md", "needs a checkpoint of 16 GB"): 1,
+        ("docs/maps.md", "needs a model and eight ranks"): 1,
         ("docs/coming-from.md", "needs Lightning"): 1,
         ("docs/integrations.md", "needs JAX"): 1,
         ("docs/integrations.md", "needs Lightning"): 1,

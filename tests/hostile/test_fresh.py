@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import holdfast
 from holdfast.formats.dcp.index import BESIDE, checksum_file
@@ -84,6 +85,14 @@ def megatron(folder: Path) -> list[Path]:
     return [folder]
 
 
+def meta(folder: Path) -> list[Path]:
+    """A model of Meta's in one file: its names are of this kind, and it lies beside its `params.json`."""
+    content = {"tok_embeddings.weight": torch.ones(4, 2), "norm.weight": torch.ones(2), "output.weight": torch.ones(4, 2)}
+    torch.save(content, folder / "consolidated.00.pth")
+    (folder / "params.json").write_text('{"dim": 2, "n_heads": 1, "n_layers": 0}')
+    return [folder]
+
+
 FORMATS: dict[str, Callable[[Path], list[Path]]] = {
     # Besides the golden files of the format.
     "torch-zip": nothing,
@@ -103,6 +112,7 @@ FORMATS: dict[str, Callable[[Path], list[Path]]] = {
     "rank-files": lambda folder: [HONEST(folder)],
     "deepspeed": lambda folder: [zero_model().write(folder)],
     "megatron": megatron,
+    "meta-llama": meta,
 }
 
 

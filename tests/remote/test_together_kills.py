@@ -58,7 +58,9 @@ def test_a_rank_that_uploads_is_killed(verb: str, proxy: Proxy, url: str, tmp_pa
     for place, row in zip(places[1:], ran([job(place) for place in places[1:]]), strict=True):
         assert [rank["status"] for rank in row["ranks"]] == [0, 0, 0], row
         assert holdfast.diff(place, tmp_path / "new", tensors_only=True).equal, row
-        assert plain(place) == clean, "nothing is left of what was given up"
+        # A conversion that was killed leaves data under the id of its save, which nobody else may delete; a copy has a claim.
+        left, meant = (sorted({*one}) if verb == "convert" else one for one in (plain(place), clean))
+        assert left == meant, "nothing else is left of what was given up"
 
 
 def plain(place: str) -> list[str]:

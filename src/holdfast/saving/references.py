@@ -19,6 +19,7 @@ from holdfast.engine.threads import run_all
 from holdfast.errors import FormatError, HoldfastError, LimitExceeded, Unsupported
 from holdfast.formats.dcp.index import BESIDE, METADATA
 from holdfast.formats.dcp.index import read_index as read_dcp_index
+from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.index_file import choose_index, read_index
 from holdfast.formats.native.schema import parse_manifest
 from holdfast.formats.safetensors.record import MANIFEST
@@ -145,7 +146,7 @@ def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
             names = [METADATA]
             with suppress(HoldfastError):  # a damaged one goes as well, and its data stays
                 names += read_dcp_index(source, whole=False).files
-            names += [name for name in there if name != METADATA and is_checkpoint(name)]
+            names += [name for name in there if name != METADATA and is_checkpoint(name) and not name.endswith(DATA_SUFFIX)]
         else:
             index = choose_index(sorted(there), url)
             # Data without its index is what a save left, or what steps beside this one name: not for us to delete.
