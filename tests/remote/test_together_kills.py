@@ -35,16 +35,16 @@ def test_a_rank_that_uploads_is_killed(verb: str, proxy: Proxy, url: str, tmp_pa
     def job(place: str) -> dict[str, object]:
         return {"argv": [verb, str(tmp_path / "new"), place, "--overwrite"], "size": 3, "room": str(tmp_path / "room")}
 
-    jobs = [job(places[0])]
+    # The second one tells how long a command takes: the first finds nothing in memory yet.
+    jobs = [job(places[0]), job(places[0])]
     for place in places[1:]:
         jobs.append(
-            job(place) | {"victim": int(rng.integers(3)), "timed": float(rng.uniform(0.01, 0.5)), "agent": bool(rng.integers(2))}
+            job(place) | {"victim": int(rng.integers(3)), "timed": float(rng.uniform(0.02, 0.6)), "agent": bool(rng.integers(2))}
         )
-    first, *rows = ran(jobs)
-    assert [rank["status"] for rank in first["ranks"]] == [0, 0, 0], first
+    first, second, *rows = ran(jobs)
+    assert [rank["status"] for one in (first, second) for rank in one["ranks"]] == [0] * 6, (first, second)
     died = sum(row["ranks"][row["victim"]]["status"] == -signal.SIGKILL for row in rows)
-    # How long an upload takes is the machine's: of a few kills none may come in time.
-    assert kills == FEW or 4 * died >= kills, "a quarter of them, or the moments are badly chosen"
+    assert 2 * died >= kills, "most of them, or the moments are badly chosen"
     clean = plain(places[0])
     for place, row in zip(places[1:], rows, strict=True):
         assert not row["stuck"], row
